@@ -1,0 +1,38 @@
+"""Checkpoints: `store` keeps folders, `precheck` looks at them without torch, `save_load` moves a run's state.
+
+The names below are resolved on first use, so that looking at a folder imports neither torch nor Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+    from megatron_wrap.checkpoint.save_load import LoadReport, load_checkpoint, save_checkpoint
+    from megatron_wrap.checkpoint.store import CheckpointStore
+
+__all__ = [
+    "CheckpointStore",
+    "LoadReport",
+    "compare_models",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+_HOMES = {
+    "CheckpointStore": "store",
+    "LoadReport": "save_load",
+    "compare_models": "precheck",
+    "find_checkpoint": "precheck",
+    "load_checkpoint": "save_load",
+    "save_checkpoint": "save_load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,310 @@
+"""Save and load a run's state, on any layout. Every function here is collective over all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wrap.checkpoint import content
+from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, missing_part, read_facts
+from megatron_wrap.core.config import load_resolved, write_resolved
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
+from megatron_wrap.platform import megatron as versions
+from megatron_wrap.utils.dist_logger import logger
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did; the same on every rank."""
+
+    iteration: int
+    """Iteration at which the checkpoint was saved."""
+    loaded: tuple[str, ...]
+    """weights, optimizer, schedule, random generators: those that were set."""
+    skipped: tuple[str, ...]
+    """Those that were not, with the reason."""
+    other_layout: bool
+    """The checkpoint was saved on another parallel layout or platform."""
+
+
+def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: int | None = None) -> Path:
+    """Save everything that a resumed run needs as the checkpoint of the present iteration. Collective.
+
+    It becomes visible when it is whole, and not before; what was there stays valid until then. A second call without a
+    step in between writes nothing.
+
+    Args:
+        folder: the run's checkpoint folder, on a file system that all ranks share.
+        keep: checkpoints to keep, older ones are removed; None: all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on every rank, when any could not write; earlier checkpoints are as they were.
+    """
+    from megatron_wrap.checkpoint.strategy import cannot_write
+
+    iteration = state.progress.iteration
+    store = CheckpointStore(folder)
+    final = store.folder_of(iteration)
+    saved_before = state.agreed.get("saved_checkpoint") == (str(final), iteration)
+    if saved_before and _on_rank_0(lambda: missing_part(final) is None):
+        logger.debug_rank_0(f"checkpoint of iteration {iteration} is there already: {final}")
+        return final
+    state.agreed.pop("saved_checkpoint", None)
+    saying = cannot_write(store.folder, "{}")
+    partial = Path(_on_rank_0(lambda: str(store.begin(iteration)), saying))
+    try:
+        _write_state(state, partial)
+        _on_rank_0(lambda: _finish(state, store, partial), saying)
+    except BaseException:
+        if state.parallel.world.rank == 0:
+            store.abandon(iteration)
+        raise
+    _on_rank_0(lambda: store.prune(keep), saying)
+    state.agreed["saved_checkpoint"] = (str(final), iteration)
+    return final
+
+
+def load_checkpoint(
+    state: TrainingState,
+    folder: str | os.PathLike[str],
+    *,
+    weights_only: bool = False,
+    with_optimizer: bool = True,
+    with_rng: bool = True,
+) -> LoadReport:
+    """Load a checkpoint of this model into a run, whatever layout it was saved on. Collective.
+
+    Random generators are restored only on the layout and platform that saved them.
+
+    Args:
+        folder: a run's folder (its newest whole checkpoint is taken) or one checkpoint.
+        weights_only: leave iteration, optimizer, schedule and random generators as they are.
+        with_optimizer: load optimizer and schedule too.
+        with_rng: restore the random generators too.
+
+    Raises:
+        CheckpointError: on every rank: missing, not whole, of another form, of another model (naming the first
+            parameter that differs), without an optimizer or with one of another form.
+    """
+    saved: _Saved = _on_rank_0(lambda: _examine(state, folder))
+    with_optimizer = with_optimizer and not weights_only
+    other_layout = saved.layout is not None and saved.layout != content.layout_facts(state)
+    skipped: list[str] = []
+    request: dict[str, Any] = {}
+    models = content.model_entries(state)
+    for name, entries in models.items():
+        request[name] = {key: entry for key, entry in entries.items() if saved.has_extra_state(entry)}
+    if with_optimizer:
+        _check_optimizer(state, saved)
+        request["optimizer"] = content.optimizer_entry(state, models, is_loading=True)
+    with_rng = with_rng and not weights_only
+    if with_rng and (other_layout or saved.layout is None or not saved.has_rng):
+        reason = "saved on another layout" if other_layout else "none in the checkpoint"
+        skipped.append(f"random generators, {reason}")
+        with_rng = False
+    if with_rng:
+        request["rng_state"] = content.rng_entry(state, is_loading=True)
+    _check_tensors(saved, request)
+    loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
+    if not weights_only:
+        state.progress = content.saved_progress(loaded)
+        state.batch_sizes.update(state.progress.consumed_samples, consistency_check=False)
+    state.agreed.pop("saved_checkpoint", None)
+    parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
+    return LoadReport(saved.iteration, tuple(name for name, yes in parts if yes), tuple(skipped), other_layout)
+
+
+def _write_state(state: TrainingState, partial: Path) -> None:
+    from megatron_wrap.checkpoint.strategy import agree, write
+
+    unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 has made"
+    agree(None if partial.is_dir() else f"{unseen}; megatron_lm.train.common.save must be on a shared file system")
+    content.synchronize_parameters(state)
+    train = state.config.train
+    models = content.model_entries(state)
+    sharded_state: dict[str, Any] = {**content.common_entries(state), **models}
+    if not train.no_save_optim:
+        sharded_state["optimizer"] = content.optimizer_entry(state, models, is_loading=False)
+        sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
+    if not train.no_save_rng:
+        sharded_state["rng_state"] = content.rng_entry(state, is_loading=False)
+    write(sharded_state, partial, state.parallel.dp_cp.group, state.platform.device, dict(content.CONTENT_METADATA))
+
+
+def _finish(state: TrainingState, store: CheckpointStore, partial: Path) -> None:
+    """What is left for rank 0 after all tensors are written: the last small files, and the name."""
+    versions.common_state_file(partial)
+    write_resolved(state.config, partial / RESOLVED)
+    facts = {
+        "megatron_core": versions.version(),
+        "torch": torch.__version__,
+        "vocab_size": state.shape.vocab_size,
+        "layout": content.layout_facts(state),
+        "consumed_samples": state.progress.consumed_samples,
+    }
+    store.commit(state.progress.iteration, facts)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds, as rank 0 found it."""
+
+    path: Path
+    iteration: int
+    shapes: dict[str, tuple[int, ...]]
+    """Name of each tensor -> its whole shape."""
+    objects: set[str]
+    layout: dict[str, Any] | None
+    has_optimizer: bool
+
+    @property
+    def has_rng(self) -> bool:
+        return any(name.startswith(content.RNG_KEY + "/") for name in self.objects)
+
+    def has_extra_state(self, entry: Any) -> bool:
+        """False for an extra state (of Transformer Engine) that the checkpoint lacks; true for all else."""
+        key = getattr(entry, "unique_key", None)
+        return key is None or "_extra_state" not in key or key in self.objects
+
+
+def _examine(state: TrainingState, folder: str | os.PathLike[str]) -> _Saved:
+    """Look at a checkpoint without reading its tensors; on rank 0."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    path = find_checkpoint(folder)
+    if path is None:
+        raise CheckpointError(f"there is no checkpoint in {folder}; name a folder with one, or the iter_ folder itself")
+    tracked = CheckpointStore(folder).tracked()
+    if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
+        logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or not whole; taking {path}")
+    if (path / RESOLVED).is_file():
+        compare_models(load_resolved(path / RESOLVED), state.config)
+    facts = read_facts(path)
+    vocabulary = facts.get("vocab_size", state.shape.vocab_size)
+    if vocabulary != state.shape.vocab_size:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: embedding.word_embeddings.weight has {vocabulary} entries there "
+            f"and {state.shape.vocab_size} here; take its tokenizer, or set megatron_lm.model.arch.vocab_size"
+        )
+    entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    return _Saved(
+        path=path,
+        iteration=content.saved_progress(common).iteration,
+        shapes={entry.key: tuple(entry.global_shape) for entry in entries if isinstance(entry, ShardedTensor)},
+        objects={entry.unique_key for entry in entries if not isinstance(entry, ShardedTensor)},
+        layout=facts.get("layout"),
+        has_optimizer="optimizer" in common,
+    )
+
+
+def _check_optimizer(state: TrainingState, saved: _Saved) -> None:
+    way_out = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
+    if not saved.has_optimizer:
+        raise CheckpointError(f"{saved.path} holds no optimizer (no_save_optim); choose another checkpoint, {way_out}")
+    found, wanted = content.saved_optimizer_form(set(saved.shapes)), content.optimizer_form(state)
+    if found is not None and found != wanted:
+        raise CheckpointError(
+            f"{saved.path} holds the state of a {found[0]} {found[1]} optimizer, this run has a {wanted[0]} {wanted[1]} "
+            "one; take the precision, optimizer and use_distributed_optimizer that it was saved with, " + way_out
+        )
+
+
+def _check_tensors(saved: _Saved, request: dict[str, Any]) -> None:
+    """Hold every tensor that any rank wants against the checkpoint, before one is read. Collective."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    wanted: dict[str, tuple[tuple[int, ...], bool]] = {}
+    values = list(nested_values(request))
+    while values:
+        value = values.pop(0)
+        if isinstance(value, ShardedTensorFactory):
+            built = value.build()
+            values = [*(nested_values(built) if isinstance(built, dict | list) else [built]), *values]
+        elif isinstance(value, ShardedTensor):
+            wanted[value.key] = (tuple(value.global_shape), value.allow_shape_mismatch)
+    everywhere = {name: entry for part in gather_objects(wanted) for name, entry in part.items()}
+    for name, (shape, flexible) in everywhere.items():
+        found = saved.shapes.get(name)
+        # an embedding is padded to the tensor-parallel size: rows may differ, columns may not
+        same = found == shape or (found is not None and flexible and found[1:] == shape[1:])
+        if not same:
+            there = "is missing" if found is None else f"has shape {_words(name, found)}"
+            raise _other_model(saved, name, f"{there} there and has shape {_words(name, shape)} here")
+    for name in saved.shapes:
+        if name not in everywhere and not name.startswith("optimizer."):
+            raise _other_model(
+                saved, name, f"has shape {_words(name, saved.shapes[name])} there and is not in this model"
+            )
+
+
+def _other_model(saved: _Saved, name: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"{saved.path} is a checkpoint of another model: {name} {difference}; take the architecture of the checkpoint "
+        f"({RESOLVED} beside it), or another load or save folder"
+    )
+
+
+def _words(name: str, shape: tuple[int, ...]) -> str:
+    numbers = " x ".join(str(size) for size in shape)
+    return f"{numbers} (layers first)" if ".layers." in name else numbers
+
+
+def _read_and_set(
+    state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool
+) -> dict[str, Any]:
+    from megatron_wrap.checkpoint.strategy import agreed, read
+
+    with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}"):
+        loaded = read(request, path, state.parallel.dp_cp.group)
+        content.load_model(state, loaded)
+        if with_optimizer:
+            state.optimizer.load_state_dict(loaded["optimizer"])
+            _load_scheduler(state, loaded["opt_param_scheduler"])
+        else:
+            state.optimizer.reload_model_params()
+        if with_rng:
+            content.restore_random_states(state, loaded["rng_state"])
+    return loaded
+
+
+def _load_scheduler(state: TrainingState, saved: dict[str, Any]) -> None:
+    try:
+        state.scheduler.load_state_dict(saved)
+    except AssertionError as error:  # the schedule's own check (optimizer_param_scheduler.py)
+        raise CheckpointError(
+            f"the learning-rate or weight-decay schedule differs from that of the checkpoint ({error}; its unit is the "
+            "sample); set megatron_lm.train.optimizer.override_opt_param_scheduler: true to take this run's, or "
+            "use_checkpoint_opt_param_scheduler: true to take the checkpoint's"
+        ) from error
+
+
+def _on_rank_0(action: Callable[[], Any], saying: str = "{}") -> Any:
+    """The result of `action`, which only global rank 0 runs, on every rank; its failure too."""
+    from megatron_wrap.checkpoint.strategy import FAILURES, describe
+
+    answer: tuple[Any, str | None] = (None, None)
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer = (action(), None)
+        except (CheckpointError, ConfigError) as error:
+            answer = (None, str(error))
+        except FAILURES as error:
+            answer = (None, saying.replace("{}", describe(error)))
+    result, failure = broadcast_object(answer, source_rank=0)
+    if failure is not None:
+        raise CheckpointError(failure)
+    return result

@@ -1,0 +1,241 @@
+"""The folder of a run's checkpoints: one folder for each iteration, visible only when whole, and a tracker.
+
+Names are Megatron-LM's (megatron/training/checkpointing.py): `iter_0000010/` and `latest_checkpointed_iteration.txt`.
+A checkpoint grows in a hidden folder, is made durable, and gets its name with one rename; the tracker follows, written
+aside and renamed too. So whatever moment a process dies at, the newest visible checkpoint is whole. Nothing here needs
+torch, and one process (global rank 0) alone may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "megatron_wrap.json"
+"""Facts about the checkpoint and the size of each of its files; written last, before the rename."""
+FORMAT_FILES = ("metadata.json", ".metadata")
+"""What Megatron-Core's distributed checkpoint has when its own save came to the end."""
+RESOLVED = "resolved.yaml"
+"""The run's whole configuration, beside the tensors."""
+
+_VISIBLE = re.compile(r"iter_(\d{7,})")
+_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]+")
+
+
+class CheckpointStore:
+    """The checkpoints in one folder, which need not exist yet."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).expanduser()
+        self._partials: dict[int, Path] = {}
+
+    def folder_of(self, iteration: int) -> Path:
+        """Where the checkpoint of `iteration` is, or will be."""
+        return self.folder / f"iter_{iteration:07d}"
+
+    def find(self, iteration: int) -> Path | None:
+        """The whole checkpoint of `iteration`.
+
+        Normally that is `folder_of`; where a process died while it replaced a checkpoint by a newer one of the same
+        iteration, it is the hidden older one.
+        """
+        candidates = [self.folder_of(iteration)]
+        candidates += [path for path, of, kind in self._hidden() if kind == "replaced" and of == candidates[0].name]
+        return next((path for path in candidates if missing_part(path) is None), None)
+
+    def iterations(self) -> list[int]:
+        """Iterations with a whole checkpoint, ascending."""
+        return [iteration for iteration in self.present() if self.find(iteration) is not None]
+
+    def present(self) -> list[int]:
+        """Iterations with a folder, whole or not, ascending."""
+        names = {path.name for path in self._entries()}
+        names |= {of for _, of, kind in self._hidden() if kind == "replaced"}
+        return sorted(int(match[1]) for name in names if (match := _VISIBLE.fullmatch(name)))
+
+    def tracked(self) -> str | None:
+        """What the tracker says: an iteration or `release`; None: there is no tracker."""
+        try:
+            return (self.folder / TRACKER).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def latest(self) -> int | None:
+        """The newest whole checkpoint: the tracker's, else (no tracker, or its checkpoint is missing or not whole)
+        that of the largest iteration; None: there is none."""
+        tracked = self.tracked()
+        if tracked is not None and tracked.isdecimal() and self.find(int(tracked)) is not None:
+            return int(tracked)
+        return max(self.iterations(), default=None)
+
+    def begin(self, iteration: int) -> Path:
+        """A new empty hidden folder to write the checkpoint of `iteration` into; what dead processes left is removed.
+
+        Its name is new each time: a writer process that outlived its killed run cannot write into a later save.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clean()
+        partial = self._hidden_name(iteration, "partial")
+        partial.mkdir()
+        self._partials[iteration] = partial
+        return partial
+
+    def commit(self, iteration: int, facts: Mapping[str, Any]) -> Path:
+        """Make what `begin` gave durable and visible as the checkpoint of `iteration`, and point the tracker to it.
+
+        An older checkpoint of the same iteration stays valid until the new one has its name.
+
+        Args:
+            facts: written into the manifest, JSON.
+
+        Raises:
+            OSError: the disk refuses; earlier checkpoints are as they were.
+        """
+        partial, final = self._partials[iteration], self.folder_of(iteration)
+        sizes = {name: _make_durable(partial / name) for name in sorted(_files(partial))}
+        _write_durably(partial / MANIFEST, json.dumps({**facts, "iteration": iteration, "files": sizes}, indent=1))
+        _make_folders_durable(partial)
+        replaced = self._hidden_name(iteration, "replaced") if final.exists() else None
+        if replaced is not None:
+            final.rename(replaced)
+        partial.rename(final)
+        del self._partials[iteration]
+        _make_durable(self.folder)
+        tracker = self.folder / TRACKER
+        aside = tracker.with_name(f".{TRACKER}.partial")
+        _write_durably(aside, str(iteration))
+        aside.replace(tracker)
+        _make_durable(self.folder)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def abandon(self, iteration: int) -> None:
+        """Remove what `begin` gave."""
+        partial = self._partials.pop(iteration, None)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def prune(self, keep: int | None) -> list[int]:
+        """Remove all but the `keep` (at least one) newest whole checkpoints up to the latest one.
+
+        What is newer than the latest (a run that was set back by hand) and what is not whole stays.
+
+        Returns:
+            The iterations removed; none with keep None.
+        """
+        latest = self.latest()
+        if keep is None or latest is None:
+            return []
+        candidates = [iteration for iteration in self.iterations() if iteration <= latest]
+        removed = []
+        for iteration in candidates[: -max(1, keep)]:
+            # hidden first: a checkpoint that is half removed must not look like one
+            hidden = self._hidden_name(iteration, "removed")
+            try:
+                self.folder_of(iteration).rename(hidden)
+            except OSError:
+                continue  # it is only in the way
+            shutil.rmtree(hidden, ignore_errors=True)
+            removed.append(iteration)
+        return removed
+
+    def _hidden_name(self, iteration: int, kind: str) -> Path:
+        return self.folder / f".{self.folder_of(iteration).name}.{kind}-{secrets.token_hex(4)}"
+
+    def _entries(self) -> list[Path]:
+        try:
+            return sorted(self.folder.iterdir())
+        except OSError:
+            return []
+
+    def _hidden(self) -> list[tuple[Path, str, str]]:
+        """Path, name of the checkpoint, and kind of each hidden folder."""
+        matches = ((path, _HIDDEN.fullmatch(path.name)) for path in self._entries())
+        return [(path, match[1], match[2]) for path, match in matches if match]
+
+    def _clean(self) -> None:
+        for path, of, kind in self._hidden():
+            final = self.folder / of
+            if kind == "replaced" and missing_part(final) is not None and missing_part(path) is None:
+                shutil.rmtree(final, ignore_errors=True)
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def missing_part(checkpoint: Path) -> str | None:
+    """What a checkpoint's folder lacks to be whole, in words; None: it is whole.
+
+    With a manifest every file must be there with its size, so a copy that was cut short is found. Without one (saved
+    by Megatron-LM) Megatron-Core's own last files must be there.
+    """
+    if not checkpoint.is_dir():
+        return "the folder is missing"
+    for name in FORMAT_FILES:
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        return None
+    try:
+        sizes = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, size in sizes.items():
+        try:
+            found = (checkpoint / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes and not {size}"
+    return None
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """What `commit` was given; empty where there is no manifest (saved by Megatron-LM)."""
+    try:
+        return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            yield os.path.relpath(os.path.join(root, name), folder)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _make_durable(path)
+
+
+def _make_durable(path: Path) -> int:
+    """Wait until a file or folder is on the disk; returns its size in bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # some network file systems know no fsync of a folder
+                os.fsync(descriptor)
+        else:
+            os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+def _make_folders_durable(folder: Path) -> None:
+    for root, _, _ in os.walk(folder):
+        _make_durable(Path(root))

@@ -1,0 +1,174 @@
+"""Writing and reading with Megatron-Core's distributed format so that all ranks end alike, also when one fails.
+
+Megatron-Core's own save agrees on failures of its writers, but what fails on global rank 0 alone (the common state, the
+metadata) leaves the others waiting in the next collective. Here rank 0 then answers that collective first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.platform import megatron as versions
+
+FAILURES = (OSError, RuntimeError, EOFError, ValueError, KeyError, CheckpointException, CheckpointingException)
+"""How a disk that refuses or a damaged file shows. torch's CheckpointException is no Exception."""
+
+
+def agree(error: str | None, cause: BaseException | None = None) -> None:
+    """All ranks go on, or all raise with the first failed rank's words. Collective over the world.
+
+    Raises:
+        CheckpointError: `error` was given on some rank.
+    """
+    errors = [text for text in gather_objects(error) if text is not None]
+    if errors:
+        raise CheckpointError(errors[0]) from cause
+
+
+@contextlib.contextmanager
+def agreed(saying: str) -> Iterator[None]:
+    """The body runs on every rank; then all go on or all raise a `CheckpointError`. Collective over the world.
+
+    Collectives of the body must fail on all ranks or on none.
+
+    Args:
+        saying: what failed, with {} in the place of the cause.
+    """
+    error, cause = None, None
+    try:
+        yield
+    except CheckpointError as failure:
+        error, cause = str(failure), failure
+    except FAILURES as failure:
+        error, cause = saying.replace("{}", describe(failure)), failure
+    agree(error, cause)
+
+
+def describe(failure: BaseException) -> str:
+    """The cause of a failed save or load in one line; empty where another rank knows it."""
+    if isinstance(failure, CheckpointException):
+        causes = [cause for cause, _ in failure.failures.values()]
+        return describe(causes[0]) if causes else ""
+    text = " ".join(str(failure).split())
+    return f"{type(failure).__name__}: {text}" if not isinstance(failure, OSError) else text
+
+
+def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch.device, content: Any) -> None:
+    """`dist_checkpointing.save` into an empty folder, the writing shared over `group`. Collective over the world.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write.
+    """
+    strategy = _SharedSave(group)
+    strategy, error, cause = _SharedSave(group), None, None
+    try:
+        arguments = versions.save_arguments(async_save=True)
+        request = dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
+        _execute(request, device)
+    except FAILURES as failure:
+        cause = failure
+        error = describe(failure)
+        if not strategy.entered:  # the others wait there, for this rank too
+            with contextlib.suppress(CheckpointError):
+                agree(error)
+    known = [text for text in gather_objects(error) if text]  # a rank without a failure of its own has no words
+    if error is not None or known:
+        words = known[0] if known else "a rank failed"
+        raise CheckpointError(cannot_write(folder.parent, words)) from cause
+
+
+def cannot_write(folder: Path, cause: str) -> str:
+    """The message for a failed save."""
+    return f"no checkpoint could be written to {folder}: {cause}; earlier checkpoints there are as they were"
+
+
+def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, Any]:
+    """`dist_checkpointing.load`, the reading shared over `group`. Collective over the world.
+
+    Returns:
+        The state with tensors in place of their descriptions; tensors of the model are written in place.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not read.
+    """
+    # the factory refuses what is no such checkpoint; the class itself is the same in both Megatron-Cores
+    get_default_load_sharded_strategy(str(folder))
+    saying = f"checkpoint {folder} cannot be read: {{}}; restore it, or load an older one"
+    strategy: Any = _AgreedRead(saying)
+    if group.size() > 1:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+    return dist_checkpointing.load(sharded_state, str(folder), strategy)
+
+
+class _SharedSave(FullyParallelSaveStrategyWrapper):
+    """Replicas share the writing; all ranks meet before the first collective of the planning."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(versions.save_strategy(), group)
+        self.entered = False
+
+    def async_save(self, *arguments: Any, **named: Any) -> Any:
+        self.entered = True
+        agree(None)
+        return super().async_save(*arguments, **named)
+
+
+class _AgreedRead(TorchDistLoadShardedStrategy):
+    """A rank that cannot read its part stops all of them."""
+
+    def __init__(self, saying: str) -> None:
+        super().__init__()
+        self._saying = saying
+
+    def load(self, *arguments: Any, **named: Any) -> Any:
+        result = None
+        with agreed(self._saying):
+            result = super().load(*arguments, **named)
+        return result
+
+
+def _execute(request: Any, device: torch.device) -> None:
+    """Run an asynchronous save's request here and now.
+
+    Its parts end in a collective each (strategies/async_utils.py, state_dict_saver.py, serialization.py): a barrier
+    after the writing, rank 0's word whether all succeeded, a barrier after the last file. A rank that fails before one
+    takes part in it, so that none waits for ever.
+    """
+    written = None
+    try:
+        request._replace(finalize_fns=[]).execute_sync()
+    except FAILURES as failure:
+        written = failure
+        dist.barrier()
+
+    def rank_0_failed() -> None:
+        dist.broadcast(torch.ones(1, dtype=torch.int, device=device), src=0)
+
+    answers: list[Callable[[], Any]] = [rank_0_failed, dist.barrier]
+    for finish, answer in zip(request.finalize_fns, answers, strict=True):
+        try:
+            finish()
+        except CheckpointException:
+            raise  # on all ranks
+        except FAILURES:
+            answer()
+            raise
+    if written is not None:
+        raise written

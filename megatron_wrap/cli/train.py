@@ -1,0 +1,122 @@
+"""`megatron-wrap train`: check the configuration, then start torchrun's processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_wrap.errors import ConfigError, LayoutError
+
+HELP = "check a configuration, then train it"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the processes run; the documented environment variables."""
+
+    processes_per_node: int
+    num_nodes: int
+    node_rank: int
+    master_address: str
+    master_port: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole run."""
+        return self.processes_per_node * self.num_nodes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
+    parser.add_argument("config", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="the last word on a key")
+    parser.add_argument("--script", metavar="FILE", help="run this training script in place of the built-in loop")
+    parser.epilog = (
+        "environment: GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), "
+        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check first, so that a mistake costs a second; then train. Returns the exit code."""
+    from megatron_wrap.cli.precheck import precheck
+
+    config = precheck(arguments.config, arguments.overrides)
+    from megatron_wrap.core.config.checks import check_layout, processes_needed
+
+    nodes = _nodes(processes_needed(config), config.init.platform)
+    check_layout(config, nodes.world_size)
+    if arguments.script and not Path(arguments.script).is_file():
+        raise ConfigError(f"--script {arguments.script}: no such file")
+    return _launch(nodes, arguments)
+
+
+def _nodes(needed: int, platform: str) -> Nodes:
+    nodes = _integer("NNODES", 1)
+    default = (_visible_gpus() if platform != "cpu" else 0) or -(-needed // nodes)
+    if nodes > 1 and "MASTER_ADDR" not in os.environ:
+        raise LayoutError("NNODES is more than 1: set MASTER_ADDR (and MASTER_PORT) to those of node 0")
+    return Nodes(
+        processes_per_node=_integer("GPUS_PER_NODE", default),
+        num_nodes=nodes,
+        node_rank=_integer("NODE_RANK", 0),
+        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_integer("MASTER_PORT", 0),
+    )
+
+
+def _integer(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    if not text.isdigit() or (variable in ("GPUS_PER_NODE", "NNODES") and int(text) < 1):
+        raise LayoutError(f"environment variable {variable} is {text!r}; it has to be a whole number")
+    return int(text)
+
+
+def _visible_gpus() -> int:
+    """GPUs of this node that processes may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
+
+
+def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
+    """Start the processes of this node under torchrun's agent; the exit code is that of the first that failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
+    # Megatron-Core overlaps communication and computation in the order in which they are queued
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    local = nodes.num_nodes == 1
+    launch = LaunchConfig(
+        min_nodes=nodes.num_nodes,
+        max_nodes=nodes.num_nodes,
+        nproc_per_node=nodes.processes_per_node,
+        run_id=uuid.uuid4().hex if local else "megatron-wrap",
+        rdzv_backend="c10d" if local else "static",
+        rdzv_endpoint=f"{nodes.master_address}:{nodes.master_port or (0 if local else 29500)}",
+        rdzv_configs={} if local else {"rank": nodes.node_rank},
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    program = [arguments.script] if arguments.script else ["-m", "megatron_wrap.cli.worker"]
+    try:
+        elastic_launch(launch, sys.executable)("-u", *program, arguments.config, *arguments.overrides)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode == 2:  # a user's mistake, which the process has told
+            return 2
+        print(f"error: rank {rank} ended with exit code {failure.exitcode}; its messages are above", file=sys.stderr)
+        return failure.exitcode if 0 < failure.exitcode < 256 else 1
+    except SignalException as signal:
+        return 128 + signal.sigval
+    return 0

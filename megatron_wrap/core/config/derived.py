@@ -1,0 +1,89 @@
+"""Numbers that follow from a configuration by arithmetic alone; nothing here refuses anything."""
+
+from megatron_wrap.core.config.schema import ArchConfig, ParallelConfig, RunConfig
+
+
+def ffn_hidden_size(arch: ArchConfig) -> int:
+    """Inner width of the MLP: as given, else 4 * hidden_size; with swiglu 8/3 of it, down to a multiple of 64 (the rule
+    of Megatron-LM's megatron/training/arguments.py)."""
+    if arch.ffn_hidden_size is not None:
+        return arch.ffn_hidden_size
+    return int((4 * arch.hidden_size * 2 / 3) / 64) * 64 if arch.swiglu else 4 * arch.hidden_size
+
+
+def num_query_groups(arch: ArchConfig) -> int:
+    """Key and value heads of a layer."""
+    return arch.num_attention_heads if arch.num_query_groups is None else arch.num_query_groups
+
+
+def kv_channels(arch: ArchConfig) -> int:
+    """Width of one head."""
+    return arch.hidden_size // arch.num_attention_heads if arch.kv_channels is None else arch.kv_channels
+
+
+def max_position_embeddings(config: RunConfig) -> int:
+    """Longest sequence of the model, tokens."""
+    given = config.arch.max_position_embeddings
+    return config.train.seq_length if given is None else given
+
+
+def sequence_parallel(parallel: ParallelConfig) -> bool:
+    """Sequence parallelism as given, else on where TP > 1."""
+    given = parallel.sequence_parallel
+    return parallel.tensor_model_parallel_size > 1 if given is None else given
+
+
+def processes_needed(config: RunConfig) -> int:
+    """Processes of one model replica, TP * PP * CP: the fewest that can run the configuration."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def expert_processes(parallel: ParallelConfig) -> int:
+    """Processes of one replica of the expert layers, ETP * EP * PP."""
+    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return expert_tensor * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+
+
+def layers_per_stage(config: RunConfig) -> list[int]:
+    """Layers on each pipeline stage, first to last; the split must be a legal one (see `checks`)."""
+    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    middle_stages = stages - (first is not None) - (last is not None)
+    middle_layers = config.arch.num_layers - (first or 0) - (last or 0)
+    middle = [middle_layers // middle_stages] * middle_stages if middle_stages > 0 else []
+    return ([] if first is None else [first]) + middle + ([] if last is None else [last])
+
+
+def virtual_pipeline_size(config: RunConfig) -> int | None:
+    """Model chunks on each pipeline stage, from either of the two keys; None where the pipeline is not interleaved."""
+    parallel = config.parallel
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is None and parallel.num_layers_per_virtual_pipeline_stage is not None:
+        layers = config.arch.num_layers // parallel.pipeline_model_parallel_size
+        chunks = layers // parallel.num_layers_per_virtual_pipeline_stage
+    return chunks if chunks is not None and chunks > 1 else None
+
+
+def lr_decay_iters(config: RunConfig) -> int:
+    """Iterations until the learning rate reaches its floor."""
+    given = config.learning_rate.lr_decay_iters
+    return config.train.train_iters if given is None else given
+
+
+def lr_warmup_iters(config: RunConfig) -> float:
+    """Iterations of warm-up; with lr_warmup_fraction not always whole, as in Megatron-LM."""
+    fraction = config.learning_rate.lr_warmup_fraction
+    return config.learning_rate.lr_warmup_iters if fraction is None else fraction * lr_decay_iters(config)
+
+
+def global_batch_sizes(config: RunConfig) -> list[int]:
+    """Every global batch size that the run goes through: the ramp-up's steps, then train.common.global_batch_size."""
+    ramp, final = config.train.rampup_batch_size, config.train.global_batch_size
+    return [final] if ramp is None else [*range(ramp[0], final, ramp[1]), final]
+
+
+def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:
+    """Micro-batches of one optimizer step on each replica, for the final global batch unless another is given."""
+    samples = config.train.global_batch_size if global_batch_size is None else global_batch_size
+    return samples // (config.train.micro_batch_size * data_parallel_size)

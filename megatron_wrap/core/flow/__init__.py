@@ -1,0 +1,26 @@
+"""Flows: one algorithm, one file. `base` has the contract."""
+
+from megatron_wrap.core.flow.base import (
+    FlowContext,
+    FlowOptions,
+    LossOutput,
+    MegatronWrapTrainingFlowBase,
+)
+from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
+from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.core.flow.mock import MegatronWrapMinimalMockFlow
+from megatron_wrap.core.flow.sft import MegatronWrapGPTModelSFTFlow
+from megatron_wrap.metrics.metric import Metric, Total
+
+__all__ = [
+    "FlowContext",
+    "FlowOptions",
+    "LossOutput",
+    "MegatronWrapFlowEntry",
+    "MegatronWrapGPTModelFlow",
+    "MegatronWrapGPTModelSFTFlow",
+    "MegatronWrapMinimalMockFlow",
+    "MegatronWrapTrainingFlowBase",
+    "Metric",
+    "Total",
+]

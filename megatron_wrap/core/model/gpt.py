@@ -1,0 +1,88 @@
+"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wrap.core.model.provider import ModelRequest
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def gpt_model_provider(request: ModelRequest) -> GPTModel:
+    """One chunk of a GPT model, on this process's device, with weights not yet filled.
+
+    Logits are [B, S/cp, V/tp]; entries past the true vocabulary have a value so low that they get no probability.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    arch = request.config.arch
+    max_positions = arch.max_position_embeddings or request.config.train.seq_length
+    model = GPTModel(
+        config=request.transformer_config,
+        transformer_layer_spec=_block_spec(request),
+        vocab_size=request.padded_vocab_size,
+        max_sequence_length=max_positions,
+        pre_process=request.pre_process,
+        post_process=request.post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not arch.untie_embeddings_and_output_weights,
+        position_embedding_type=arch.position_embedding_type,
+        rotary_percent=arch.rotary_percent,
+        rotary_base=arch.rotary_base,
+        rope_scaling=arch.use_rope_scaling,
+        rope_scaling_factor=arch.rope_scaling_factor,
+        seq_len_interpolation_factor=arch.rotary_seq_len_interpolation_factor,
+        vp_stage=request.virtual_stage,
+    )
+    if request.post_process:
+        _mask_padded_vocabulary(model, request)
+    return model
+
+
+def _block_spec(request: ModelRequest) -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from megatron_wrap.platform import megatron as versions
+
+    arch, config = request.config.arch, request.transformer_config
+    norm: Any
+    if request.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+        layer = versions.te_layer_spec(num_experts=None, qk_layernorm=arch.qk_layernorm)
+    else:
+        from megatron_wrap.ops.attention import TorchCoreAttention
+        from megatron_wrap.ops.norm import LayerNorm, RMSNorm
+
+        norm = RMSNorm if arch.normalization == "RMSNorm" else LayerNorm
+        layer = versions.local_layer_spec(
+            norm=norm,
+            core_attention=TorchCoreAttention,
+            num_experts=None,
+            qk_layernorm=arch.qk_layernorm,
+            normalization=arch.normalization,
+        )
+    layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _mask_padded_vocabulary(model: GPTModel, request: ModelRequest) -> None:
+    """Give the columns past the true vocabulary no probability, so that a loss does not depend on the padding,
+    which grows with the tensor-parallel size."""
+    tp = request.state.tp
+    columns = request.padded_vocab_size // tp.size
+    first_padded = max(0, request.vocab_size - tp.rank * columns)
+    if first_padded >= columns:
+        return
+
+    def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = outputs
+        logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
+        return logits, bias
+
+    model.output_layer.register_forward_hook(mask)

@@ -1,0 +1,157 @@
+"""From the configuration tree to Megatron-Core's `TransformerConfig`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from megatron_wrap.core.config.schema import ArchConfig, RunConfig
+from megatron_wrap.errors import PlatformError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.platform.base import Platform
+
+
+def ffn_hidden_size(arch: ArchConfig) -> int:
+    """Inner width of the MLP: as given, else 4 * hidden_size, with swiglu 8/3 of it in multiples of 64 (the rule of
+    Megatron-LM's megatron/training/arguments.py)."""
+    if arch.ffn_hidden_size is not None:
+        return arch.ffn_hidden_size
+    return int((4 * arch.hidden_size * 2 / 3) / 64) * 64 if arch.swiglu else 4 * arch.hidden_size
+
+
+def parameter_dtype(config: RunConfig) -> torch.dtype:
+    """Type of weights and activations."""
+    return torch.bfloat16 if config.dtype.bf16 else torch.float16 if config.dtype.fp16 else torch.float32
+
+
+def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
+    """Whether the layers come from Transformer Engine.
+
+    Raises:
+        PlatformError: `transformer_engine` is asked for where it cannot run.
+    """
+    wanted = config.arch.transformer_impl
+    if wanted == "torch":
+        return False
+    available = platform.has_transformer_engine
+    if wanted == "transformer_engine" and not available:
+        raise PlatformError(
+            f"megatron_lm.model.arch.transformer_impl is transformer_engine, but it cannot be used on the "
+            f"{platform.name} platform here: install transformer-engine[pytorch] on a GPU machine, or set auto or torch"
+        )
+    return available
+
+
+def sequence_parallel(config: RunConfig) -> bool:
+    """Sequence parallelism as given, else on where TP > 1."""
+    given = config.parallel.sequence_parallel
+    return config.parallel.tensor_model_parallel_size > 1 if given is None else given
+
+
+def transformer_config(config: RunConfig, state: ParallelState, platform: Platform) -> TransformerConfig:
+    """Megatron-Core's configuration of the model on this layout; fields of `arch.upstream` come last.
+
+    Raises:
+        PlatformError: Megatron-Core refuses the combination; the message is its own.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    transformer_engine = use_transformer_engine(config, platform)
+    settings: dict[str, Any] = {
+        **_architecture(config.arch),
+        **_parallelism(config),
+        **_recompute(config),
+        "params_dtype": parameter_dtype(config),
+        "pipeline_dtype": parameter_dtype(config),
+        "bf16": config.dtype.bf16,
+        "fp16": config.dtype.fp16,
+        # `initial_weights` fills the weights, alike for every layout. Initialization stays on, since it also marks
+        # which parameters are slices (tensor_parallel/layers.py, set_tensor_model_parallel_attributes).
+        "init_method": _leave_unset,
+        "output_layer_init_method": _leave_unset,
+        "embedding_init_method": _leave_unset,
+        **platform.transformer_config_settings(
+            pipeline_size=state.pp.size, virtual_size=state.virtual_size, transformer_engine=transformer_engine
+        ),
+        **config.arch.upstream,
+    }
+    try:
+        return TransformerConfig(**settings)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise PlatformError(f"Megatron-Core refuses the model's configuration: {error}") from error
+
+
+def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _architecture(arch: ArchConfig) -> dict[str, Any]:
+    from megatron.core.activations import fast_gelu, squared_relu
+
+    if arch.swiglu:
+        activation = functional.silu
+    elif arch.squared_relu:
+        activation = squared_relu
+    else:
+        activation = fast_gelu if arch.openai_gelu else functional.gelu
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": ffn_hidden_size(arch),
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups or arch.num_attention_heads,
+        "kv_channels": arch.kv_channels or arch.hidden_size // arch.num_attention_heads,
+        "normalization": arch.normalization,
+        "layernorm_epsilon": arch.norm_epsilon,
+        "layernorm_zero_centered_gamma": arch.apply_layernorm_1p,
+        "qk_layernorm": arch.qk_layernorm,
+        "gated_linear_unit": arch.swiglu,
+        "activation_func": activation,
+        "add_bias_linear": arch.add_bias_linear,
+        "add_qkv_bias": arch.add_qkv_bias,
+        "hidden_dropout": arch.hidden_dropout,
+        "attention_dropout": arch.attention_dropout,
+        "init_method_std": arch.init_method_std,
+        "attention_softmax_in_fp32": arch.attention_softmax_in_fp32,
+        "fp32_residual_connection": arch.fp32_residual_connection,
+        "rotary_interleaved": arch.rotary_interleaved,
+        # the fused form of GELU is the tanh one whatever is asked for (fusions/fused_bias_gelu.py)
+        "bias_activation_fusion": arch.swiglu,
+        "bias_dropout_fusion": True,
+    }
+
+
+def _parallelism(config: RunConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    from megatron_wrap.parallel.state import virtual_pipeline_size
+
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_pipeline_size(parallel, config.arch.num_layers),
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "sequence_parallel": sequence_parallel(config),
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+    }
+
+
+def _recompute(config: RunConfig) -> dict[str, Any]:
+    recompute = config.recompute
+    settings: dict[str, Any] = {
+        "recompute_granularity": recompute.recompute_granularity,
+        "recompute_method": recompute.recompute_method,
+        "recompute_num_layers": recompute.recompute_num_layers,
+        "distribute_saved_activations": recompute.distribute_saved_activations,
+    }
+    if recompute.recompute_modules is not None:
+        settings["recompute_modules"] = list(recompute.recompute_modules)
+    return settings

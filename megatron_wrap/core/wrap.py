@@ -1,0 +1,428 @@
+"""`MegatronWrap`: the order of a run's life, and delegation. What a step does is in `megatron_wrap.engine.step`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.core.config import RunConfig, load_run_config
+from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
+from megatron_wrap.platform import choose_platform
+from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
+from megatron_wrap.utils.progress import ProgressBar, format_step
+from megatron_wrap.utils.session import LoggerSession
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+    from megatron_wrap.engine.state import StepReport, TrainingState
+    from megatron_wrap.parallel.launch import Processes
+    from megatron_wrap.parallel.state import ParallelState
+
+
+class MegatronWrap:
+    """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
+    loop, and `save()`.
+
+    Args:
+        config: path of the run's YAML, or an already decoded `RunConfig`.
+        overrides: `a.b.c=value` strings, the last word on each key.
+
+    Constructing reads and checks the configuration and does nothing else.
+
+    Raises:
+        ConfigError, LayoutError, DataError, CheckpointError: the configuration is wrong; the message says where.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
+        self.config = config if isinstance(config, RunConfig) else load_run_config(config, overrides)
+        check_run(self.config)
+        self._session: LoggerSession | None = None
+        self._processes: Processes | None = None
+        self._parallel: ParallelState | None = None
+        self._state: TrainingState | None = None
+        self._metric_loggers = MetricLoggers([])
+        self._progress_bar: ProgressBar | None = None
+        self._last_report: StepReport | None = None
+        self._recorded_iteration: int | None = None
+        self._resumed_from: int | None = None
+        self.platform = choose_platform(self.config.init.platform)
+        self.tokenizer: Any = None
+
+    # ---- life ----
+
+    def initialize(self) -> None:
+        """Start the platform, torch.distributed, the model-parallel groups, seeds and logging. Collective.
+
+        Raises:
+            LayoutError: the number of processes does not fit the layout.
+        """
+        if self._parallel is not None:
+            return
+        from megatron_wrap.parallel import launch
+
+        settings = self.config.logger
+        self._session = LoggerSession(
+            rank=launch.environment_rank(),
+            patch_print=settings.patch_print,
+            remove_logging=settings.remove_logging,
+            ignore_warning=settings.ignore_warning,
+        ).open()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        from megatron_wrap.engine.build import seed_everything
+        from megatron_wrap.parallel import launch
+        from megatron_wrap.parallel.state import build_parallel_state
+
+        timeout = self.config.init.distributed_timeout_minutes
+        check_layout(self.config, launch.environment_world_size())
+        self.platform.install()
+        self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
+        check_layout(self.config, self._processes.world_size)
+        self._parallel = build_parallel_state(self.config.parallel, self.config.arch.num_layers, timeout)
+        seed_everything(self.config.train.seed, self._parallel)
+        logger.info_rank_0(
+            f"{self.config.name}: {self._processes.world_size} processes on {self.platform.name} over "
+            f"{self.platform.backend}, layout {self._parallel.layout}"
+        )
+
+    def setup_model_and_optimizer(self) -> None:
+        """Build model, optimizer and schedule; then resume from `save`, or start from `load`, or from initial weights.
+
+        Collective over all ranks.
+
+        Raises:
+            PlatformError: Megatron-Core cannot build this model here. CheckpointError: see `load`.
+        """
+        parallel = self._initialized()
+        from megatron_wrap.engine.build import build_training_state
+
+        if self.config.data.tokenizer is not None:
+            from megatron_wrap.data.tokenizer import load_tokenizer
+
+            self.tokenizer = load_tokenizer(self.config.data.tokenizer)
+        self._state = build_training_state(self.config, self.platform, parallel, self.tokenizer)
+        self._describe_model()
+        self._restore()
+        self._open_metric_loggers()
+
+    def close(self) -> None:
+        """End loggers, process groups that this object made, and what `initialize` changed of the host program."""
+        if self._progress_bar is not None:
+            self._progress_bar.close()
+        self._metric_loggers.close()
+        self._state = None
+        if self._parallel is not None:
+            from megatron_wrap.parallel.state import destroy_parallel_state
+
+            destroy_parallel_state()
+            self._parallel = None
+        if self._processes is not None:
+            from megatron_wrap.parallel import launch
+
+            launch.stop(self._processes)
+            self._processes = None
+        self.platform.uninstall()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- training ----
+
+    def train(self, batch: Sequence[Any] | None = None) -> dict[str, float]:
+        """One optimizer step, and a save where `save_interval` says so. Collective.
+
+        Args:
+            batch: `global_batch_size` samples on every rank, or on global rank 0 while the others pass None.
+
+        Returns:
+            The step's metrics, the same on every rank; see the README for their names and units.
+
+        Raises:
+            TrainingError: the run has taken all `train_iters` steps, or a loss is not finite.
+            DataError: the batch has another size.
+        """
+        state = self._ready()
+        if self.iteration >= self.train_iters:
+            raise TrainingError(
+                f"iteration {self.iteration} of megatron_lm.train.common.train_iters {self.train_iters} is done; write "
+                "the loop as `while wrap.iteration < wrap.train_iters`, or raise train_iters"
+            )
+        from megatron_wrap.engine.step import train_step
+
+        self._last_report = train_step(state, batch)
+        interval = self.config.train.save_interval
+        if interval and self.config.train.save and self.iteration % interval == 0:
+            # metrics first: a run killed in between then repeats a step's line, which is dropped, and lacks none
+            self._record_last_metrics()
+            self.save()
+        return dict(self._last_report.metrics)
+
+    def batches(self, samples: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+        """The global batches that are left of the run, in an order that is a function of the seed.
+
+        A resumed run goes on where it stopped. Every rank yields the same batches.
+
+        Args:
+            samples: the training set; default: that of `megatron_wrap.data`.
+        """
+        from megatron_wrap.data.samplers import EpochSampler
+        from megatron_wrap.data.sources import training_samples
+
+        self._ready()
+        samples = training_samples(self.config.data) if samples is None else samples
+        sampler = EpochSampler(len(samples), self.config.train.seed, self.config.data.shuffle)
+        while self.iteration < self.train_iters:
+            places = sampler.indices(self.consumed_samples, self.global_batch_size)
+            yield [samples[place] for place in places]
+
+    def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
+        """The objective and the flow's metrics over whole named sets; nothing changes. Collective.
+
+        Args:
+            sets: name -> samples on every rank (or on global rank 0, with None on the others); default: the
+                evaluation sets of `megatron_wrap.data`. Of each, `eval_iters` global batches at most.
+
+        Returns:
+            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged.
+        """
+        from megatron_wrap.data.sources import validation_sets
+        from megatron_wrap.engine.forward import evaluate
+
+        state = self._ready()
+        chosen: Mapping[str, Sequence[Any] | None] = validation_sets(self.config.data) if sets is None else sets
+        metrics: dict[str, float] = {}
+        for name, samples in chosen.items():
+            limit = self.config.train.eval_iters
+            if limit and samples is not None:
+                samples = samples[: limit * self.config.train.global_batch_size]
+            for key, value in evaluate(state, name, samples).items():
+                metrics[f"eval/{name}/{key}"] = value
+        if metrics:
+            self._metric_loggers.log(self.iteration, metrics)
+            logger.info_rank_0(format_step({"iteration": self.iteration, **metrics}, self.train_iters))
+        return metrics
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether `eval_interval` asks for an evaluation now: before the first step and after each interval."""
+        interval = self.config.train.eval_interval
+        return bool(interval) and self.iteration % int(interval or 1) == 0
+
+    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+        """What the flow's `calculate_outputs` gives for each sample, without a graph. Collective.
+
+        Returns:
+            For each sample, in order, a dictionary of CPU tensors; the same on every rank.
+        """
+        from megatron_wrap.engine.forward import forward
+
+        return forward(self._ready(), samples)
+
+    def log_last_metrics(self) -> None:
+        """Write the last step to the console and the metric loggers, each `log_interval` iterations."""
+        if self._last_report is None:
+            raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
+        report = self._last_report
+        if self._progress_bar is not None:
+            self._progress_bar.update(report.iteration, report.metrics)
+        self._record_last_metrics()
+
+    def _record_last_metrics(self) -> None:
+        """Write the last step once, where `log_interval` asks for it."""
+        report = self._last_report
+        if report is None or report.iteration == self._recorded_iteration:
+            return
+        if report.iteration % self.config.train.log_interval == 0 or report.iteration == self.train_iters:
+            self._metric_loggers.log(report.iteration, report.metrics)
+            logger.info_rank_0(format_step(report.metrics, self.train_iters))
+            self._recorded_iteration = report.iteration
+
+    # ---- checkpoints ----
+
+    def save(self) -> Path:
+        """Save everything that a resumed run needs, into `megatron_lm.train.common.save`. Collective.
+
+        Returns:
+            The checkpoint's folder. Saving one iteration twice changes nothing.
+        """
+        from megatron_wrap.checkpoint import save_checkpoint
+
+        state = self._ready()
+        if self.config.train.save is None:
+            raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
+        folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
+        logger.info_rank_0(f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl")
+        return folder
+
+    def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
+        """Load a checkpoint of this model, saved on any layout. Collective.
+
+        Args:
+            folder: a folder of checkpoints (its newest is taken) or one checkpoint; default: `save`, then `load` of
+                the configuration.
+            weights_only: leave iteration, optimizer, schedule and random generators as they are.
+
+        Raises:
+            CheckpointError: missing, of an unknown form, or of another model.
+        """
+        from megatron_wrap.checkpoint import load_checkpoint
+
+        state, train = self._ready(), self.config.train
+        folder = folder or train.save or train.load
+        if folder is None:
+            raise CheckpointError("wrap.load: give a folder, or set megatron_lm.train.common.load")
+        report = load_checkpoint(
+            state,
+            folder,
+            weights_only=weights_only,
+            with_optimizer=not train.no_load_optim,
+            with_rng=not train.no_load_rng,
+        )
+        skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
+        layout = " saved on another layout" if report.other_layout else ""
+        logger.info_rank_0(f"loaded {', '.join(report.loaded)} of {folder}{layout}{skipped}")
+
+    def _restore(self) -> None:
+        train = self.config.train
+        if train.save is None and train.load is None:
+            return
+        from megatron_wrap.checkpoint import find_checkpoint
+
+        found = find_checkpoint(train.save) if train.save is not None else None
+        if found is not None:
+            if self.config.checkpoint.resume == "never":
+                raise CheckpointError(
+                    f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
+                    "folder, or resume: auto"
+                )
+            self.load(train.save)
+            self._resumed_from = self.iteration
+            logger.info_rank_0(f"resuming from iteration {self.iteration} of {train.save}")
+        elif train.load is not None:
+            self.load(train.load, weights_only=train.finetune)
+
+    # ---- what it knows ----
+
+    @property
+    def iteration(self) -> int:
+        """Steps taken, those of earlier parts of a resumed run included."""
+        return self._ready().progress.iteration
+
+    @property
+    def train_iters(self) -> int:
+        """Steps of the whole run."""
+        return self.config.train.train_iters
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples taken so far."""
+        return self._ready().progress.consumed_samples
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that the next `train` takes; it may ramp up."""
+        return self._ready().global_batch_size
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of metrics.jsonl and other records of the run."""
+        return Path(self.config.logger.output_dir or f"outputs/{self.config.name}")
+
+    tp_size = property(lambda self: self._initialized().tp.size, doc="Tensor-parallel size.")
+    tp_rank = property(lambda self: self._initialized().tp.rank, doc="Tensor-parallel rank of this process.")
+    pp_size = property(lambda self: self._initialized().pp.size, doc="Pipeline-parallel size.")
+    pp_rank = property(lambda self: self._initialized().pp.rank, doc="Pipeline stage of this process.")
+    dp_size = property(lambda self: self._initialized().dp.size, doc="Data-parallel size, without CP.")
+    dp_rank = property(lambda self: self._initialized().dp.rank, doc="Data-parallel rank of this process.")
+    cp_size = property(lambda self: self._initialized().cp.size, doc="Context-parallel size.")
+    cp_rank = property(lambda self: self._initialized().cp.rank, doc="Context-parallel rank of this process.")
+    ep_size = property(lambda self: self._initialized().ep.size, doc="Expert-parallel size.")
+    ep_rank = property(lambda self: self._initialized().ep.rank, doc="Expert-parallel rank of this process.")
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """Tensor-parallel group of this process."""
+        return self._initialized().tp.group
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """Pipeline-parallel group of this process."""
+        return self._initialized().pp.group
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """Data-parallel group of this process, without CP."""
+        return self._initialized().dp.group
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """Context-parallel group of this process."""
+        return self._initialized().cp.group
+
+    @property
+    def ep_group(self) -> ProcessGroup:
+        """Expert-parallel group of this process."""
+        return self._initialized().ep.group
+
+    # ---- inside ----
+
+    def _initialized(self) -> ParallelState:
+        if self._parallel is None:
+            raise MegatronWrapError("call wrap.initialize() first")
+        return self._parallel
+
+    def _ready(self) -> TrainingState:
+        if self._state is None:
+            raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
+        return self._state
+
+    def _describe_model(self) -> None:
+        state = self._ready()
+        local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
+        logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
+        if self.config.model_provider.show_weight_details:
+            for chunk in state.chunks:
+                for line in _weight_lines(chunk):
+                    logger.info_all_ranks(line)
+
+    def _open_metric_loggers(self) -> None:
+        settings = self.config.logger
+        selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
+        if settings.enable_tensorboard:
+            selected["tensorboard"] = None
+        if settings.enable_wandb:
+            selected["wandb"] = {
+                "project": settings.wandb_project or "megatron-wrap",
+                "name": settings.wandb_name or self.config.name,
+            }
+        selected |= dict.fromkeys(settings.metric_loggers)
+        context = MetricLoggerContext(self.output_dir, self.config.resolved, self._resumed_from)
+        self._metric_loggers = build_metric_loggers(selected, context)
+        if settings.progress_bar:
+            self._progress_bar = ProgressBar(self.train_iters, self.iteration)
+
+
+def _weight_lines(chunk: Any) -> Iterable[str]:
+    for name, parameter in chunk.named_parameters():
+        yield f"{name} {tuple(parameter.shape)} {parameter.dtype}"

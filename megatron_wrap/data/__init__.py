@@ -1,0 +1,1 @@
+"""Samples: files, their order, tokenizers, and chats to token ids with a loss mask."""

@@ -1,0 +1,173 @@
+"""Samples to token ids and a loss mask; in chat samples the mask marks what the assistant writes.
+
+Where an assistant's turn begins and ends is read off the chat template, never guessed from role names or token strings.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wrap.data.chat_spans import assistant_spans, render
+from megatron_wrap.data.spans import TextTokens, mask_of_spans
+from megatron_wrap.data.tokenizer import end_token_id
+from megatron_wrap.errors import DataError
+
+IGNORED_LABEL = -100
+"""The label of a position without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
+TRUNCATION_RULES = ("right", "left", "refuse")
+SAMPLE_KEYS = (
+    '"messages" (and "tools"), "prompt" and "completion", "text", '
+    '"input_ids" and "loss_mask", or "input_ids" and "labels"'
+)
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """One sample's tokens. `loss_mask[i]` is 1 where token i is to be learnt: not shifted, equal in length."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def tokenize_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> ChatTokens:
+    """Renders a conversation with the tokenizer's chat template and marks the assistant's turns.
+
+    The ids are those of `tokenizer.apply_chat_template(messages)`. The mask covers the assistant's text and the token
+    that ends its turn: the template's `{% generation %}` blocks where it has them, else what each assistant message
+    adds to the rendered conversation before it (with its generation prompt). A token that holds characters from inside
+    and outside such a span is inside, since the model has to write it.
+
+    Args:
+        messages: `{"role": ..., "content": ...}` in order; any roles and keys that the template takes.
+        tools: tool descriptions for the template.
+
+    Raises:
+        DataError: the messages are malformed, the template refuses them, or its boundaries cannot be found.
+    """
+    text, spans, whole_turns = assistant_spans(tokenizer, messages, tools)
+    tokens = TextTokens.of(tokenizer, text)
+    return ChatTokens(tokens.input_ids, mask_of_spans(tokenizer, tokens, spans, cut_after_end_token=whole_turns))
+
+
+def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
+    """Tokens and mask of one sample of a data file, by its keys (the first that fits, others are ignored).
+
+    - `messages`, optionally `tools`: `tokenize_chat`.
+    - `input_ids` with `loss_mask`, or with `labels` (the same ids, -100 where there is no loss): as they are;
+      `tokenizer` may be None.
+    - `prompt` and `completion`: two texts (loss on the completion and the end token put after it), or two lists of
+      messages (loss on the assistant's turns of the completion).
+    - `text`: loss on all of it and on the end token put after it.
+
+    The beginning token is put before plain text when the tokenizer does so by itself.
+
+    Raises:
+        DataError: other keys, or values that do not fit; the message names what is taken.
+    """
+    if "messages" in sample:
+        return tokenize_chat(tokenizer, sample["messages"], sample.get("tools"))
+    if "input_ids" in sample and ("loss_mask" in sample or "labels" in sample):
+        return _take_tokens(sample)
+    if "prompt" in sample and "completion" in sample:
+        prompt, completion = sample["prompt"], sample["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return _encode_text(tokenizer, prompt + completion, learn_from=len(prompt))
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _encode_chat_completion(tokenizer, prompt, completion, sample.get("tools"))
+        raise DataError(
+            '"prompt" and "completion" must be two texts or two lists of messages, '
+            f"not {type(prompt).__name__} and {type(completion).__name__}"
+        )
+    if "text" in sample:
+        if not isinstance(sample["text"], str):
+            raise DataError(f'"text" must be a string, not {type(sample["text"]).__name__}')
+        return _encode_text(tokenizer, sample["text"], learn_from=0)
+    found = ", ".join(f'"{key}"' for key in sample) or "none"
+    raise DataError(f"a sample has the keys {found}; taken are {SAMPLE_KEYS}")
+
+
+def truncate(tokens: ChatTokens, max_length: int, rule: str) -> tuple[ChatTokens, bool]:
+    """At most `max_length` tokens, and whether any were dropped.
+
+    Args:
+        rule: "right" keeps the beginning and drops the end, "left" keeps the end, "refuse" drops nothing.
+
+    Raises:
+        DataError: the sample is longer and the rule is "refuse", or the rule or length is not one of ours.
+    """
+    if rule not in TRUNCATION_RULES:
+        raise DataError(f"truncation {rule!r} is unknown; choose one of {', '.join(TRUNCATION_RULES)}")
+    if max_length < 1:
+        raise DataError(f"samples cannot be cut to {max_length} tokens; the length must be at least 1")
+    length = len(tokens)
+    if length <= max_length:
+        return tokens, False
+    if rule == "refuse":
+        raise DataError(
+            f"a sample has {length} tokens, {length - max_length} more than the {max_length} that fit, and truncation "
+            "is refused; allow it (right keeps the beginning, left the end), raise the sequence length or drop it"
+        )
+    kept = slice(max_length) if rule == "right" else slice(length - max_length, length)
+    return ChatTokens(tokens.input_ids[kept], tokens.loss_mask[kept]), True
+
+
+def _encode_text(tokenizer: Any, text: str, learn_from: int) -> ChatTokens:
+    """Plain text with loss from character `learn_from` on, between the tokenizer's own beginning and end tokens."""
+    tokens = TextTokens.of(tokenizer, text)
+    mask = mask_of_spans(tokenizer, tokens, [(learn_from, len(text))])
+    ids = tokens.input_ids
+    bos, end = tokenizer.bos_token_id, end_token_id(tokenizer)
+    # What the tokenizer puts around an empty text tells whether it opens a text with bos (Llama does, GPT-2 does not).
+    if bos is not None and bos in tokenizer("")["input_ids"] and ids[:1] != [bos]:
+        ids, mask = [bos, *ids], [0, *mask]
+    if ids[-1:] != [end]:
+        ids, mask = [*ids, end], [*mask, 1]
+    return ChatTokens(ids, mask)
+
+
+def _encode_chat_completion(tokenizer: Any, prompt: Sequence[Any], completion: Sequence[Any], tools: Any) -> ChatTokens:
+    messages = [*prompt, *completion]
+    text, spans, whole_turns = assistant_spans(tokenizer, messages, tools)
+    before = render(tokenizer, prompt, tools) if prompt else ""
+    if not text.startswith(before):
+        raise DataError(
+            "the chat template renders the prompt differently once the completion follows, so the completion cannot be "
+            'told apart; give the whole conversation as "messages"'
+        )
+    tokens = TextTokens.of(tokenizer, text)
+    later = [span for span in spans if span[0] >= len(before)]
+    return ChatTokens(tokens.input_ids, mask_of_spans(tokenizer, tokens, later, cut_after_end_token=whole_turns))
+
+
+def _take_tokens(sample: Mapping[str, Any]) -> ChatTokens:
+    """A sample that was tokenized before."""
+    ids = _integers(sample, "input_ids")
+    if any(token < 0 for token in ids):
+        raise DataError(f'"input_ids" holds {min(ids)}; token ids are 0 or more')
+    key = "loss_mask" if "loss_mask" in sample else "labels"
+    values = _integers(sample, key)
+    if len(values) != len(ids):
+        raise DataError(f'"input_ids" has {len(ids)} entries and "{key}" {len(values)}; they must be equally long')
+    if key == "loss_mask":
+        if any(value not in (0, 1) for value in values):
+            raise DataError('"loss_mask" must hold 0 and 1 only')
+        return ChatTokens(ids, values)
+    for position, (token, label) in enumerate(zip(ids, values, strict=True)):
+        if label not in (token, IGNORED_LABEL):
+            raise DataError(
+                f'"labels" has {label} at position {position} where "input_ids" has {token}; labels are the input ids, '
+                f"or {IGNORED_LABEL} without loss, and not shifted: the shift by one is made later"
+            )
+    return ChatTokens(ids, [int(label != IGNORED_LABEL) for label in values])
+
+
+def _integers(sample: Mapping[str, Any], key: str) -> list[int]:
+    values = sample[key]
+    if not isinstance(values, Sequence) or isinstance(values, str) or not all(isinstance(v, int) for v in values):
+        raise DataError(f'"{key}" must be a list of integers')
+    return [int(value) for value in values]

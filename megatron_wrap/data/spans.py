@@ -1,0 +1,123 @@
+"""Spans of characters to masks of tokens."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megatron_wrap.errors import DataError
+
+Span = tuple[int, int]
+"""Begin and end, the end not included."""
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """The tokens of a text, without added special tokens; `extents[i]` are the characters that token i stands for."""
+
+    text: str
+    input_ids: list[int]
+    extents: list[Span] | None
+    """None for tokenizers without offsets (those in Python)."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str) -> "TextTokens":
+        """Tokenizes `text`; special tokens written in it count as such, as in apply_chat_template."""
+        if not tokenizer.is_fast:
+            return cls(text, _ids(tokenizer, text), None)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        if any(before[1] < after[0] for before, after in pairwise([(0, 0), *offsets, (len(text), len(text))])):
+            offsets = _untrimmed(offsets, tokenizer.convert_ids_to_tokens(ids), len(text))
+        return cls(text, ids, offsets)
+
+
+def mask_of_spans(
+    tokenizer: Any, tokens: TextTokens, spans: list[Span], cut_after_end_token: bool = False
+) -> list[int]:
+    """1 for each token that holds a character of a span, else 0; as long as `tokens.input_ids`.
+
+    Args:
+        cut_after_end_token: a span is all that a template writes for a turn; leave out white space behind its last
+            special token, such as ChatML's line feed after <|im_end|>, which stands before the next turn.
+
+    Raises:
+        DataError: the tokenizer has no offsets and a token lies across the boundary of a span.
+    """
+    mask = [0] * len(tokens.input_ids)
+    end_ids = _possible_end_ids(tokenizer) if cut_after_end_token else set()
+    for span in spans:
+        inside = _tokens_in(tokenizer, tokens, span)
+        if cut_after_end_token:
+            inside = inside[: _length_to_end_token(tokenizer, tokens, span, inside, end_ids)]
+        for position in inside:
+            mask[position] = 1
+    return mask
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _untrimmed(offsets: list[Span], pieces: list[str], length: int) -> list[Span]:
+    """Offsets with the spaces that a byte-level tokenizer with `trim_offsets` leaves out of them, up to whole tokens.
+
+    A gap belongs to the token behind it, but for the spaces that the token before it ends with.
+    """
+    extents: list[Span] = []
+    covered = 0
+    begins = [begin for begin, _ in offsets[1:]] + [length]
+    for (begin, end), piece, next_begin in zip(offsets, pieces, begins, strict=True):
+        # Byte-level vocabularies write a space as Ġ. A token of spaces alone is (end, end): its gap lies before it.
+        trailing = len(piece) - len(piece.rstrip("Ġ")) if piece.strip("Ġ") else 0
+        end = max(covered, end, min(end + trailing, next_begin))
+        extents.append((min(begin, covered), end))
+        covered = end
+    return extents
+
+
+def _tokens_in(tokenizer: Any, tokens: TextTokens, span: Span) -> list[int]:
+    """Positions of the tokens that hold a character of `span`, or stand for none and lie in it."""
+    begin, end = span
+    if begin >= end:
+        return []
+    if tokens.extents is not None:
+        inside = []
+        position = bisect_left(tokens.extents, begin, key=lambda extent: extent[1])
+        while position < len(tokens.extents) and tokens.extents[position][0] < end:
+            first, last = tokens.extents[position]
+            if last > begin or first == last:
+                inside.append(position)
+            position += 1
+        return inside
+    return list(range(_tokens_before(tokenizer, tokens, begin), _tokens_before(tokenizer, tokens, end)))
+
+
+def _tokens_before(tokenizer: Any, tokens: TextTokens, length: int) -> int:
+    """Without offsets: how many tokens make up the first `length` characters of the text."""
+    prefix = _ids(tokenizer, tokens.text[:length])
+    if prefix != tokens.input_ids[: len(prefix)]:
+        raise DataError(
+            f"the tokenizer {type(tokenizer).__name__} tells no character offsets, and a token lies across the end of "
+            f"{tokens.text[max(0, length - 20) : length]!r}, so the turns cannot be told apart; use its fast version"
+        )
+    return len(prefix)
+
+
+def _possible_end_ids(tokenizer: Any) -> set[int]:
+    """Special and added tokens; the unknown token is one of them in name only, as any rare character becomes it."""
+    return (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)) - {tokenizer.unk_token_id}
+
+
+def _length_to_end_token(tokenizer: Any, tokens: TextTokens, span: Span, inside: list[int], end_ids: set[int]) -> int:
+    """How many of `inside` reach to the last end token if only white space follows it in the span; else all of them."""
+    for count in range(len(inside), 0, -1):
+        position = inside[count - 1]
+        if tokens.input_ids[position] not in end_ids:
+            continue
+        if tokens.extents is not None:
+            rest = tokens.text[tokens.extents[position][1] : span[1]]
+        else:
+            rest = tokenizer.decode([tokens.input_ids[later] for later in inside[count:]])
+        return len(inside) if rest.strip() else count
+    return len(inside)

@@ -1,0 +1,269 @@
+"""From the configuration to a `TrainingState`: flow, model chunks, gradient reduction, optimizer, schedule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.model.initial_weights import fill_initial_weights
+from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
+from megatron_wrap.core.model.transformer import (
+    ffn_hidden_size,
+    parameter_dtype,
+    transformer_config,
+    use_transformer_engine,
+)
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.metrics.throughput import ModelShape
+from megatron_wrap.parallel.collectives import average_detached, sum_on_group
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base import Platform
+from megatron_wrap.platform.megatron import accepts
+
+
+def build_training_state(
+    config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any, new_weights: bool = True
+) -> TrainingState:
+    """Build everything a run holds; weights are the initial ones.
+
+    Args:
+        tokenizer: the run's Hugging Face tokenizer, or None.
+        new_weights: False leaves the weights unset, for a caller that loads all of them.
+    """
+    seed_everything(config.train.seed, parallel)
+    vocab_size = resolve_vocab_size(config, tokenizer)
+    flow = build_flow(config, parallel, tokenizer, vocab_size)
+    model_config = transformer_config(config, parallel, platform)
+    bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights)
+    chunks = wrap_chunks(config, model_config, bare)
+    optimizer = build_optimizer(config, model_config, chunks)
+    return TrainingState(
+        config=config,
+        platform=platform,
+        parallel=parallel,
+        flow=flow,
+        transformer_config=model_config,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        batch_sizes=build_batch_sizes(config, parallel),
+        shape=model_shape(config, vocab_size),
+    )
+
+
+def seed_everything(seed: int, parallel: ParallelState) -> None:
+    """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators; stages get seeds of their own, as in
+    Megatron-LM (megatron/training/initialize.py)."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    stage_seed = seed + 100 * parallel.pp.rank
+    random.seed(stage_seed)
+    numpy.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+
+
+def resolve_vocab_size(config: RunConfig, tokenizer: Any) -> int:
+    """The model's vocabulary: as the architecture says, else the tokenizer's.
+
+    Raises:
+        ConfigError: neither says it, or the tokenizer has entries that the model lacks.
+    """
+    given = config.arch.vocab_size
+    if tokenizer is None:
+        if given is None:
+            raise ConfigError(
+                "megatron_lm.model.arch.vocab_size is null and there is no tokenizer to take it from; set it, or "
+                "megatron_wrap.data.tokenizer"
+            )
+        return given
+    if given is not None and len(tokenizer) > given:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} entries, but megatron_lm.model.arch.vocab_size is {given}; set it to "
+            f"{len(tokenizer)} or larger, or take the model's own tokenizer"
+        )
+    return given if given is not None else len(tokenizer)
+
+
+def build_flow(
+    config: RunConfig, parallel: ParallelState, tokenizer: Any, vocab_size: int
+) -> MegatronWrapTrainingFlowBase:
+    """The flow of `megatron_wrap.flow.flow_key`."""
+    flow_class = MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
+    context = FlowContext(
+        micro_batch_size=config.train.micro_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=vocab_size,
+        cp_size=parallel.cp.size,
+        sum_on_cp_group=lambda partial: sum_on_group(partial, parallel.cp.group),
+        average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
+        tokenizer=tokenizer,
+    )
+    return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
+
+
+def build_chunks(
+    config: RunConfig,
+    platform: Platform,
+    parallel: ParallelState,
+    model_config: Any,
+    vocab_size: int,
+    new_weights: bool,
+) -> list[torch.nn.Module]:
+    """This process's model chunks, in half precision wrapped by Megatron-Core's Float16Module."""
+    from megatron.core.transformer.module import Float16Module
+
+    provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
+    padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
+    chunks = []
+    for stage in range(parallel.virtual_size or 1):
+        virtual_stage = stage if parallel.virtual_size else None
+        last_stage = parallel.virtual_size - 1 if parallel.virtual_size else 0
+        request = ModelRequest(
+            config=config,
+            transformer_config=model_config,
+            state=parallel,
+            transformer_engine=use_transformer_engine(config, platform),
+            vocab_size=vocab_size,
+            padded_vocab_size=padded,
+            pre_process=parallel.pp.rank == 0 and stage == 0,
+            post_process=parallel.is_last_stage and stage == last_stage,
+            virtual_stage=virtual_stage,
+        )
+        chunk = provider(request)
+        chunk.to(platform.device)
+        if new_weights:
+            fill_initial_weights(chunk, config.arch, vocab_size, config.train.seed, parallel.tp)
+        half = config.dtype.bf16 or config.dtype.fp16
+        chunks.append(Float16Module(model_config, chunk) if half else chunk)
+    return chunks
+
+
+def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Chunks in Megatron-Core's DistributedDataParallel, and the hooks that its schedules call."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    ddp = config.ddp
+    settings: dict[str, Any] = {
+        "grad_reduce_in_fp32": ddp.accumulate_allreduce_grads_in_fp32,
+        "overlap_grad_reduce": ddp.overlap_grad_reduce,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
+        # fp16 meets inf on purpose, while its loss scale falls
+        "check_for_nan_in_grad": config.train.check_for_nan_in_loss_and_grad and not config.dtype.fp16,
+        "bucket_size": ddp.ddp_bucket_size,
+        **ddp.upstream,
+    }
+    ddp_config = DistributedDataParallelConfig(**accepts(DistributedDataParallelConfig, settings))
+    # buckets of later chunks are left whole: their reduction is overlapped with the first chunk's (Megatron-LM,
+    # megatron/training/training.py, get_model)
+    wrapped = [
+        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=place > 0)
+        for place, chunk in enumerate(chunks)
+    ]
+    one = len(wrapped) == 1
+    model_config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        model_config.no_sync_func = wrapped[0].no_sync if one else [chunk.no_sync for chunk in wrapped]
+        if not one and getattr(ddp_config, "align_param_gather", False):
+            model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    return wrapped
+
+
+def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> Any:
+    """Megatron-Core's optimizer over all chunks; it scales the loss of half-precision runs."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optim, dtype = config.optimizer, config.dtype
+    settings: dict[str, Any] = {
+        "optimizer": optim.optimizer,
+        "lr": config.learning_rate.lr,
+        "min_lr": config.learning_rate.min_lr,
+        "weight_decay": optim.weight_decay,
+        "clip_grad": optim.clip_grad,
+        "adam_beta1": optim.adam_beta1,
+        "adam_beta2": optim.adam_beta2,
+        "adam_eps": optim.adam_eps,
+        "sgd_momentum": optim.sgd_momentum,
+        "use_distributed_optimizer": optim.use_distributed_optimizer,
+        "overlap_param_gather": config.ddp.overlap_param_gather,
+        "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
+        "params_dtype": parameter_dtype(config),
+        "bf16": dtype.bf16,
+        "fp16": dtype.fp16,
+        "loss_scale": dtype.loss_scale,
+        "initial_loss_scale": dtype.initial_loss_scale,
+        "min_loss_scale": dtype.min_loss_scale,
+        "loss_scale_window": dtype.loss_scale_window,
+        "hysteresis": dtype.hysteresis,
+        **optim.upstream,
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks)
+    model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
+    return optimizer
+
+
+def build_scheduler(config: RunConfig, optimizer: Any) -> Any:
+    """Megatron-Core's schedule of learning rate and weight decay; its unit is the sample, as in Megatron-LM."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rate, optim, batch = config.learning_rate, config.optimizer, config.train.global_batch_size
+    decay_iters = rate.lr_decay_iters or config.train.train_iters
+    warmup = rate.lr_warmup_iters if not rate.lr_warmup_fraction else rate.lr_warmup_fraction * decay_iters
+    weight_decay = optim.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=rate.lr_warmup_init,
+        max_lr=rate.lr,
+        min_lr=rate.min_lr,
+        lr_warmup_steps=warmup * batch,
+        lr_decay_steps=decay_iters * batch,
+        lr_decay_style=rate.lr_decay_style,
+        start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
+        end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
+        wd_incr_steps=config.train.train_iters * batch,
+        wd_incr_style=optim.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=optim.override_opt_param_scheduler,
+        wsd_decay_steps=None if rate.lr_wsd_decay_iters is None else rate.lr_wsd_decay_iters * batch,
+        lr_wsd_decay_style=rate.lr_wsd_decay_style,
+    )
+
+
+def build_batch_sizes(config: RunConfig, parallel: ParallelState) -> Any:
+    """The global batch size over the run, constant or ramping up, by Megatron-Core's calculators."""
+    from megatron.core.num_microbatches_calculator import (
+        ConstantNumMicroBatchesCalculator,
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
+
+    train = config.train
+    common = (train.global_batch_size, train.micro_batch_size, parallel.dp.size, False, parallel.world.rank)
+    if train.rampup_batch_size is None:
+        return ConstantNumMicroBatchesCalculator(*common)
+    return RampupBatchsizeNumMicroBatchesCalculator(*common, *train.rampup_batch_size)
+
+
+def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
+    """The sizes that count the model's floating-point operations."""
+    arch = config.arch
+    return ModelShape(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=ffn_hidden_size(arch),
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups or arch.num_attention_heads,
+        kv_channels=arch.kv_channels or arch.hidden_size // arch.num_attention_heads,
+        vocab_size=vocab_size,
+        gated_linear_unit=arch.swiglu,
+    )

@@ -1,0 +1,91 @@
+"""From each rank's sums to metrics that every rank knows, in one collective over all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.engine.loss import objective
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import FlowError
+from megatron_wrap.metrics.metric import MetricSums, read_reduced
+from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
+
+
+@dataclass(frozen=True)
+class ReducedMetrics:
+    """A step's or an evaluation's numbers, the same on every rank."""
+
+    loss: float
+    """The objective; nan where nothing had weight."""
+    flow_metrics: dict[str, float]
+    params_norm: float | None
+
+
+def reduce_metrics(
+    state: TrainingState, sums: MetricSums, kind: str, square_sum: Tensor | None = None
+) -> ReducedMetrics:
+    """Sum over ranks; only the last pipeline stage's tensor-parallel rank 0 has sums to add.
+
+    Args:
+        kind: "train" or "evaluate NAME"; the names of its metrics are agreed on at its first call.
+        square_sum: this rank's part of the squared norm of the parameters, see `parameter_square_sum`.
+
+    Raises:
+        FlowError: a rank reports other metrics than in its first step.
+    """
+    names, totals = _agreed_names(state, sums, kind)
+    if state.parallel.counts_once:
+        numbers = sums.vector(names)
+    else:
+        numbers = MetricSums(state.platform.device).vector(names)
+    numbers.append(torch.zeros((), device=state.platform.device) if square_sum is None else square_sum)
+    vector = torch.stack([number.double() for number in numbers])
+    reduce_in_place(vector, "sum", state.parallel.world.group)
+    reduced = vector.tolist()
+    values = read_reduced(names, totals, reduced[:-1])
+    loss = objective(values, state.flow.get_loss_coefficients())
+    return ReducedMetrics(
+        loss=loss,
+        flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
+        params_norm=None if square_sum is None else math.sqrt(reduced[-1]),
+    )
+
+
+def _agreed_names(state: TrainingState, sums: MetricSums, kind: str) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of the metrics and those that are sums, which only the last stage sees, known to every rank."""
+    mine = sums.names
+    if kind not in state.agreed:
+        if not any(gather_objects(bool(mine))):  # a step without weight: nothing to agree on yet
+            return (), frozenset()
+        told = gather_objects((mine, sums.totals()))
+        names = sorted({name for of_rank, _ in told for name in of_rank})
+        totals = frozenset(name for _, of_rank in told for name in of_rank)
+        state.agreed[kind] = (tuple(names), totals)
+    names, totals = state.agreed[kind]
+    new = set(mine) - set(names)
+    if new:
+        raise FlowError(
+            f"{type(state.flow).__name__}: metrics {sorted(new)} were not there in the first step; report the same "
+            "names in every micro-batch"
+        )
+    return names, totals
+
+
+@torch.no_grad()
+def parameter_square_sum(state: TrainingState) -> Tensor:
+    """This rank's part of the squared norm of all parameters, each parameter counted once over all ranks."""
+    parallel = state.parallel
+    total = torch.zeros((), dtype=torch.float64, device=state.platform.device)
+    if parallel.dp_cp.rank != 0:
+        return total
+    for chunk in state.chunks:
+        for parameter in chunk.parameters():
+            is_slice = getattr(parameter, "tensor_model_parallel", False)
+            is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
+            if (is_slice or parallel.tp.rank == 0) and not is_copy:
+                total += parameter.float().norm().double() ** 2
+    return total

@@ -1,0 +1,66 @@
+"""What a run holds between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_wrap.core.config.schema import RunConfig
+    from megatron_wrap.core.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.metrics.throughput import ModelShape
+    from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.platform.base import Platform
+
+
+@dataclass
+class Progress:
+    """Counters that a checkpoint carries; the same on every rank."""
+
+    iteration: int = 0
+    """Steps taken, skipped ones included."""
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    """Tokens seen, without padding."""
+    skipped_iterations: int = 0
+    """Steps without an update: loss-scale overflow, or no loss weight in the whole batch."""
+
+
+@dataclass
+class TrainingState:
+    """Everything that one step needs and changes."""
+
+    config: RunConfig
+    platform: Platform
+    parallel: ParallelState
+    flow: MegatronWrapTrainingFlowBase
+    transformer_config: TransformerConfig
+    chunks: list[torch.nn.Module]
+    """This process's model chunks, each in Megatron-Core's DistributedDataParallel."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    batch_sizes: NumMicroBatchesCalculator
+    shape: ModelShape
+    progress: Progress = field(default_factory=Progress)
+    agreed: dict[str, Any] = field(default_factory=dict)
+    """What all ranks agreed on once: names of metrics for each kind of step, who gives the samples."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next step, over all replicas."""
+        return self.batch_sizes.get_current_global_batch_size()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, as metrics and loggers see it; the same on every rank."""
+
+    iteration: int
+    metrics: dict[str, float]
+    skipped: bool

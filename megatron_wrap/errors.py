@@ -1,0 +1,38 @@
+"""The errors a user can cause. Each carries one sentence that says what is wrong, with the numbers, and the way out.
+
+Entry points print the sentence alone and exit with `exit_code`; a Python caller catches `MegatronWrapError`.
+"""
+
+
+class MegatronWrapError(Exception):
+    """Base of every error that the user can mend; anything else that is raised is a defect of ours."""
+
+    exit_code = 2
+
+
+class ConfigError(MegatronWrapError):
+    """A key, type, value or contradiction in the configuration; the message names file, line and dotted path."""
+
+
+class PlatformError(MegatronWrapError):
+    """The chosen platform, an installed package or its version cannot do what the configuration asks."""
+
+
+class LayoutError(MegatronWrapError):
+    """The parallel layout does not fit the number of processes, the model or the batch."""
+
+
+class FlowError(MegatronWrapError):
+    """A flow breaks its contract (see `megatron_wrap.core.flow.base`)."""
+
+
+class DataError(MegatronWrapError):
+    """A data file or a sample is missing, malformed or too long; the message names file and line."""
+
+
+class CheckpointError(MegatronWrapError):
+    """A checkpoint is missing, incomplete, or of another model; the message names the first thing that differs."""
+
+
+class TrainingError(MegatronWrapError):
+    """A step that cannot go on: a loss or gradient that is not finite, or `train` past `train_iters`."""

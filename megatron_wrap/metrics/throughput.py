@@ -1,0 +1,75 @@
+"""Floating-point operations that a training step of a dense GPT must do, for TFLOP/s and model utilisation.
+
+Only matrix products count (2 per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
+(megatron/training/training.py); recomputation is no model work and is left out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a dense GPT that decide its work. Sizes are the whole model's, not a rank's part."""
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    ffn_hidden_size: int
+    """Width inside the MLP; of one of the two halves when gated."""
+    num_attention_heads: int
+    """Query heads."""
+    num_query_groups: int
+    """Key and value heads; equal to `num_attention_heads` without GQA."""
+    kv_channels: int
+    """Width of one head."""
+    vocab_size: int
+    """Columns of the output layer. Tied to the embedding or not is the same work."""
+    gated_linear_unit: bool
+    """True for SwiGLU and its kin: three matrices in the MLP in place of two."""
+
+
+def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
+    """Operations of one forward pass over a (global) batch.
+
+    Args:
+        shape: sizes of the whole model.
+        num_tokens: tokens of the batch, the sum of the sequences' lengths.
+        sum_of_squared_lengths: sum over sequences of length squared; a packed sequence counts by its documents.
+        causal: attention over half the square, S^2 / 2 as Megatron-LM counts it (exactly it is S * (S + 1) / 2).
+
+    Returns:
+        2 T h (2 d_q + 2 d_kv) + 4 d_q sum(S^2) [/ 2 when causal] + 2 T h f (2, or 3 when gated) for each layer, plus
+        2 T h V, with d_q = heads * channels and d_kv = groups * channels.
+    """
+    query_width = shape.num_attention_heads * shape.kv_channels
+    key_value_width = shape.num_query_groups * shape.kv_channels
+    projections = 2 * num_tokens * shape.hidden_size * (2 * query_width + 2 * key_value_width)
+    core_attention = 4 * query_width * sum_of_squared_lengths * (0.5 if causal else 1.0)
+    num_matrices = 3 if shape.gated_linear_unit else 2
+    mlp = 2 * num_tokens * shape.hidden_size * shape.ffn_hidden_size * num_matrices
+    output_layer = 2 * num_tokens * shape.hidden_size * shape.vocab_size
+    return shape.num_layers * (projections + core_attention + mlp) + output_layer
+
+
+def training_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
+    """Operations of one step over a (global) batch: 3 * `forward_flops`, whose arguments it takes.
+
+    The backward pass is twice the forward: each product has one for either factor's gradient.
+    """
+    return 3 * forward_flops(shape, num_tokens, sum_of_squared_lengths, causal)
+
+
+def sum_of_squares(lengths: Iterable[int]) -> int:
+    """Sum over sequences of length squared, for `training_flops`."""
+    return sum(length * length for length in lengths)
+
+
+def tflops_per_device(flops: float, elapsed_seconds: float, num_devices: int) -> float:
+    """Model TFLOP/s (1e12 operations a second) of each device, for a step's `training_flops` and wall time.
+
+    A time of 0 gives 0: a clock too coarse to see the step says nothing about its rate.
+    """
+    return flops / elapsed_seconds / num_devices / 1e12 if elapsed_seconds > 0 else 0.0

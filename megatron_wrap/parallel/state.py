@@ -1,0 +1,118 @@
+"""Where this process stands in the parallel layout: one `Axis` for each kind of parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megatron_wrap.core.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel axis as this process sees it."""
+
+    size: int
+    """Processes along the axis."""
+    rank: int
+    """This process's place, 0 <= rank < size."""
+    group: ProcessGroup
+    """The process group of the axis that holds this process."""
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """All axes of the layout. `dp` is data parallelism without context parallelism, `dp_cp` both together."""
+
+    world: Axis
+    tp: Axis
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    ep: Axis
+    dp_cp: Axis
+    virtual_size: int | None
+    """Model chunks on each pipeline stage of an interleaved pipeline; None: one, not interleaved."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the last pipeline stage, where the loss is."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def counts_once(self) -> bool:
+        """Whether this process adds to sums of losses and metrics: the last stage, tensor-parallel rank 0."""
+        return self.is_last_stage and self.tp.rank == 0
+
+    @property
+    def layout(self) -> str:
+        """A short name for log lines, such as `tp2 pp1 cp1 dp4`."""
+        return f"tp{self.tp.size} pp{self.pp.size} cp{self.cp.size} dp{self.dp.size}" + (
+            f" ep{self.ep.size}" if self.ep.size > 1 else ""
+        )
+
+
+def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
+    """Chunks on each stage, from either of the two keys; None where the pipeline is not interleaved."""
+    if parallel.virtual_pipeline_model_parallel_size is not None:
+        chunks = parallel.virtual_pipeline_model_parallel_size
+    elif parallel.num_layers_per_virtual_pipeline_stage is not None:
+        layers_per_stage = num_layers // parallel.pipeline_model_parallel_size
+        chunks = layers_per_stage // parallel.num_layers_per_virtual_pipeline_stage
+    else:
+        return None
+    return chunks if chunks > 1 else None
+
+
+def build_parallel_state(parallel: ParallelConfig, num_layers: int, timeout_minutes: float) -> ParallelState:
+    """Create Megatron-Core's process groups for the layout; torch.distributed must be initialized.
+
+    Groups of an earlier layout are destroyed first, so one set of processes can go through many layouts.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    destroy_parallel_state()
+    virtual_size = virtual_pipeline_size(parallel, num_layers)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        create_gloo_process_groups=True,
+    )
+
+    def axis(group: ProcessGroup) -> Axis:
+        return Axis(size=group.size(), rank=group.rank(), group=group)
+
+    return ParallelState(
+        world=Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD),
+        tp=axis(mpu.get_tensor_model_parallel_group()),
+        pp=axis(mpu.get_pipeline_model_parallel_group()),
+        dp=axis(mpu.get_data_parallel_group()),
+        cp=axis(mpu.get_context_parallel_group()),
+        ep=axis(mpu.get_expert_model_parallel_group()),
+        dp_cp=axis(mpu.get_data_parallel_group(with_context_parallel=True)),
+        virtual_size=virtual_size,
+    )
+
+
+def destroy_parallel_state() -> None:
+    """Destroy Megatron-Core's process groups; torch.distributed itself stays."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+
+
+def tensor_parallel_group() -> ProcessGroup:
+    """The tensor-parallel group of the current layout, for operations that are given none."""
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_tensor_model_parallel_group()

@@ -1,0 +1,91 @@
+"""GPUs over NCCL. Megatron-Core is at home here; only what is missing without Transformer Engine is put in."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.platform import adam, megatron
+from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CudaPlatform(Platform):
+    """One GPU for each process, the one numbered LOCAL_RANK."""
+
+    name = "cuda"
+    backend = "nccl"
+
+    @functools.cached_property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The GPU numbered LOCAL_RANK (0 when unset).
+
+        Raises:
+            PlatformError: this node has fewer GPUs than processes.
+        """
+        import torch
+
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"process {local_rank} of this node (counted from 0) has no GPU of its own: torch sees {count}; "
+                f"start at most {count} processes on it or choose platform cpu"
+            )
+        return torch.device("cuda", local_rank)
+
+    @functools.cached_property
+    def has_transformer_engine(self) -> bool:  # type: ignore[override]
+        """Whether Transformer Engine imports and Megatron-Core took it up."""
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError, RuntimeError):  # a build for another torch or CUDA fails in many ways
+            return False
+        return bool(importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE)
+
+    def _install(self, replacements: Replacements) -> None:
+        import torch
+
+        torch.cuda.set_device(self.device)
+        with megatron.quiet_import():
+            adam.use_in_megatron(replacements)
+        megatron.repair(replacements)
+
+    def synchronize(self) -> None:
+        """Wait for this process's GPU."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        """Give torch's unused cached blocks back to the GPU."""
+        import torch
+
+        torch.cuda.empty_cache()
+
+    def memory_gib(self) -> dict[str, float]:
+        """torch's allocator on this process's GPU, in GiB; memory_max is the peak allocated since the start."""
+        import torch
+
+        return {
+            "memory_allocated": torch.cuda.memory_allocated(self.device) / GIB,
+            "memory_reserved": torch.cuda.memory_reserved(self.device) / GIB,
+            "memory_max": torch.cuda.max_memory_allocated(self.device) / GIB,
+        }
+
+    def transformer_config_settings(
+        self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
+    ) -> dict[str, Any]:
+        """See `Platform.transformer_config_settings`."""
+        settings: dict[str, Any] = {} if transformer_engine else dict(kernels_off())
+        if pipeline_size > 1:
+            # The schedule keeps only the graph of an output that was sent on, as Megatron-LM does.
+            settings["deallocate_pipeline_outputs"] = True
+            if virtual_size is not None and virtual_size > 1:
+                # Megatron-LM's default; with PP=2 a batch would hold two messages between one pair, which it forbids.
+                settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+        return settings

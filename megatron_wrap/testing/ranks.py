@@ -1,0 +1,109 @@
+"""Gloo ranks for tests: processes forked once from a parent that has done the imports, reused for many layouts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_wrap.parallel.launch import free_port
+
+
+class RankError(AssertionError):
+    """A function raised on some ranks; the text holds their tracebacks."""
+
+
+class RankPool:
+    """`world_size` processes in one gloo group. The parent must not have used threads or a process group before.
+
+    Args:
+        world_size: number of ranks.
+        timeout_seconds: longest time that one `run` may take.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 180.0) -> None:
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        context = multiprocessing.get_context("fork")
+        port = free_port()
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+        """Call a module-level function on every rank; the results in rank order.
+
+        Raises:
+            RankError: it raised somewhere, or did not end in time. The pool is closed then.
+        """
+        message = pickle.dumps((function, arguments, named))
+        for connection in self._connections:
+            connection.send_bytes(message)
+        failures, results = [], []
+        for rank, connection in enumerate(self._connections):
+            patience = 10.0 if failures else self.timeout_seconds
+            try:
+                answered = connection.poll(patience)
+                succeeded, value = pickle.loads(connection.recv_bytes()) if answered else (False, "no answer in time")
+            except EOFError:
+                succeeded, value = False, "the process died"
+            results.append(value)
+            if not succeeded:
+                failures.append(f"--- rank {rank}\n{value}")
+        if failures:
+            self.close(kill=True)
+            raise RankError(f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures))
+        return results
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes."""
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if kill:
+                process.kill()
+            connection.close()
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    parent = os.getppid()
+    while True:
+        # siblings hold copies of the parent's ends of the pipes, so its death is no end of file
+        while not connection.poll(1.0):
+            if os.getppid() != parent:
+                os._exit(1)
+        try:
+            function, arguments, named = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = (True, function(*arguments, **named))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()
+    os._exit(0)

@@ -1,0 +1,61 @@
+"""Metrics as TensorBoard scalars."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.dist_logger import logger
+
+
+class TensorBoardLogger:
+    """Writes one scalar a metric to `output_dir/tensorboard`.
+
+    Args:
+        output_dir: made if missing.
+        resume_from: iteration of the checkpoint that the run goes on from; TensorBoard then forgets later points. None:
+            a new run, and TensorBoard forgets all points of earlier runs in this folder.
+        rank: global rank; only rank 0 touches the disk. Default: the rank that `logger` knows.
+
+    Raises:
+        ConfigError: the tensorboard package is not installed, or the folder cannot be written.
+    """
+
+    folder_name = "tensorboard"
+
+    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+        self._writer: Any = None
+        if (logger.rank if rank is None else rank) != 0:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "TensorBoard logging is switched on but the package is not installed; "
+                "run `pip install tensorboard` or switch it off under megatron_wrap.logger"
+            ) from error
+        folder = Path(output_dir) / self.folder_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(
+                str(folder), purge_step=0 if resume_from is None else resume_from + 1, flush_secs=30
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"TensorBoard events cannot be written to {folder}: {error.strerror}; "
+                "set megatron_wrap.logger.output_dir to a folder that this user may write"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one point to each metric's curve; `iteration` is the x axis and no curve."""
+        if self._writer is None:
+            return
+        for name, value in metrics.items():
+            if name != "iteration":
+                self._writer.add_scalar(name, float(value), global_step=step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file; a second call does nothing."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,106 @@
+"""What the facade costs over a bare Megatron-Core loop on the same model, data and settings, in one process.
+
+The two take turns on one model; the bare loop gets tensors that are collated already, on the device. One JSON line has
+the median of the ratios of neighbouring steps.
+
+    python scripts/benchmark/overhead.py [CONFIG] [a.b=c ...] [--pairs 20]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from train_speed import random_tokens
+
+from megatron_wrap.core import MegatronWrap, exit_on_user_error
+from megatron_wrap.engine.state import TrainingState
+
+
+def bare_step(state: TrainingState, batches: list[dict[str, torch.Tensor]], seq_length: int) -> float:
+    """A step as a plain script on Megatron-Core writes it: labels go to the model, the loss is a mean over tokens."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> Any:
+        batch = next(iterator)
+        per_token = model(batch["input_ids"], batch["position_ids"], None, labels=batch["labels"])
+
+        def loss(output: torch.Tensor) -> Any:
+            total = output.float().sum()
+            tokens = torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+            return total, tokens, total.detach() / tokens
+
+        return per_token, loss
+
+    for chunk in state.chunks:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=state.chunks[0],
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=batches[0]["input_ids"].shape[0],
+        forward_only=False,
+    )
+    state.optimizer.step()
+    state.scheduler.step(increment=1)
+    return float(torch.stack(losses).mean())
+
+
+def main() -> None:
+    """Alternate and compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", nargs="?", default="scripts/benchmark/overhead.yaml")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--pairs", type=int, default=20)
+    arguments = parser.parse_args()
+    with MegatronWrap(arguments.config, overrides=arguments.overrides) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        state, train = wrap._ready(), wrap.config.train
+        samples = random_tokens(wrap.global_batch_size, train.seq_length, wrap.config.arch.vocab_size or 0)
+        tokens = torch.tensor([sample["input_ids"] for sample in samples], device=wrap.platform.device)
+        positions = torch.arange(train.seq_length, device=tokens.device).expand(train.micro_batch_size, -1)
+        batches = [
+            {"input_ids": part[:, :-1].contiguous(), "labels": part[:, 1:].contiguous(), "position_ids": positions}
+            for part in tokens.split(train.micro_batch_size)
+        ]
+
+        def timed(step: Any) -> float:
+            wrap.platform.synchronize()
+            started = time.perf_counter()
+            step()
+            wrap.platform.synchronize()
+            return time.perf_counter() - started
+
+        def facade() -> None:
+            wrap.train(samples)
+
+        def bare() -> None:
+            bare_step(state, batches, train.seq_length)
+
+        for _ in range(3):
+            facade(), bare()
+        pairs = []
+        for place in range(arguments.pairs):  # who goes first changes, so that drift favours neither
+            order = (facade, bare) if place % 2 else (bare, facade)
+            seconds = {step.__name__: timed(step) for step in order}
+            pairs.append((seconds["facade"], seconds["bare"]))
+        report = {
+            "median_ratio": round(statistics.median(facade / bare for facade, bare in pairs), 4),
+            "facade_seconds": round(statistics.median(facade for facade, _ in pairs), 5),
+            "bare_seconds": round(statistics.median(bare for _, bare in pairs), 5),
+            "pairs": len(pairs),
+            "platform": wrap.platform.name,
+        }
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()

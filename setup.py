@@ -1,0 +1,54 @@
+"""Distribution megatron-wrap. The tools' settings stand in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_wrap" / "__init__.py").read_text(), re.M).group(1)
+README = HERE / "README.md"
+
+REQUIREMENTS = [
+    "torch>=2.10",
+    # pip takes 0.16.1 below Python 3.12 and 0.19.2 from there; 0.17 and 0.18 were never run
+    "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",
+    "psutil",  # Megatron-Core's save needs it and does not ask for it
+    "packaging",
+    "numpy",
+    "einops",
+    "confignest>=1.0.5",
+    "pyyaml>=6.0",
+    "loguru>=0.7",
+    "wandb",
+    "transformers>=4.57",
+    "tokenizers",
+    "safetensors",
+    "jinja2",  # chat templates of transformers
+]
+EXTRAS = {
+    "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+    "tensorboard": ["tensorboard"],
+    "dev": ["pytest>=8", "pytest-timeout", "ruff", "mypy", "types-PyYAML", "types-psutil", "tensorboard"],
+}
+
+setup(
+    name="megatron-wrap",
+    version=VERSION,
+    description="Write a training algorithm once, prove it on every parallel layout, run it on Megatron-Core.",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    install_requires=REQUIREMENTS,
+    extras_require=EXTRAS,
+    packages=[*find_packages(include=["megatron_wrap", "megatron_wrap.*"]), "megatron_wrap.configs"],
+    # configs/nest of the checkout is megatron_wrap/configs/nest of the installed package
+    package_dir={"megatron_wrap.configs": "configs"},
+    package_data={
+        "megatron_wrap": ["py.typed"],
+        "megatron_wrap.configs": ["nest/**/*.yaml", "nest/**/__confignest_manifest__"],
+    },
+    entry_points={"console_scripts": ["megatron-wrap = megatron_wrap.cli.main:main"]},
+    zip_safe=False,
+)

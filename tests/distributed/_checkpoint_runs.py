@@ -1,0 +1,95 @@
+"""What a rank does for the checkpoint tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+CONFIG = Path(__file__).parent / "layouts.yaml"
+ARCH, TRAIN, PARALLEL = "megatron_lm.model.arch", "megatron_lm.train.common", "megatron_lm.model.parallel"
+OPTIMIZER = "megatron_lm.train.optimizer"
+VOCAB = 300
+"""Padded to 384 rows on one tensor-parallel rank and to 512 on two."""
+
+TP2 = (f"{PARALLEL}.tensor_model_parallel_size=2", f"{PARALLEL}.sequence_parallel=true")
+PP2 = (f"{PARALLEL}.pipeline_model_parallel_size=2",)
+PP2_VPP2 = (*PP2, f"{PARALLEL}.num_layers_per_virtual_pipeline_stage=1")
+CP2 = (f"{PARALLEL}.context_parallel_size=2",)
+DISTRIBUTED = (f"{OPTIMIZER}.use_distributed_optimizer=true",)
+OVERLAP = ("megatron_lm.misc.ddp.overlap_grad_reduce=true", "megatron_lm.misc.ddp.overlap_param_gather=true")
+BF16 = ("megatron_lm.train.dtype.__select__=bf16",)
+FP16 = ("megatron_lm.train.dtype.__select__=fp16", "megatron_lm.train.dtype.initial_loss_scale=65536")
+SGD = (f"{OPTIMIZER}.__select__=sgd",)
+TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
+DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")
+
+
+def samples(count: int) -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal lengths."""
+    generator = numpy.random.default_rng(11)
+    lengths = [int(length) for length in generator.integers(12, 33, count)]
+    return [{"input_ids": generator.integers(0, VOCAB, n).tolist(), "loss_mask": [1] * n} for n in lengths]
+
+
+def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> Any:
+    """A run with checkpoints in `folder`, resumed when it holds one; close it."""
+    from megatron_wrap.core import MegatronWrap
+
+    common = (
+        f"{ARCH}.vocab_size={VOCAB}",
+        f"{TRAIN}.global_batch_size=4",
+        f"{TRAIN}.micro_batch_size=1",
+        f"{TRAIN}.seq_length=32",
+        f"{TRAIN}.save={folder}",
+        f"megatron_wrap.logger.output_dir={folder}/records",
+    )
+    wrap = MegatronWrap(CONFIG, overrides=[*common, *overrides])
+    try:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+    except BaseException:
+        wrap.close()
+        raise
+    return wrap
+
+
+def train(
+    folder: str | Path, overrides: tuple[str, ...] = (), until: int = 10, save_at: tuple[int, ...] = ()
+) -> list[tuple[float, ...]]:
+    """Train to iteration `until`; loss, grad_norm, learning rate and loss scale of each step taken here."""
+    taken = []
+    with started(folder, overrides) as wrap:
+        size = wrap.global_batch_size
+        data = samples(size * until)
+        while wrap.iteration < until:
+            place = wrap.iteration * size
+            metrics = wrap.train(data[place : place + size])
+            taken.append(tuple(metrics[name] for name in ("loss", "grad_norm", "learning_rate", "loss_scale")))
+            if wrap.iteration in save_at:
+                wrap.save()
+    return taken
+
+
+def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
+    """The message with which a run on `folder` is refused."""
+    from megatron_wrap.errors import CheckpointError
+
+    try:
+        started(folder, overrides).close()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The result of `function` on each of `count` ranks that live for this call alone."""
+    from megatron_wrap.testing.ranks import RankPool
+
+    pool = RankPool(count)
+    try:
+        return pool.run(function, *arguments)
+    finally:
+        pool.close(kill=True)

@@ -1,0 +1,67 @@
+"""Ten steps equal five, a checkpoint, new processes and five more: to the bit on one layout, closely into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import _checkpoint_runs as runs
+import pytest
+from _checkpoint_runs import (
+    BF16,
+    CP2,
+    DISTRIBUTED,
+    DROPOUT,
+    FP16,
+    OVERLAP,
+    PP2,
+    PP2_VPP2,
+    SGD,
+    TIED,
+    TP2,
+    in_new_processes,
+)
+
+SAME_LAYOUT = {
+    "one-rank": (1, ()),
+    "one-rank-fp16": (1, FP16),
+    "tp2-sp": (2, TP2),
+    "dp2": (2, ()),
+    "dp2-sgd": (2, SGD),
+    "dp2-distributed": (2, DISTRIBUTED),
+    "dp2-distributed-overlap": (2, (*DISTRIBUTED, *OVERLAP)),
+    "dp2-distributed-bf16": (2, (*DISTRIBUTED, *BF16)),
+    "tp2-bf16": (2, (*TP2, *BF16)),
+    "pp2-vpp2": (2, PP2_VPP2),
+    "cp2": (2, CP2),
+}
+OTHER_LAYOUT = {
+    "tp2-to-1": ((2, TP2), (1, ())),
+    "1-to-tp2": ((1, ()), (2, TP2)),
+    "pp2-vpp2-to-1": ((2, PP2_VPP2), (1, ())),
+    "dp2-to-1": ((2, ()), (1, ())),
+    "dp2-distributed-to-1": ((2, DISTRIBUTED), (1, DISTRIBUTED)),
+    "tp2-distributed-to-dp2": ((2, (*TP2, *DISTRIBUTED)), (2, DISTRIBUTED)),
+    "tied-pp2-to-tp2": ((2, (*PP2, *TIED)), (2, (*TP2, *TIED))),
+    "sgd-tp2-to-dp2": ((2, (*TP2, *SGD)), (2, SGD)),
+}
+
+
+@pytest.mark.parametrize("name", SAME_LAYOUT)
+def test_same_layout_resumes_to_the_bit_with_dropout(tmp_path: Path, name: str) -> None:
+    processes, overrides = SAME_LAYOUT[name]
+    overrides = (*overrides, *DROPOUT)
+    straight = in_new_processes(processes, runs.train, tmp_path / "a", overrides)
+    first = in_new_processes(processes, runs.train, tmp_path / "b", overrides, 5, (5,))
+    second = in_new_processes(processes, runs.train, tmp_path / "b", overrides)
+    assert len(straight[0]) == 10 and len(first[0]) == len(second[0]) == 5
+    assert [a + b for a, b in zip(first, second, strict=True)] == straight
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUT)
+def test_other_layout_resumes_closely(tmp_path: Path, name: str) -> None:
+    (before, saved), (after, resumed) = OTHER_LAYOUT[name]
+    straight = in_new_processes(before, runs.train, tmp_path, saved, 10, (5,))[0]
+    rest = in_new_processes(after, runs.train, tmp_path, resumed)[0]
+    assert len(rest) == 5
+    for expected, found in zip(straight[5:], rest, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,283 @@
+"""Decoding: strict types, shipped files against published shapes, further keys, retired keys, the resolved tree."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import GPT2Config, LlamaConfig
+
+from megatron_wrap.core.config import load_resolved, load_run_config, write_resolved
+from megatron_wrap.core.config.advice import RETIRED
+from megatron_wrap.core.config.tree import shipped_root
+from megatron_wrap.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+Write = Callable[..., str]
+OLD_MOCK = """
+megatron_lm:
+  model:
+    arch: {__select__: llama2-7b}
+    parallel:
+      __select__: base
+      __override__:
+        {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 1, context_parallel_size: 2}
+  train:
+    common:
+      {micro_batch_size: 4, global_batch_size: 32, seq_length: 512, train_iters: 16, load: ckpt/llama-2-7b-mcore-tp4pp1,
+       save: ckpt/llama2-7b-minimal-mock-save, save_interval: 8}
+    learning-rate: {lr: 5.0e-4, lr_warmup_fraction: 0.05}
+megatron_wrap:
+  init: {megatron_lm_project_path: megatron_lm_core_080, skip_compile_dependencies: true}
+  logger:
+    {patch_print: true, remove_logging: true, enable_wandb: true, wandb_project: megatron-wrap-llama2-7b-minimal-mock}
+  model_provider:
+    __select__: gpt_model
+    __override__: {show_weight_details: true}
+  flow: {__select__: minimal_mock}
+"""
+
+
+def refusal(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(path, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    assert load_run_config(path).name == path.stem
+
+
+@pytest.mark.parametrize(
+    "file",
+    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith("-base")],
+    ids=lambda path: path.stem,
+)
+def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
+    section = ".".join(file.relative_to(shipped_root()).parent.parts)
+    in_a_selection = (file.parent / "__confignest_manifest__").is_file()
+    load_run_config(write_run(), [f"{section}.__select__={file.stem}"] if in_a_selection else [])
+
+
+@pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
+def test_a_base_is_not_selected_by_accident(base: str, write_run: Write) -> None:
+    message = refusal(write_run(), f"megatron_lm.model.arch.__select__={base}")
+    assert message.startswith(
+        "run.yaml megatron_lm.model.arch.num_layers: not given; it must be an integer; write num_layers under "
+        f"megatron_lm.model.arch.__override__, or select a file that gives it ({base} leaves it open at "
+    )
+
+
+def test_a_missing_value_names_its_section(write_run: Write) -> None:
+    assert refusal(write_run("      lr: 2e-4\n", "")) == (
+        "run.yaml megatron_lm.train.learning-rate.lr: not given; it must be a number; write lr under "
+        "megatron_lm.train.learning-rate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "renamed"),
+    [
+        ("llama2-7b", LlamaConfig(rms_norm_eps=1e-5, max_position_embeddings=4096), {}),
+        ("gpt2-124m", GPT2Config(), {"intermediate_size": 3072}),
+    ],
+)
+def test_shapes_are_those_of_the_defaults_of_transformers(
+    name: str, published: Any, renamed: Mapping[str, Any], write_run: Write
+) -> None:
+    arch = load_run_config(write_run(), [f"megatron_lm.model.arch.__select__={name}"]).arch
+    theirs = {**published.to_dict(), **renamed}
+    assert arch.num_layers == published.num_hidden_layers
+    assert arch.hidden_size == published.hidden_size
+    assert arch.ffn_hidden_size == theirs["intermediate_size"]
+    assert arch.num_attention_heads == published.num_attention_heads
+    assert arch.vocab_size == published.vocab_size
+    assert arch.max_position_embeddings == published.max_position_embeddings
+    assert arch.norm_epsilon == (theirs.get("rms_norm_eps") or theirs["layer_norm_epsilon"])
+    assert arch.untie_embeddings_and_output_weights is not published.tie_word_embeddings
+    assert arch.init_method_std == published.initializer_range
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.common.seed=4.0", "train.common.seed: must be an integer, not the float 4.0"),
+        ("train.common.seed=true", "train.common.seed: must be an integer, not the boolean true"),
+        ("train.common.seed=null", "train.common.seed: must be an integer, not null"),
+        ("train.common.finetune=1", "train.common.finetune: must be true or false, not the integer 1"),
+        ("train.common.finetune=yes", "train.common.finetune: must be true or false, not the string 'yes'"),
+        ("train.common.save=3", "train.common.save: must be a string or null, not the integer 3"),
+        ("train.learning-rate.lr=fast", "train.learning-rate.lr: must be a number, not the string 'fast'"),
+        ("train.learning-rate.lr=.inf", "train.learning-rate.lr: must be a number, not the float inf"),
+        (
+            "train.learning-rate.lr_decay_style=cosin",
+            "train.learning-rate.lr_decay_style: must be one of constant, linear, cosine, inverse-square-root, WSD, "
+            "not the string 'cosin'",
+        ),
+        (
+            "train.common.rampup_batch_size=[1, 2]",
+            "train.common.rampup_batch_size: must be a list of 3 values, each an integer or null, not the list [1, 2]",
+        ),
+        (
+            "model.arch.num_moe_experts=eight",
+            "model.arch.num_moe_experts: must be an integer or null, not the string 'eight'",
+        ),
+        (
+            "model.arch.fp8=e5m2",
+            "model.arch.fp8: must be one of e4m3, hybrid or null, not the string 'e5m2'",
+        ),
+        (
+            "model.arch.tensor_model_parallel_size=2",
+            "model.arch.tensor_model_parallel_size: set it as megatron_lm.model.parallel.tensor_model_parallel_size",
+        ),
+        (
+            "model.arch.layernorm_epsilon=1",
+            "model.arch.layernorm_epsilon: set it as megatron_lm.model.arch.norm_epsilon",
+        ),
+        ("model.arch.gated_linear_unit=true", "model.arch.gated_linear_unit: set it as megatron_lm.model.arch.swiglu"),
+        (
+            "model.arch.bf16=true",
+            "model.arch.bf16: follows from megatron_lm.train.dtype; write dtype: {__select__: NAME} with bf16, fp16 or "
+            "fp32",
+        ),
+        (
+            "misc.ddp.grad_reduce_in_fp32=true",
+            "misc.ddp.grad_reduce_in_fp32: set it as megatron_lm.misc.ddp.accumulate_allreduce_grads_in_fp32",
+        ),
+        ("train.optimizer.lr=1", "train.optimizer.lr: set it as megatron_lm.train.learning-rate.lr"),
+        (
+            "model.arch.attention_backend=flash",
+            "model.arch.attention_backend: Megatron-Core's field has the type AttnBackend, which a YAML cannot give",
+        ),
+    ],
+)
+def test_values_of_another_type(write_run: Write, override: str, message: str) -> None:
+    assert refusal(write_run(), f"megatron_lm.{override}").startswith(f"command line megatron_lm.{message}")
+
+
+def test_values_of_the_right_type(write_run: Write) -> None:
+    config = load_run_config(
+        write_run("lr: 2e-4", "lr: 1"),
+        [
+            "megatron_lm.train.common.rampup_batch_size=[4, 2, 100]",
+            "megatron_lm.model.arch.num_moe_experts=4",
+            "megatron_lm.model.arch.moe_aux_loss_coeff=1e-2",
+            "megatron_lm.model.arch.window_size=[128, 0]",
+            "megatron_lm.train.optimizer.decoupled_weight_decay=false",
+            "megatron_lm.misc.ddp.average_in_collective=true",
+            "megatron_wrap.logger.metric_loggers=[a.b:C]",
+            "megatron_lm.model.arch.num_query_groups=null",
+        ],
+    )
+    assert type(config.learning_rate.lr) is float
+    assert config.train.rampup_batch_size == (4, 2, 100)
+    assert config.arch.upstream == {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "window_size": (128, 0)}
+    assert config.optimizer.upstream == {"decoupled_weight_decay": False}
+    assert config.ddp.upstream == {"average_in_collective": True}
+    assert config.logger.metric_loggers == ("a.b:C",)
+    assert config.arch.num_query_groups is None
+
+
+@pytest.mark.parametrize(
+    ("value", "sets"),
+    [("null", {}), ("a.jsonl", {"validation": "a.jsonl"}), ("{one: a, two: b}", {"one": "a", "two": "b"})],
+)
+def test_evaluation_sets(write_run: Write, value: str, sets: Mapping[str, str]) -> None:
+    assert load_run_config(write_run(), [f"megatron_wrap.data.validation={value}"]).data.validation == sets
+
+
+def test_an_evaluation_set_is_a_path(write_run: Write) -> None:
+    assert refusal(write_run(), "megatron_wrap.data.validation={a: 1}") == (
+        "command line megatron_wrap.data.validation: must be a path, or a mapping from names to paths, not the mapping "
+        "{'a': 1}"
+    )
+
+
+def test_options_of_a_flow_have_the_type_of_the_file(write_run: Write, write_nest: Callable[..., Path]) -> None:
+    write_nest("megatron_wrap/flow/mine.yaml", "flow_key: a.b:C\nbeta: 0.1\nname: null\nsteps: 3\nlayers: {a: true}\n")
+    run = write_run("minimal_mock", "mine")
+    options = load_run_config(run, ["megatron_wrap.flow.beta=2", "megatron_wrap.flow.name=x"]).flow.options
+    assert options == {"beta": 2.0, "name": "x", "steps": 3, "layers": {"a": True}}
+    assert type(options["beta"]) is float
+    assert refusal(run, "megatron_wrap.flow.steps=a").endswith("flow.steps: must be an integer, not the string 'a'")
+    assert refusal(run, "megatron_wrap.flow.layers.a=1").endswith(
+        "flow.layers.a: must be true or false, not the integer 1"
+    )
+
+
+def test_a_file_of_an_overlay_gives_every_key_and_no_other(write_run: Write, write_nest: Callable[..., Path]) -> None:
+    path = write_nest("megatron_wrap/init.yaml", "platform: cpu\n")
+    assert refusal(write_run()).startswith(
+        "nest/megatron_wrap/init.yaml megatron_wrap.init.distributed_timeout_minutes: missing; a file of this section"
+    )
+    path.write_text("platform: cpu\ndistributed_timeout_minutes: 1\nplatfrom: cpu\n")
+    assert refusal(write_run()) == (
+        "nest/megatron_wrap/init.yaml:3 megatron_wrap.init.platfrom: unknown key; did you mean platform?"
+    )
+
+
+def test_the_documented_example_reads_but_for_its_retired_keys(write_run: Write) -> None:
+    assert refusal(write_run(text=OLD_MOCK)) == (
+        "run.yaml:15 megatron_wrap.init.megatron_lm_project_path: Megatron-Core comes from pip now; delete this key"
+    )
+    retired = "{megatron_lm_project_path: megatron_lm_core_080, skip_compile_dependencies: true}"
+    assert refusal(write_run(retired, "{skip_compile_dependencies: true}", text=OLD_MOCK)) == (
+        "run.yaml:15 megatron_wrap.init.skip_compile_dependencies: Megatron-Core comes from pip now; delete this key"
+    )
+    old = load_run_config(write_run(retired, "{}", text=OLD_MOCK))
+    shipped = load_run_config(CONFIGS / "llama2-7b-minimal-mock.yaml")
+    for section in ("arch", "parallel", "learning_rate", "logger", "model_provider", "flow", "dtype"):
+        assert getattr(old, section) == getattr(shipped, section)
+    assert dataclasses.replace(old.train, load=None) == shipped.train
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "message"),
+    [
+        (
+            "model.arch",
+            "use_flash_attn",
+            "retired; choose the implementation with megatron_lm.model.arch.transformer_impl",
+        ),
+        (
+            "model.arch",
+            "use_rotary_position_embeddings",
+            "retired; write megatron_lm.model.arch.position_embedding_type: rope",
+        ),
+        ("model.arch", "model_type", "retired; the model is chosen by megatron_wrap.model_provider.provider_key"),
+        ("train.common", "use_checkpoint_args", "retired, the YAML is the only source of arguments"),
+        ("train.common", "bf16", "belongs to megatron_lm.train.dtype"),
+    ],
+)
+def test_a_retired_or_misplaced_key_says_what_to_do(write_run: Write, section: str, key: str, message: str) -> None:
+    assert refusal(write_run(), f"megatron_lm.{section}.{key}=true").startswith(
+        f"command line megatron_lm.{section}.{key}: {message}"
+    )
+
+
+def test_no_retired_key_is_a_living_one(write_run: Write) -> None:
+    leaves = {path.rpartition(".")[2] for path in load_run_config(write_run()).sources}
+    assert not leaves & set(RETIRED)
+
+
+def test_the_resolved_tree_reads_back_equal(write_run: Write, tmp_path: Path) -> None:
+    config = load_run_config(
+        write_run(),
+        ["megatron_wrap.data.validation={a: 1e-4.jsonl}", "megatron_wrap.logger.wandb_name='2e-4'"],
+    )
+    write_resolved(config, tmp_path / "resolved.yaml")
+    text = (tmp_path / "resolved.yaml").read_text()
+    assert load_resolved(tmp_path / "resolved.yaml") == config.resolved == yaml.safe_load(text)
+    assert "      seq_length: 128  # run.yaml:13 (override)\n" in text
+    assert "    wandb_name: '2e-4'  # command line\n" in text
+
+
+def test_a_configuration_crosses_process_borders(write_run: Write) -> None:
+    config = load_run_config(write_run())
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+    assert dataclasses.asdict(config)["train"]["seq_length"] == 128

@@ -1,0 +1,124 @@
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megatron_wrap.metrics.throughput import (
+    ModelShape,
+    forward_flops,
+    sum_of_squares,
+    tflops_per_device,
+    training_flops,
+)
+
+LLAMA = ModelShape(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=88,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=96,
+    gated_linear_unit=True,
+)
+GPT2 = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=96,
+    gated_linear_unit=False,
+)
+
+
+def make_llama():
+    config = LlamaConfig(
+        hidden_size=LLAMA.hidden_size,
+        intermediate_size=LLAMA.ffn_hidden_size,
+        num_hidden_layers=LLAMA.num_layers,
+        num_attention_heads=LLAMA.num_attention_heads,
+        num_key_value_heads=LLAMA.num_query_groups,
+        head_dim=LLAMA.kv_channels,
+        vocab_size=LLAMA.vocab_size,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_gpt2():
+    config = GPT2Config(
+        n_embd=GPT2.hidden_size,
+        n_inner=GPT2.ffn_hidden_size,
+        n_layer=GPT2.num_layers,
+        n_head=GPT2.num_attention_heads,
+        vocab_size=GPT2.vocab_size,
+        attn_implementation="eager",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def count(model, batch_size, length, backward):
+    """Matrix products that torch saw, less those of the rotary table, which is no layer of the model."""
+    tokens = torch.zeros(batch_size, length, dtype=torch.long)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        logits = model(input_ids=tokens).logits
+        if backward:
+            logits.sum().backward()
+    rotary = sum(
+        sum(counts.values()) for name, counts in counter.get_flop_counts().items() if name.endswith("rotary_emb")
+    )
+    return counter.get_total_flops() - rotary
+
+
+@pytest.mark.parametrize(("make", "shape"), [(make_llama, LLAMA), (make_gpt2, GPT2)])
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
+def test_equals_what_torch_counts_in_transformers(make, shape, batch_size, length):
+    tokens, squares = batch_size * length, sum_of_squares([length] * batch_size)
+    model = make()
+    # Eager attention multiplies the whole square, also above the causal diagonal.
+    assert count(model, batch_size, length, backward=False) == forward_flops(shape, tokens, squares, causal=False)
+    assert count(model, batch_size, length, backward=True) == training_flops(shape, tokens, squares, causal=False)
+
+
+def test_causal_attention_is_half_the_square():
+    tokens, squares = 24, sum_of_squares([8, 16])
+    attention = training_flops(LLAMA, 0, squares, causal=False)
+    assert (
+        training_flops(LLAMA, tokens, squares) == training_flops(LLAMA, tokens, squares, causal=False) - attention / 2
+    )
+    # 3 passes x 3 layers x 2 products x 2 operations x 64 channels x sum(S^2)
+    assert attention == 3 * 3 * 2 * 2 * 64 * squares
+
+
+def test_equals_megatron_lms_formula():
+    # attn_layer_flops, mlp_layer_flops and the logits of megatron/training/training.py (0.19.2), in its own terms
+    for shape in (LLAMA, GPT2):
+        tokens, squares, hidden = 40, 8**2 + 32**2, shape.hidden_size
+        p = shape.kv_channels * shape.num_attention_heads / hidden
+        g = shape.num_query_groups
+        attention = 4 * tokens * hidden * p * (hidden + hidden * (g / shape.num_attention_heads))
+        attention += 2 * squares * hidden * p
+        expansion = shape.ffn_hidden_size / hidden
+        mlp = 4 * expansion * (1.5 if shape.gated_linear_unit else 1.0) * tokens * hidden**2
+        expected = 3 * (shape.num_layers * (attention + mlp) + 2 * tokens * hidden * shape.vocab_size)
+        assert training_flops(shape, tokens, squares) == pytest.approx(expected, rel=1e-12)
+
+
+def test_packed_documents_cost_less_than_one_long_sequence():
+    assert training_flops(LLAMA, 32, sum_of_squares([16, 16])) < training_flops(LLAMA, 32, sum_of_squares([32]))
+
+
+def test_rate_per_device():
+    assert tflops_per_device(8e12, elapsed_seconds=2.0, num_devices=4) == 1.0
+    assert tflops_per_device(8e12, elapsed_seconds=0.0, num_devices=4) == 0.0
+
+
+def test_shape_is_a_value():
+    assert dataclasses.replace(LLAMA) == LLAMA
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LLAMA.num_layers = 4

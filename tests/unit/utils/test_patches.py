@@ -1,0 +1,160 @@
+import builtins
+import contextlib
+import io
+import logging
+import sys
+import threading
+import warnings
+
+import pytest
+from loguru import logger as loguru_logger
+
+from megatron_wrap.utils.patches import HostPatches
+
+
+@pytest.fixture
+def records():
+    """(level, message) of each record while the test runs."""
+    seen = []
+    sink = loguru_logger.add(lambda message: seen.append((message.record["level"].name, message.record["message"])))
+    yield seen
+    loguru_logger.remove(sink)
+
+
+def test_print_goes_to_the_log_and_comes_back(records, capsys):
+    real = builtins.print
+    patches = HostPatches(patch_print=True)
+    patches.apply()
+    patches.apply()
+    print("loss", 0.5, {"a": 1}, sep=" = ")
+    print("{not a field} <red>")
+    print()
+    print("two\nlines", end="\n")
+    print("step", end="")
+    print(" 1", end=", ")
+    print("done", flush=True)
+    print("never ended", end="")
+    patches.undo()
+    patches.undo()
+    assert builtins.print is real
+    print("after")
+    assert records == [
+        ("DEBUG", "loss = 0.5 = {'a': 1}"),
+        ("DEBUG", "{not a field} <red>"),
+        ("DEBUG", "two\nlines"),
+        ("DEBUG", "step 1, done"),
+        ("DEBUG", "never ended"),
+    ]
+    assert capsys.readouterr().out == "after\n"
+
+
+def test_print_to_another_file_is_still_print(records, capsys, tmp_path):
+    with HostPatches(patch_print=True):
+        print("to stderr", file=sys.stderr)
+        with open(tmp_path / "out.txt", "w") as file:
+            print("to", "file", sep="-", end="!", file=file)
+        with contextlib.redirect_stdout(io.StringIO()) as caught:
+            print("caught")
+        print("explicit stdout", file=sys.stdout)
+    assert capsys.readouterr().err.startswith("to stderr\n")
+    assert (tmp_path / "out.txt").read_text() == "to-file!"
+    assert caught.getvalue() == "caught\n"
+    assert records == [("DEBUG", "explicit stdout")]
+
+
+def test_a_sink_that_prints_does_not_come_back_to_the_log(capsys):
+    sink = loguru_logger.add(lambda message: print("sink:", message.record["message"]))
+    with HostPatches(patch_print=True):
+        print("hello")
+    loguru_logger.remove(sink)
+    assert capsys.readouterr().out == "sink: hello\n"
+
+
+def test_unfinished_lines_of_threads_do_not_mix(records):
+    def other():
+        print("other", end=" ")
+        print("thread")
+
+    with HostPatches(patch_print=True):
+        print("main", end=" ")
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        print("thread")
+    assert [message for _, message in records] == ["other thread", "main thread"]
+
+
+def test_print_wrapped_by_someone_else_is_left_to_them(records, capsys):
+    real = builtins.print
+    patches = HostPatches(patch_print=True)
+    patches.apply()
+    ours = builtins.print
+    builtins.print = wrapper = lambda *values: ours("wrapped", *values)
+    try:
+        patches.undo()
+        assert builtins.print is wrapper
+        print("text")
+    finally:
+        builtins.print = real
+    assert capsys.readouterr().out == "wrapped text\n"
+    assert records == []
+
+
+def test_root_handlers_are_removed_and_come_back_in_order():
+    root = logging.getLogger()
+    before = root.handlers[:]
+    first, second, later = logging.NullHandler(), logging.NullHandler(), logging.NullHandler()
+    root.addHandler(first)
+    root.addHandler(second)
+    try:
+        patches = HostPatches(remove_logging=True)
+        patches.apply()
+        patches.apply()
+        assert root.handlers == []
+        root.addHandler(later)
+        patches.undo()
+        patches.undo()
+        assert root.handlers == [*before, first, second, later]
+    finally:
+        for handler in (first, second, later):
+            root.removeHandler(handler)
+
+
+def test_future_and_user_warnings_are_hidden_and_come_back():
+    def heard():
+        with warnings.catch_warnings(record=True) as caught:
+            for category in (FutureWarning, UserWarning, RuntimeWarning):
+                warnings.warn("text", category, stacklevel=1)
+        return [entry.category for entry in caught]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        filters, before = warnings.filters, list(warnings.filters)
+        assert heard() == [FutureWarning, UserWarning, RuntimeWarning]
+        patches = HostPatches(ignore_warning=True)
+        patches.apply()
+        patches.apply()
+        assert heard() == [RuntimeWarning]
+        warnings.filterwarnings("ignore", message="added by a library")
+        added = warnings.filters[0]
+        patches.undo()
+        patches.undo()
+        assert heard() == [FutureWarning, UserWarning, RuntimeWarning]
+        assert warnings.filters is filters
+        assert list(filters) == [added, *before]
+
+
+def test_a_filter_that_was_there_before_stays():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", RuntimeWarning)
+        before = list(warnings.filters)
+        with HostPatches(ignore_warning=True):
+            pass
+        assert list(warnings.filters) == before
+
+
+def test_nothing_asked_changes_nothing():
+    state = (builtins.print, logging.getLogger().handlers[:], list(warnings.filters))
+    with HostPatches():
+        assert (builtins.print, logging.getLogger().handlers[:], list(warnings.filters)) == state
