@@ -26,14 +26,15 @@ RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
 
-def bare_model(chunk: torch.nn.Module) -> torch.nn.Module:
+def bare_model(chunk: torch.nn.Module) -> Any:
     """The model chunk without Megatron-Core's data-parallel and half-precision wrappers."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
 
-    while isinstance(chunk, DistributedDataParallel | Float16Module):
-        chunk = chunk.module
-    return chunk
+    model: Any = chunk
+    while isinstance(model, DistributedDataParallel | Float16Module):
+        model = model.module
+    return model
 
 
 def model_entries(state: TrainingState) -> dict[str, dict[str, Any]]:
@@ -116,7 +117,7 @@ def rng_entry(state: TrainingState, is_loading: bool) -> Any:
 
 
 def random_states(state: TrainingState) -> dict[str, Any]:
-    """States of Python's, numpy's, torch's, the device's and Megatron-Core's generators, as plain values and tensors."""
+    """States of Python's, numpy's, torch's, the device's and Megatron-Core's generators, plain values and tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)

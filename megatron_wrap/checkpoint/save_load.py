@@ -119,7 +119,6 @@ def load_checkpoint(
     loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
-        state.batch_sizes.update(state.progress.consumed_samples, consistency_check=False)
     state.agreed.pop("saved_checkpoint", None)
     parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
     return LoadReport(saved.iteration, tuple(name for name, yes in parts if yes), tuple(skipped), other_layout)
@@ -217,8 +216,9 @@ def _check_optimizer(state: TrainingState, saved: _Saved) -> None:
     found, wanted = content.saved_optimizer_form(set(saved.shapes)), content.optimizer_form(state)
     if found is not None and found != wanted:
         raise CheckpointError(
-            f"{saved.path} holds the state of a {found[0]} {found[1]} optimizer, this run has a {wanted[0]} {wanted[1]} "
-            "one; take the precision, optimizer and use_distributed_optimizer that it was saved with, " + way_out
+            f"{saved.path} holds the state of a {found[0]} {found[1]} optimizer, this run has a {wanted[0]} "
+            f"{wanted[1]} one; take the precision, optimizer and use_distributed_optimizer that it was saved with, "
+            + way_out
         )
 
 
@@ -252,9 +252,10 @@ def _check_tensors(saved: _Saved, request: dict[str, Any]) -> None:
 
 
 def _other_model(saved: _Saved, name: str, difference: str) -> CheckpointError:
+    beside = f" ({RESOLVED} in it)" if (saved.path / RESOLVED).is_file() else ""
     return CheckpointError(
-        f"{saved.path} is a checkpoint of another model: {name} {difference}; take the architecture of the checkpoint "
-        f"({RESOLVED} beside it), or another load or save folder"
+        f"{saved.path} is a checkpoint of another model: {name} {difference}; take the architecture of the checkpoint"
+        f"{beside}, or another load or save folder"
     )
 
 

@@ -51,7 +51,8 @@ def agreed(saying: str) -> Iterator[None]:
     Args:
         saying: what failed, with {} in the place of the cause.
     """
-    error, cause = None, None
+    error: str | None = None
+    cause: BaseException | None = None
     try:
         yield
     except CheckpointError as failure:
@@ -67,7 +68,11 @@ def describe(failure: BaseException) -> str:
         causes = [cause for cause, _ in failure.failures.values()]
         return describe(causes[0]) if causes else ""
     text = " ".join(str(failure).split())
-    return f"{type(failure).__name__}: {text}" if not isinstance(failure, OSError) else text
+    if isinstance(failure, OSError | CheckpointError):
+        return text
+    if "inline_container.cc" in text:  # what is left of the cause when torch's archive writer fails
+        return "the file system took only part of the data; is the disk or the quota full?"
+    return f"{type(failure).__name__}: {text}"
 
 
 def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch.device, content: Any) -> None:
@@ -77,21 +82,20 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch
         CheckpointError: on every rank, when any rank could not write.
     """
     strategy = _SharedSave(group)
-    strategy, error, cause = _SharedSave(group), None, None
+    error: str | None = None
+    cause: BaseException | None = None
     try:
         arguments = versions.save_arguments(async_save=True)
         request = dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
         _execute(request, device)
-    except FAILURES as failure:
-        cause = failure
-        error = describe(failure)
+    except (*FAILURES, CheckpointError) as failure:
+        error, cause = describe(failure), failure
         if not strategy.entered:  # the others wait there, for this rank too
             with contextlib.suppress(CheckpointError):
                 agree(error)
-    known = [text for text in gather_objects(error) if text]  # a rank without a failure of its own has no words
-    if error is not None or known:
-        words = known[0] if known else "a rank failed"
-        raise CheckpointError(cannot_write(folder.parent, words)) from cause
+    errors = [text for text in gather_objects(error) if text is not None]
+    if errors:  # a rank without a failure of its own has no words
+        raise CheckpointError(cannot_write(folder.parent, next(filter(None, errors), "a rank failed"))) from cause
 
 
 def cannot_write(folder: Path, cause: str) -> str:

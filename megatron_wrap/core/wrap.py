@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.core.config import RunConfig, load_run_config
+from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
 from megatron_wrap.platform import choose_platform
@@ -91,7 +91,7 @@ class MegatronWrap:
         self.platform.install()
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
         check_layout(self.config, self._processes.world_size)
-        self._parallel = build_parallel_state(self.config.parallel, self.config.arch.num_layers, timeout)
+        self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
         seed_everything(self.config.train.seed, self._parallel)
         logger.info_rank_0(
             f"{self.config.name}: {self._processes.world_size} processes on {self.platform.name} over "
@@ -272,7 +272,9 @@ class MegatronWrap:
         if self.config.train.save is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
         folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
-        logger.info_rank_0(f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl")
+        logger.info_rank_0(
+            f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
+        )
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:

@@ -8,16 +8,12 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
 from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.core.model.initial_weights import fill_initial_weights
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
-from megatron_wrap.core.model.transformer import (
-    ffn_hidden_size,
-    parameter_dtype,
-    transformer_config,
-    use_transformer_engine,
-)
+from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape
@@ -52,7 +48,6 @@ def build_training_state(
         chunks=chunks,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
-        batch_sizes=build_batch_sizes(config, parallel),
         shape=model_shape(config, vocab_size),
     )
 
@@ -218,16 +213,14 @@ def build_scheduler(config: RunConfig, optimizer: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     rate, optim, batch = config.learning_rate, config.optimizer, config.train.global_batch_size
-    decay_iters = rate.lr_decay_iters or config.train.train_iters
-    warmup = rate.lr_warmup_iters if not rate.lr_warmup_fraction else rate.lr_warmup_fraction * decay_iters
     weight_decay = optim.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=rate.lr_warmup_init,
         max_lr=rate.lr,
         min_lr=rate.min_lr,
-        lr_warmup_steps=warmup * batch,
-        lr_decay_steps=decay_iters * batch,
+        lr_warmup_steps=derived.lr_warmup_iters(config) * batch,
+        lr_decay_steps=derived.lr_decay_iters(config) * batch,
         lr_decay_style=rate.lr_decay_style,
         start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
         end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
@@ -240,30 +233,16 @@ def build_scheduler(config: RunConfig, optimizer: Any) -> Any:
     )
 
 
-def build_batch_sizes(config: RunConfig, parallel: ParallelState) -> Any:
-    """The global batch size over the run, constant or ramping up, by Megatron-Core's calculators."""
-    from megatron.core.num_microbatches_calculator import (
-        ConstantNumMicroBatchesCalculator,
-        RampupBatchsizeNumMicroBatchesCalculator,
-    )
-
-    train = config.train
-    common = (train.global_batch_size, train.micro_batch_size, parallel.dp.size, False, parallel.world.rank)
-    if train.rampup_batch_size is None:
-        return ConstantNumMicroBatchesCalculator(*common)
-    return RampupBatchsizeNumMicroBatchesCalculator(*common, *train.rampup_batch_size)
-
-
 def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
     """The sizes that count the model's floating-point operations."""
     arch = config.arch
     return ModelShape(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
-        ffn_hidden_size=ffn_hidden_size(arch),
+        ffn_hidden_size=derived.ffn_hidden_size(arch),
         num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_query_groups or arch.num_attention_heads,
-        kv_channels=arch.kv_channels or arch.hidden_size // arch.num_attention_heads,
+        num_query_groups=derived.num_query_groups(arch),
+        kv_channels=derived.kv_channels(arch),
         vocab_size=vocab_size,
         gated_linear_unit=arch.swiglu,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.core.config.derived import global_batch_size_at
+
 if TYPE_CHECKING:
-    import torch
-    from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
@@ -41,11 +41,10 @@ class TrainingState:
     parallel: ParallelState
     flow: MegatronWrapTrainingFlowBase
     transformer_config: TransformerConfig
-    chunks: list[torch.nn.Module]
+    chunks: list[Any]
     """This process's model chunks, each in Megatron-Core's DistributedDataParallel."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    batch_sizes: NumMicroBatchesCalculator
     shape: ModelShape
     progress: Progress = field(default_factory=Progress)
     agreed: dict[str, Any] = field(default_factory=dict)
@@ -53,8 +52,8 @@ class TrainingState:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next step, over all replicas."""
-        return self.batch_sizes.get_current_global_batch_size()
+        """Samples of the next step, over all replicas; it may ramp up."""
+        return global_batch_size_at(self.config, self.progress.consumed_samples)
 
 
 @dataclass(frozen=True)

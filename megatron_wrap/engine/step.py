@@ -59,7 +59,6 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     progress.skipped_iterations += not updated
     if updated:
         state.scheduler.step(increment=len(batch))
-    state.batch_sizes.update(progress.consumed_samples, consistency_check=False)
 
     square_sum = parameter_square_sum(state) if state.config.logger.add_params_norm_to_metrics else None
     reduced = reduce_metrics(state, sums, "train", square_sum)
@@ -138,7 +137,9 @@ def _localized(state: TrainingState, micro_batches: list[MicroBatch]) -> tuple[l
     sequence_parallel = state.transformer_config.sequence_parallel
     longest = padded_width([m.width for m in micro_batches], state.parallel, sequence_parallel)
     one_length = state.parallel.pp.size > 1
-    widths = [longest if one_length else padded_width([m.width], state.parallel, sequence_parallel) for m in micro_batches]
+    widths = [
+        longest if one_length else padded_width([m.width], state.parallel, sequence_parallel) for m in micro_batches
+    ]
     local = [
         localize(micro_batch, state.flow, width, state.parallel, state.platform.device)
         for micro_batch, width in zip(micro_batches, widths, strict=True)

@@ -8,6 +8,7 @@ columns. Work goes chunk by chunk over tokens; beyond inputs, outputs and the gr
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,37 +57,64 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup) -> Tensor:
-        columns, dtype = logits.shape[-1], _compute_dtype(logits)
+        columns = logits.shape[-1]
         flat = logits.detach().reshape(-1, columns)
         local_ids = ids.reshape(-1) - group.rank() * columns
-        owned = (local_ids >= 0) & (local_ids < columns)
-        local_ids = local_ids.clamp(0, columns - 1)
-
-        highest = flat.amax(dim=-1).to(dtype)
-        reduce_in_place(highest, "max", group)
-        sums = torch.empty(2, flat.shape[0], dtype=dtype, device=flat.device)  # sum of exponentials; the id's logit
-        for rows in _chunks(flat.shape[0], columns, dtype.itemsize):
-            sums[0, rows] = flat[rows].to(dtype).sub_(highest[rows, None]).exp_().sum(dim=-1)
-        picked = flat.gather(1, local_ids[:, None]).squeeze(1).to(dtype)
-        sums[1] = torch.where(owned, picked, torch.zeros_like(picked))
+        kernels = _kernels(flat)
+        highest, total, picked = (kernels.normalizer_parts if kernels else _normalizer_parts)(flat, local_ids)
+        highest_anywhere = highest.clone()
+        reduce_in_place(highest_anywhere, "max", group)
+        sums = torch.stack((total * (highest - highest_anywhere).exp(), picked))
         reduce_in_place(sums, "sum", group)
-        log_normalizer = highest + sums[0].log()
-        ctx.save_for_backward(logits, local_ids, owned, log_normalizer)
+        log_normalizer = highest_anywhere + sums[0].log()
+        ctx.save_for_backward(logits, local_ids, log_normalizer)
         return (sums[1] - log_normalizer).view(ids.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        logits, local_ids, owned, log_normalizer = ctx.saved_tensors
-        columns, dtype = logits.shape[-1], log_normalizer.dtype
-        flat = logits.detach().reshape(-1, columns)
-        grad_out = grad_outputs[0].reshape(-1).to(dtype)
-        grad = torch.empty_like(flat)
-        for rows in _chunks(flat.shape[0], columns, dtype.itemsize):
-            part = flat[rows].to(dtype).sub_(log_normalizer[rows, None]).exp_().mul_(-grad_out[rows, None])
-            # the one-hot term, where this rank holds the id
-            part.scatter_add_(1, local_ids[rows, None], torch.where(owned[rows], grad_out[rows], 0)[:, None])
-            grad[rows] = part
-        return grad.view(logits.shape), None, None
+        logits, local_ids, log_normalizer = ctx.saved_tensors
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        grad_out = grad_outputs[0].reshape(-1).to(log_normalizer.dtype).contiguous()
+        kernels = _kernels(flat)
+        gradient = kernels.log_prob_gradient if kernels else _log_prob_gradient
+        return gradient(flat, local_ids, log_normalizer, grad_out).view(logits.shape), None, None
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The Triton kernels where they can run, else None: the torch code below is the same, a little slower."""
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not importlib.util.find_spec("triton"):
+        return None
+    from megatron_wrap.ops import triton_log_probs
+
+    return triton_log_probs
+
+
+def _normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [N, V/tp]: maximum, sum of exp(logit - maximum), and the logit of each local id (0 where it is outside
+    this rank's columns), each [N]."""
+    columns, dtype = logits.shape[-1], _compute_dtype(logits)
+    highest = logits.amax(dim=-1).to(dtype)
+    total = torch.empty_like(highest)
+    for rows in _chunks(logits.shape[0], columns, dtype.itemsize):
+        total[rows] = logits[rows].to(dtype, copy=True).sub_(highest[rows, None]).exp_().sum(dim=-1)
+    picked = logits.gather(1, local_ids.clamp(0, columns - 1)[:, None]).squeeze(1).to(dtype)
+    return highest, total, torch.where(_owned(local_ids, columns), picked, 0.0)
+
+
+def _log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
+    """onehot * g - softmax * g, for this rank's columns."""
+    columns, dtype = logits.shape[-1], log_normalizer.dtype
+    grad = torch.empty_like(logits)
+    one_hot = torch.where(_owned(local_ids, columns), grad_out, 0.0)[:, None]
+    places = local_ids.clamp(0, columns - 1)[:, None]
+    for rows in _chunks(logits.shape[0], columns, dtype.itemsize):
+        part = logits[rows].to(dtype, copy=True).sub_(log_normalizer[rows, None]).exp_().mul_(-grad_out[rows, None])
+        grad[rows] = part.scatter_add_(1, places[rows], one_hot[rows])
+    return grad
+
+
+def _owned(local_ids: Tensor, columns: int) -> Tensor:
+    return (local_ids >= 0) & (local_ids < columns)
 
 
 class _VocabularyMax(torch.autograd.Function):

@@ -55,28 +55,19 @@ class ParallelState:
         )
 
 
-def virtual_pipeline_size(parallel: ParallelConfig, num_layers: int) -> int | None:
-    """Chunks on each stage, from either of the two keys; None where the pipeline is not interleaved."""
-    if parallel.virtual_pipeline_model_parallel_size is not None:
-        chunks = parallel.virtual_pipeline_model_parallel_size
-    elif parallel.num_layers_per_virtual_pipeline_stage is not None:
-        layers_per_stage = num_layers // parallel.pipeline_model_parallel_size
-        chunks = layers_per_stage // parallel.num_layers_per_virtual_pipeline_stage
-    else:
-        return None
-    return chunks if chunks > 1 else None
-
-
-def build_parallel_state(parallel: ParallelConfig, num_layers: int, timeout_minutes: float) -> ParallelState:
+def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, timeout_minutes: float) -> ParallelState:
     """Create Megatron-Core's process groups for the layout; torch.distributed must be initialized.
 
     Groups of an earlier layout are destroyed first, so one set of processes can go through many layouts.
+
+    Args:
+        virtual_size: model chunks on each stage; None: the pipeline is not interleaved.
+        timeout_minutes: longest time of one collective.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
     destroy_parallel_state()
-    virtual_size = virtual_pipeline_size(parallel, num_layers)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -92,7 +83,7 @@ def build_parallel_state(parallel: ParallelConfig, num_layers: int, timeout_minu
         return Axis(size=group.size(), rank=group.rank(), group=group)
 
     return ParallelState(
-        world=Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD),
+        world=axis(dist.distributed_c10d._get_default_group()),
         tp=axis(mpu.get_tensor_model_parallel_group()),
         pp=axis(mpu.get_pipeline_model_parallel_group()),
         dp=axis(mpu.get_data_parallel_group()),

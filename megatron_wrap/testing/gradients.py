@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,15 +22,15 @@ def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
     for chunk in state.chunks:
         if state.config.optimizer.use_distributed_optimizer:
             _complete_buffers(chunk)
-        model = chunk.module
+        model: Any = chunk.module
         while hasattr(model, "module"):
             model = model.module
         for name, parameter in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
-            gradient = parameter.main_grad.detach().float()
+            gradient = getattr(parameter, "main_grad").detach().float()  # noqa: B009 - Megatron-Core sets it
             if getattr(parameter, "tensor_model_parallel", False):
                 parts = gather_tensors(gradient, tp.group)
                 gated = arch.swiglu and name.endswith("linear_fc1.weight")
-                gradient = join_slices(parts, parameter.partition_dim, gated)
+                gradient = join_slices(parts, getattr(parameter, "partition_dim"), gated)  # noqa: B009
             if name.startswith(("embedding.word_embeddings", "output_layer")):
                 gradient = gradient[: state.flow.vocab_size]
             mine[name] = gradient.cpu()
@@ -47,7 +49,7 @@ def join_slices(parts: list[Tensor], dim: int, gated: bool) -> Tensor:
     return torch.cat([*gates, *ups], dim=0)
 
 
-def _complete_buffers(chunk: torch.nn.Module) -> None:
+def _complete_buffers(chunk: Any) -> None:
     """The distributed optimizer leaves each data-parallel rank its shard of the reduced gradients; gather them."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         for bucket in buffer.buckets:

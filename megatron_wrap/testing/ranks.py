@@ -49,7 +49,8 @@ class RankPool:
         message = pickle.dumps((function, arguments, named))
         for connection in self._connections:
             connection.send_bytes(message)
-        failures, results = [], []
+        failures: list[str] = []
+        results = []
         for rank, connection in enumerate(self._connections):
             patience = 10.0 if failures else self.timeout_seconds
             try:
@@ -62,7 +63,9 @@ class RankPool:
                 failures.append(f"--- rank {rank}\n{value}")
         if failures:
             self.close(kill=True)
-            raise RankError(f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures))
+            raise RankError(
+                f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures)
+            )
         return results
 
     def close(self, kill: bool = False) -> None:

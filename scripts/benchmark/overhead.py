@@ -9,6 +9,7 @@ the median of the ratios of neighbouring steps.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="scripts/benchmark/overhead.yaml")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--pairs", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     with MegatronWrap(arguments.config, overrides=arguments.overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
@@ -98,7 +99,7 @@ def main() -> None:
             "pairs": len(pairs),
             "platform": wrap.platform.name,
         }
-        print(json.dumps(report), flush=True)
+        sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

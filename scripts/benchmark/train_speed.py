@@ -1,11 +1,12 @@
 """Train a configuration on random tokens for some steps and print one JSON line: losses, tokens per second, memory.
 
-    torchrun --nproc-per-node 1 scripts/benchmark/train_speed.py scripts/benchmark/llama-1b.yaml --steps 12 [a.b=c ...]
+torchrun --nproc-per-node 1 scripts/benchmark/train_speed.py scripts/benchmark/llama-1b.yaml --steps 12 [a.b=c ...]
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--name", default="")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     with MegatronWrap(arguments.config, overrides=arguments.overrides) as wrap:
         wrap.initialize()
         started = time.perf_counter()
@@ -52,7 +53,7 @@ def main() -> None:
             "build_seconds": build_seconds,
         }
         if wrap._initialized().world.rank == 0:
-            print("RESULT " + json.dumps(report), flush=True)
+            sys.stdout.write("RESULT " + json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
 DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")
 
 
-def samples(count: int) -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal lengths."""
+STEPS, BATCH = 10, 4
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal lengths for all steps."""
     generator = numpy.random.default_rng(11)
-    lengths = [int(length) for length in generator.integers(12, 33, count)]
+    lengths = [int(length) for length in generator.integers(12, 33, STEPS * BATCH)]
     return [{"input_ids": generator.integers(0, VOCAB, n).tolist(), "loss_mask": [1] * n} for n in lengths]
 
 
@@ -40,7 +44,7 @@ def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> Any:
 
     common = (
         f"{ARCH}.vocab_size={VOCAB}",
-        f"{TRAIN}.global_batch_size=4",
+        f"{TRAIN}.global_batch_size={BATCH}",
         f"{TRAIN}.micro_batch_size=1",
         f"{TRAIN}.seq_length=32",
         f"{TRAIN}.save={folder}",
@@ -57,16 +61,15 @@ def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> Any:
 
 
 def train(
-    folder: str | Path, overrides: tuple[str, ...] = (), until: int = 10, save_at: tuple[int, ...] = ()
+    folder: str | Path, overrides: tuple[str, ...] = (), until: int = STEPS, save_at: tuple[int, ...] = ()
 ) -> list[tuple[float, ...]]:
     """Train to iteration `until`; loss, grad_norm, learning rate and loss scale of each step taken here."""
     taken = []
     with started(folder, overrides) as wrap:
-        size = wrap.global_batch_size
-        data = samples(size * until)
+        data = samples()
         while wrap.iteration < until:
-            place = wrap.iteration * size
-            metrics = wrap.train(data[place : place + size])
+            place = wrap.iteration * BATCH
+            metrics = wrap.train(data[place : place + BATCH])
             taken.append(tuple(metrics[name] for name in ("loss", "grad_norm", "learning_rate", "loss_scale")))
             if wrap.iteration in save_at:
                 wrap.save()
@@ -88,8 +91,39 @@ def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) 
     """The result of `function` on each of `count` ranks that live for this call alone."""
     from megatron_wrap.testing.ranks import RankPool
 
-    pool = RankPool(count)
+    warm_up()
+    pool = RankPool(count, timeout_seconds=90)
     try:
         return pool.run(function, *arguments)
     finally:
         pool.close(kill=True)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import in this process what forked ranks need."""
+    import megatron_wrap.checkpoint.save_load
+    import megatron_wrap.core.wrap
+    import megatron_wrap.engine.build
+    from megatron_wrap.platform import choose_platform
+
+    platform = choose_platform("cpu")
+    platform.install()
+    try:
+        import megatron_wrap.checkpoint.strategy  # noqa: F401
+    finally:
+        platform.uninstall()
+
+
+def state_digest(wrap: Any) -> str:
+    """A hash of all weights and optimizer states of this rank."""
+    import hashlib
+
+    state = wrap._ready()
+    digest = hashlib.sha256()
+    tensors = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
+    for part in state.optimizer.chained_optimizers:
+        tensors += [value for entry in part.optimizer.state.values() for _, value in sorted(entry.items())]
+    for tensor in tensors:
+        digest.update(tensor.detach().float().numpy().tobytes())
+    return digest.hexdigest()

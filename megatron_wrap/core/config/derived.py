@@ -83,6 +83,17 @@ def global_batch_sizes(config: RunConfig) -> list[int]:
     return [final] if ramp is None else [*range(ramp[0], final, ramp[1]), final]
 
 
+def global_batch_size_at(config: RunConfig, consumed_samples: int) -> int:
+    """Samples of the optimizer step that begins after `consumed_samples`: the rule of Megatron-Core 0.16's
+    `RampupBatchsizeNumMicroBatchesCalculator` (num_microbatches_calculator.py), which 0.19 no longer has."""
+    ramp, final = config.train.rampup_batch_size, config.train.global_batch_size
+    if ramp is None or consumed_samples > ramp[2]:
+        return final
+    start, increment, samples = ramp
+    samples_per_increment = samples / ((final - start) // increment)
+    return start + int(consumed_samples / samples_per_increment) * increment
+
+
 def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:
     """Micro-batches of one optimizer step on each replica, for the final global batch unless another is given."""
     samples = config.train.global_batch_size if global_batch_size is None else global_batch_size

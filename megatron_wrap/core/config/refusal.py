@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError
 
-
 _BY_USER = ("command line", "(override)")  # what was said last is the likeliest mistake
 
 

@@ -47,10 +47,10 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelFlow):
         loss_mask = torch.zeros(len(cut), width)
         attention_mask = torch.zeros(len(cut), width, dtype=torch.long)
         for row, (tokens, _) in enumerate(cut):
-            length = len(tokens.input_ids) - 1
-            input_ids[row, :length] = torch.tensor(tokens.input_ids[:-1])
-            labels[row, :length] = torch.tensor(tokens.input_ids[1:])
-            loss_mask[row, :length] = torch.tensor(tokens.loss_mask[1:], dtype=torch.float32)
+            ids, length = torch.tensor(tokens.input_ids), len(tokens.input_ids) - 1
+            input_ids[row, :length] = ids[:-1]
+            labels[row, :length] = ids[1:]
+            loss_mask[row, :length] = torch.tensor(tokens.loss_mask)[1:]
             attention_mask[row, :length] = 1
 
         model_forward_inputs = {

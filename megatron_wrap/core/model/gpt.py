@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_wrap.core.config import derived
 from megatron_wrap.core.model.provider import ModelRequest
 
 if TYPE_CHECKING:
@@ -20,12 +21,11 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
     from megatron.core.models.gpt import GPTModel
 
     arch = request.config.arch
-    max_positions = arch.max_position_embeddings or request.config.train.seq_length
     model = GPTModel(
         config=request.transformer_config,
         transformer_layer_spec=_block_spec(request),
         vocab_size=request.padded_vocab_size,
-        max_sequence_length=max_positions,
+        max_sequence_length=derived.max_position_embeddings(request.config),
         pre_process=request.pre_process,
         post_process=request.post_process,
         parallel_output=True,

@@ -72,7 +72,7 @@ def _key(seed: int, name: str) -> int:
 def _fill_normal(parameter: Tensor, std: float, key: int, tp: Axis, gated: bool, valid_rows: int | None) -> None:
     """Fill a matrix [rows, columns] that may be a tensor-parallel slice of a larger one."""
     rows, columns = parameter.shape
-    dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+    dim = getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
     full_columns = columns * tp.size if dim == 1 else columns
     row_index = torch.arange(rows, device=parameter.device)
     column_offset = tp.rank * columns if dim == 1 else 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import ArchConfig, RunConfig
 from megatron_wrap.errors import PlatformError
 
@@ -15,14 +16,6 @@ if TYPE_CHECKING:
 
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base import Platform
-
-
-def ffn_hidden_size(arch: ArchConfig) -> int:
-    """Inner width of the MLP: as given, else 4 * hidden_size, with swiglu 8/3 of it in multiples of 64 (the rule of
-    Megatron-LM's megatron/training/arguments.py)."""
-    if arch.ffn_hidden_size is not None:
-        return arch.ffn_hidden_size
-    return int((4 * arch.hidden_size * 2 / 3) / 64) * 64 if arch.swiglu else 4 * arch.hidden_size
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
@@ -46,12 +39,6 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
             f"{platform.name} platform here: install transformer-engine[pytorch] on a GPU machine, or set auto or torch"
         )
     return available
-
-
-def sequence_parallel(config: RunConfig) -> bool:
-    """Sequence parallelism as given, else on where TP > 1."""
-    given = config.parallel.sequence_parallel
-    return config.parallel.tensor_model_parallel_size > 1 if given is None else given
 
 
 def transformer_config(config: RunConfig, state: ParallelState, platform: Platform) -> TransformerConfig:
@@ -94,6 +81,7 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 def _architecture(arch: ArchConfig) -> dict[str, Any]:
     from megatron.core.activations import fast_gelu, squared_relu
 
+    activation: Any
     if arch.swiglu:
         activation = functional.silu
     elif arch.squared_relu:
@@ -103,10 +91,10 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
     return {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": ffn_hidden_size(arch),
+        "ffn_hidden_size": derived.ffn_hidden_size(arch),
         "num_attention_heads": arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups or arch.num_attention_heads,
-        "kv_channels": arch.kv_channels or arch.hidden_size // arch.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(arch),
+        "kv_channels": derived.kv_channels(arch),
         "normalization": arch.normalization,
         "layernorm_epsilon": arch.norm_epsilon,
         "layernorm_zero_centered_gamma": arch.apply_layernorm_1p,
@@ -129,16 +117,14 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
 
 def _parallelism(config: RunConfig) -> dict[str, Any]:
     parallel = config.parallel
-    from megatron_wrap.parallel.state import virtual_pipeline_size
-
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_pipeline_size(parallel, config.arch.num_layers),
+        "virtual_pipeline_model_parallel_size": derived.virtual_pipeline_size(config),
         "context_parallel_size": parallel.context_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": sequence_parallel(config),
+        "sequence_parallel": derived.sequence_parallel(parallel),
         "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
     }

@@ -1,0 +1,66 @@
+"""GPU kernels of `log_probs`: one read of the logits forward, one read and one write backward, no working memory.
+
+Imported only where logits are on a GPU. A program goes over one token's columns with a running maximum and a rescaled
+running sum (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Columns in one pass of a program."""
+
+
+@triton.jit
+def _normalizer_kernel(logits, ids, highest, total, picked, columns, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * columns
+    running_max = -float("inf")
+    running_sum = 0.0
+    for start in range(0, columns, block):
+        place = start + tl.arange(0, block)
+        value = tl.load(base + place, mask=place < columns, other=-float("inf")).to(tl.float32)
+        new_max = tl.maximum(running_max, tl.max(value, axis=0))
+        safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        running_sum = running_sum * tl.exp(running_max - safe_max) + tl.sum(tl.exp(value - safe_max), axis=0)
+        running_max = new_max
+    wanted = tl.load(ids + row)
+    owned = (wanted >= 0) & (wanted < columns)
+    tl.store(highest + row, running_max)
+    tl.store(total + row, running_sum)
+    tl.store(picked + row, tl.load(base + wanted, mask=owned, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * block
+    place = start + tl.arange(0, block)
+    inside = place < columns
+    value = tl.load(logits + row * columns + place, mask=inside, other=-float("inf")).to(tl.float32)
+    outer = tl.load(grad_out + row)
+    share = tl.where(place == tl.load(ids + row), outer, 0.0)
+    result = share - outer * tl.exp(value - tl.load(log_normalizer + row))
+    tl.store(grad + row * columns + place, result.to(grad.dtype.element_ty), mask=inside)
+
+
+def normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum) and the logit of each local id (0 where the id
+    is outside this rank's columns), each [N] in fp32."""
+    rows, columns = logits.shape
+    highest, total, picked = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _normalizer_kernel[(rows,)](logits, local_ids, highest, total, picked, columns, block=BLOCK, num_warps=8)
+    return highest, total, picked
+
+
+def log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of the log-probabilities by the logits [N, V/tp], in their type."""
+    rows, columns = logits.shape
+    grad = torch.empty_like(logits)
+    grid = (rows, triton.cdiv(columns, BLOCK))
+    _gradient_kernel[grid](logits, local_ids, log_normalizer, grad_out, grad, columns, block=BLOCK, num_warps=8)
+    return grad

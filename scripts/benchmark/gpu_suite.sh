@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
+#   bash scripts/benchmark/gpu_suite.sh one|two [OUTPUT_FOLDER]       one GPU, or the layouts of two
+set -u
+cd "$(dirname "$0")/../.."
+out=${2:-outputs/gpu}; mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1 CONSOLE_LOG_LEVEL=${CONSOLE_LOG_LEVEL:-WARNING}
+arch=megatron_lm.model.arch train=megatron_lm.train.common parallel=megatron_lm.model.parallel
+run() {  # NAME COMMAND...: results to results.txt, the rest to NAME.log
+  "${@:2}" 2>"$out/$1.log" | sed "/^RESULT/!s/^/RESULT $1 /" | tee -a "$out/results.txt"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "FAILED $1"; grep -v -i warn "$out/$1.log" | tail -12; }
+}
+speed() { run "$1" torchrun --nproc-per-node "$2" --log-dir "$out" scripts/benchmark/train_speed.py --name "$1" "${@:3}"; }
+one() {
+  run tests python3 -m pytest -q tests/gpu
+  for implementation in torch transformer_engine; do
+    impl=$arch.transformer_impl=$implementation
+    speed tiny-$implementation 1 scripts/benchmark/overhead.yaml --steps 8 $impl
+    speed 1b-$implementation-mbs2 1 scripts/benchmark/llama-1b.yaml $impl
+    speed 1b-$implementation-mbs4 1 scripts/benchmark/llama-1b.yaml $train.micro_batch_size=4 $impl
+    run overhead-$implementation python3 scripts/benchmark/overhead.py scripts/benchmark/llama-1b.yaml --pairs 16 $impl
+  done
+  one=($parallel.tensor_model_parallel_size=1 $parallel.context_parallel_size=1)
+  run initial-weights-7b python3 scripts/benchmark/initial_weights.py configs/llama2-7b-minimal-mock.yaml "${one[@]}"
+}
+two() {
+  for implementation in torch transformer_engine; do
+    impl=$arch.transformer_impl=$implementation
+    for layout in dp tensor context pipeline; do
+      size=(); [ $layout = dp ] || size=($parallel.${layout}_model_parallel_size=2)
+      [ $layout != context ] || size=($parallel.context_parallel_size=2)
+      speed tiny-$layout-$implementation 2 scripts/benchmark/overhead.yaml --steps 6 --warmup 2 $impl "${size[@]}"
+      speed 1b-$layout-$implementation 2 scripts/benchmark/llama-1b.yaml --steps 8 $impl "${size[@]}"
+    done
+  done
+}
+"${1:-one}"
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee -a "$out/results.txt"

@@ -1,0 +1,198 @@
+"""What cannot be saved or loaded ends in one clear error on every rank, with earlier checkpoints as they were."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import _checkpoint_runs as runs
+import pytest
+from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
+
+from megatron_wrap.checkpoint import CheckpointStore
+
+
+def _save_with_limited_files(folder: Path, limited_rank: int, largest_file: int) -> tuple[str, list[int]]:
+    """Save at iteration 1, then at 2 with a limit on file sizes that stands for a full disk; then once more without."""
+    from megatron_wrap.errors import CheckpointError
+
+    with runs.started(folder, DISTRIBUTED) as wrap:
+        data = runs.samples()
+        wrap.train(data[:4])
+        wrap.save()
+        wrap.train(data[4:8])
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if wrap.dp_rank == limited_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, unlimited[1]))
+        message = "no error"
+        try:
+            wrap.save()
+        except CheckpointError as error:
+            message = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            signal.signal(signal.SIGXFSZ, before)
+        left = CheckpointStore(folder).iterations()
+        wrap.train(data[8:12])
+        wrap.save()
+    return message, left
+
+
+# 1500 bytes stop rank 0 at its first small file, 20000 at the metadata that describes all tensors
+@pytest.mark.parametrize(("limited_rank", "largest_file"), [(0, 1500), (0, 20_000), (0, 200_000), (1, 200_000)])
+def test_full_disk_is_one_error_on_all_ranks(tmp_path: Path, limited_rank: int, largest_file: int) -> None:
+    results = in_new_processes(2, _save_with_limited_files, tmp_path, limited_rank, largest_file)
+    assert len({message for message, _ in results}) == 1
+    message, left = results[0]
+    assert message.startswith(f"no checkpoint could be written to {tmp_path}"), message
+    assert "File too large" in message or "is the disk or the quota full?" in message, message
+    assert "earlier checkpoints there are as they were" in message
+    assert left == [1]
+    assert CheckpointStore(tmp_path).iterations() == [1, 3]
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+def _save_where_rank_0_fails(folder: Path, name: str) -> str:
+    """A save in which one step of rank 0 alone raises, named by the function that Megatron-Core calls there."""
+    from megatron_wrap.errors import CheckpointError
+
+    with runs.started(folder) as wrap:
+        from megatron.core.dist_checkpointing import serialization
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        def full(*arguments: Any, **named: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        owner: Any = FileSystemWriter if name == "finish" else serialization
+        kept = getattr(owner, name)
+        if wrap.dp_rank == 0:
+            setattr(owner, name, full)
+        try:
+            wrap.save()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            setattr(owner, name, kept)
+            wrap.train(runs.samples()[:4])
+            wrap.save()
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["finish", "save_config"])
+def test_rank_0_failing_alone_leaves_nobody_waiting(tmp_path: Path, name: str) -> None:
+    messages = in_new_processes(2, _save_where_rank_0_fails, tmp_path, name)
+    assert len(set(messages)) == 1
+    assert "No space left on device" in messages[0]
+    assert CheckpointStore(tmp_path).iterations() == [1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of a plain run at iteration 2, on one rank."""
+    folder = tmp_path_factory.mktemp("saved")
+    in_new_processes(1, runs.train, folder, (), 2, (2,))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{ARCH}.num_layers=2",), ["num_layers was 4", "is 2 here", "decoder.layers"]),
+        ((f"{ARCH}.hidden_size=128",), ["hidden_size was 64", "is 128 here", "embedding.word_embeddings.weight"]),
+        ((f"{ARCH}.ffn_hidden_size=192",), ["mlp.linear_fc1.weight", "160", "192"]),
+        (TIED, ["output_layer.weight"]),
+        (DISTRIBUTED, ["fp32 adam", "distributed adam", "no_load_optim"]),
+        (SGD, ["fp32 adam", "fp32 sgd"]),
+        (BF16, ["fp32 adam", "half precision adam"]),
+        ((f"{TRAIN}.train_iters=20",), ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused(saved: Path, overrides: tuple[str, ...], words: list[str]) -> None:
+    (message,) = in_new_processes(1, refusal, saved, overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "shapes"),
+    [
+        ((f"{ARCH}.hidden_size=128",), "embedding.word_embeddings.weight", ["384 x 64", "512 x 128"]),
+        ((f"{ARCH}.num_layers=2",), "decoder.layers.", ["4 x 64 (", "2 x 64 ("]),
+        (
+            (f"{ARCH}.untie_embeddings_and_output_weights=false",),
+            "output_layer.weight",
+            ["384 x 64", "not in this model"],
+        ),
+    ],
+)
+def test_without_its_configuration_the_first_parameter_is_named(
+    saved: Path, tmp_path: Path, overrides: tuple[str, ...], name: str, shapes: list[str]
+) -> None:
+    _copy_as_megatron_lm_writes(saved, tmp_path)
+    messages = in_new_processes(2, refusal, tmp_path, (*overrides, *TP2))
+    assert messages[0] == messages[1]
+    assert name in messages[0]
+    assert all(shape in messages[0] for shape in shapes), messages[0]
+
+
+def _copy_as_megatron_lm_writes(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for extra in ("resolved.yaml", "megatron_wrap.json"):
+        (target / "iter_0000002" / extra).unlink()
+
+
+def test_damaged_data_is_one_error(saved: Path, tmp_path: Path) -> None:
+    _copy_as_megatron_lm_writes(saved, tmp_path)
+    for file in (tmp_path / "iter_0000002").glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    messages = in_new_processes(2, refusal, tmp_path, ())
+    assert messages[0] == messages[1]
+    assert "cannot be read" in messages[0]
+
+
+def _reports(folder: Path, overrides: tuple[str, ...]) -> list[Any]:
+    from megatron_wrap.checkpoint import load_checkpoint
+
+    with runs.started(folder.parent / "empty", overrides) as wrap:
+        state = wrap._ready()
+        everything = load_checkpoint(state, folder)
+        resumed = state.progress.iteration
+        weights = load_checkpoint(state, folder / "iter_0000002", weights_only=True)
+        without = load_checkpoint(state, folder, with_optimizer=False, with_rng=False)
+    return [everything, resumed, weights, without]
+
+
+def test_report_tells_what_was_loaded(saved: Path) -> None:
+    (same,) = in_new_processes(1, _reports, saved, ())
+    everything, resumed, weights, without = same
+    assert (everything.iteration, resumed, everything.skipped, everything.other_layout) == (2, 2, (), False)
+    assert everything.loaded == ("weights", "optimizer and schedule", "random generators")
+    assert weights.loaded == without.loaded == ("weights",)
+    other = in_new_processes(2, _reports, saved, TP2)[0][0]
+    assert other.other_layout
+    assert other.skipped == ("random generators, saved on another layout",)
+
+
+def test_weights_alone_can_change_the_kind_of_optimizer(saved: Path) -> None:
+    taken = in_new_processes(1, runs.train, saved, (f"{TRAIN}.no_load_optim=true", *DISTRIBUTED), 4)[0]
+    expected = in_new_processes(1, runs.train, saved, (f"{TRAIN}.no_load_optim=true",), 4)[0]
+    assert len(taken) == 2
+    assert taken[0][0] == expected[0][0]
+
+
+def test_a_run_without_random_states_or_a_first_step_resumes(tmp_path: Path) -> None:
+    overrides = (*DISTRIBUTED, f"{TRAIN}.no_save_rng=true")
+    in_new_processes(1, _save_at_once, tmp_path, overrides)
+    assert len(in_new_processes(1, runs.train, tmp_path, overrides, 2)[0]) == 2
+    in_new_processes(1, _save_at_once, tmp_path / "plain", (f"{OPTIMIZER}.sgd_momentum=0.0", *SGD))
+    assert len(in_new_processes(1, runs.train, tmp_path / "plain", (*SGD, f"{OPTIMIZER}.sgd_momentum=0.0"), 2)[0]) == 2
+
+
+def _save_at_once(folder: Path, overrides: tuple[str, ...]) -> None:
+    with runs.started(folder, overrides) as wrap:
+        wrap.save()
+        wrap.save()

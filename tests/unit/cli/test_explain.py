@@ -1,0 +1,161 @@
+"""`megatron-wrap explain`, and the one way in which every command reports a mistake."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.cli.main import main
+from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.core.config import load_run_config
+from megatron_wrap.core.config.decode import load_tree
+from megatron_wrap.core.config.explain import explain_value
+from megatron_wrap.errors import ConfigError, DataError, LayoutError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+Explain = Callable[..., str]
+
+
+@pytest.fixture
+def explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Explain:
+    """The command's output for the shipped tiny run, from the root of the checkout."""
+    monkeypatch.chdir(CONFIGS.parent)
+
+    def call(*arguments: str, code: int = 0) -> str:
+        assert main(["explain", "configs/tiny-llama-sft.yaml", *arguments]) == code
+        captured = capsys.readouterr()
+        return captured.err if code else captured.out
+
+    return call
+
+
+def test_a_key_says_value_type_meaning_and_every_source(explain: Explain) -> None:
+    assert explain("megatron_lm.train.learning-rate.lr", "megatron_lm.train.learning-rate.lr=3e-4") == (
+        "megatron_lm.train.learning-rate.lr = 0.0003\n"
+        "  type: a number\n"
+        "  Peak learning rate.\n"
+        "  set at command line: 0.0003\n"
+        "  over configs/tiny-llama-sft.yaml:23 (override): 0.002\n"
+        "  over configs/nest/megatron_lm/train/learning-rate.yaml:2 (default): null\n"
+    )
+
+
+def test_a_key_of_megatron_core_says_what_megatron_core_says(explain: Explain) -> None:
+    unset = explain("megatron_lm.model.arch.qk_l2_norm")
+    assert unset == (
+        "megatron_lm.model.arch.qk_l2_norm is not set\n"
+        "  type: bool (Megatron-Core's TransformerConfig, default False)\n"
+        "  Whether to apply llama 4-style qk L2 norm.\n"
+    )
+    given = explain("megatron_lm.model.arch.qk_l2_norm", "megatron_lm.model.arch.qk_l2_norm=true")
+    assert given.startswith("megatron_lm.model.arch.qk_l2_norm = true\n  type: bool (Megatron-Core's")
+    assert given.endswith("  set at command line: true\n")
+
+
+def test_a_key_of_a_flow_says_its_comment(explain: Explain) -> None:
+    lines = explain("megatron_wrap.flow.collate_type").splitlines()
+    assert lines[1:3] == [
+        "  type: a string",
+        "  variable_length: pad to the longest sample of a micro-batch; fixed_length: to seq_length",
+    ]
+
+
+def test_a_comment_above_a_key_counts_too(write_overlay: Callable[[str], str]) -> None:
+    run = write_overlay("# The whole file.\nflow_key: a:B\n# How strong\n# it pulls.\nbeta: 0.1\nname: 'a # b'\n")
+    tree = load_tree(run)
+    assert explain_value(tree, "megatron_wrap.flow.beta").doc == "How strong it pulls."
+    assert explain_value(tree, "megatron_wrap.flow.flow_key").doc.startswith("Registered flow")
+    assert explain_value(tree, "megatron_wrap.flow.name").doc == ""
+
+
+@pytest.fixture
+def write_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A run whose flow is a file of its own overlay, with the given text."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(flow: str) -> str:
+        text = (CONFIGS / "tiny-llama-mock.yaml").read_text().replace("minimal_mock", "my_flow")
+        (tmp_path / "run.yaml").write_text(text)
+        (tmp_path / "nest/megatron_wrap/flow").mkdir(parents=True)
+        (tmp_path / "nest/megatron_wrap/flow/my_flow.yaml").write_text(flow)
+        return "run.yaml"
+
+    return write
+
+
+def test_a_section_and_the_whole_tree_are_tables(explain: Explain) -> None:
+    section = explain("megatron_wrap.data").splitlines()
+    assert section[0].split() == [
+        *("megatron_wrap.data.data_key", "=", "jsonl", "#"),
+        *("configs/nest/megatron_wrap/data/jsonl.yaml:3", "(selected)"),
+    ]
+    assert len({line.index("  # ") if "  # " in line else 0 for line in section}) <= 2
+    whole = explain().splitlines()
+    assert set(section) != set(whole)
+    assert len(whole) == len(load_run_config(CONFIGS / "tiny-llama-sft.yaml").sources)
+    assert all(re.match(r"megatron_(lm|wrap)\.\S+ = .*  # \S+", line) for line in whole)
+
+
+def test_the_last_part_is_enough_where_it_is_unique(explain: Explain) -> None:
+    assert explain("rotary_base").startswith("megatron_lm.model.arch.rotary_base = 10000.0\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("megatron_lm.train.comon.seed", "did you mean megatron_lm.train.common.seed?"),
+        ("truncatoin", "did you mean megatron_wrap.flow.truncation?"),
+        ("zzz", "error: zzz: unknown key\n"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_and_exits_2(explain: Explain, key: str, message: str) -> None:
+    assert message in explain(key, code=2)
+
+
+def test_a_mistake_in_the_configuration_is_one_line(explain: Explain) -> None:
+    assert explain("seed", "megatron_lm.train.common.sead=1", code=2) == (
+        "error: command line megatron_lm.train.common.sead: unknown key; did you mean seed?\n"
+    )
+    assert explain("seed", "megatron_lm.train.common.seed=a", code=2) == (
+        "error: command line megatron_lm.train.common.seed: must be an integer, not the string 'a'\n"
+    )
+    assert explain("seed", "lr", code=2).startswith("error: one KEY at a time, not 2: seed, lr;")
+
+
+def test_every_value_of_every_shipped_run_has_a_meaning() -> None:
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        tree = load_tree(path)
+        for key in tree.leaves():
+            explanation = explain_value(tree, key)
+            assert explanation.doc, key
+            assert explanation.kind not in ("any value", ""), key
+
+
+def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["explian"])
+    assert end.value.code == 2
+    assert "explain" in capsys.readouterr().err
+
+
+def test_the_precheck_finds_a_malformed_line_before_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"messages": []}\n{"messages": [}\n')
+    overrides = [
+        "megatron_wrap.data.__select__=jsonl",
+        "megatron_wrap.data.train=train.jsonl",
+        "megatron_lm.train.common.global_batch_size=8",
+    ]
+    run = str(CONFIGS / "tiny-llama-mock.yaml")
+    with pytest.raises(DataError, match=r"train\.jsonl:2: "):
+        precheck(run, overrides)
+    with pytest.raises(LayoutError, match=r"micro_batch_size 2 x data-parallel size 3"):
+        precheck(run, overrides, world_size=3)
+    (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
+    assert precheck(run, overrides, world_size=4).data.train == "train.jsonl"
+    with pytest.raises(ConfigError, match="unknown key"):
+        precheck(run, ["megatron_wrap.init.platfrom=cpu"])
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

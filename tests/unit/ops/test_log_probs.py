@@ -1,0 +1,60 @@
+"""Vocabulary-parallel log-probabilities against torch's full-vocabulary computation."""
+
+import pytest
+import torch
+
+from megatron_wrap.ops import log_probs
+from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
+
+
+class OneRank:
+    """A group of one, which needs no torch.distributed."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])
+def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    logits = (torch.randn(2, 5, 37) * 3).to(dtype).requires_grad_()
+    ids = torch.randint(0, 37, (2, 5))
+    weights = torch.randn(2, 5, dtype=torch.float64)
+    found = token_log_probs(logits, ids, OneRank())
+    (found.double() * weights).sum().backward()
+
+    wide = logits.detach().double().requires_grad_()
+    expected = wide.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    (expected * weights).sum().backward()
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_log_probs_leave_the_logits_as_they_were():
+    logits = torch.randn(1, 3, 8)
+    before = logits.clone()
+    token_log_probs(logits, torch.zeros(1, 3, dtype=torch.long), OneRank())
+    assert torch.equal(logits, before)
+
+
+def test_log_probs_pass_gradcheck():
+    logits = torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[1, 5]])
+    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, OneRank()), logits)
+
+
+def test_vocabulary_max_is_torchs_max():
+    logits = torch.randn(2, 3, 11, requires_grad=True)
+    found = vocabulary_max(logits, OneRank())
+    (found**2).sum().backward()
+    other = logits.detach().clone().requires_grad_()
+    expected = other.max(dim=-1).values
+    (expected**2).sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(logits.grad, other.grad)

@@ -1,0 +1,43 @@
+"""Importing the package does no work, and the facade is found on first use."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = "{'torch', 'megatron', 'numpy', 'transformers', 'yaml', 'loguru', 'wandb'}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import megatron_wrap",
+        "import megatron_wrap.core",
+        "import megatron_wrap.errors",
+        "import megatron_wrap.registry",
+    ],
+)
+def test_an_import_loads_nothing_heavy(statement: str) -> None:
+    code = f"{statement}; import sys; print({HEAVY} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = (
+        "import sys; from megatron_wrap.cli.main import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit as end: print(end.code, {'torch', 'megatron'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_the_facade_is_resolved_on_first_use() -> None:
+    import megatron_wrap.core
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.core.wrap import MegatronWrap as defined_there
+
+    assert MegatronWrap is defined_there
+    with pytest.raises(AttributeError, match="has no attribute 'MegatronWarp'"):
+        _ = megatron_wrap.core.MegatronWarp
