@@ -297,15 +297,20 @@ def _on_rank_0(action: Callable[[], Any], saying: str = "{}") -> Any:
     """The result of `action`, which only global rank 0 runs, on every rank; its failure too."""
     from megatron_wrap.checkpoint.strategy import FAILURES, describe
 
-    answer: tuple[Any, str | None] = (None, None)
+    result: Any = None
+    failure: str | None = None
+    cause: BaseException | None = None
     if torch.distributed.get_rank() == 0:
         try:
-            answer = (action(), None)
+            result = action()
         except (CheckpointError, ConfigError) as error:
-            answer = (None, str(error))
+            failure, cause = str(error), error
         except FAILURES as error:
-            answer = (None, saying.replace("{}", describe(error)))
-    result, failure = broadcast_object(answer, source_rank=0)
+            failure, cause = saying.replace("{}", describe(error)), error
+        except Exception as defect:
+            broadcast_object((None, saying.replace("{}", repr(defect))), source_rank=0)
+            raise
+    result, failure = broadcast_object((result, failure), source_rank=0)
     if failure is not None:
-        raise CheckpointError(failure)
+        raise CheckpointError(failure) from cause
     return result

@@ -7,6 +7,7 @@ metadata) leaves the others waiting in the next collective. Here rank 0 then ans
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,16 @@ from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform import megatron as versions
 
-FAILURES = (OSError, RuntimeError, EOFError, ValueError, KeyError, CheckpointException, CheckpointingException)
+FAILURES = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    pickle.UnpicklingError,
+    CheckpointException,
+    CheckpointingException,
+)
 """How a disk that refuses or a damaged file shows. torch's CheckpointException is no Exception."""
 
 
@@ -44,12 +54,15 @@ def agree(error: str | None, cause: BaseException | None = None) -> None:
 
 @contextlib.contextmanager
 def agreed(saying: str) -> Iterator[None]:
-    """The body runs on every rank; then all go on or all raise a `CheckpointError`. Collective over the world.
+    """The body runs on every rank; then all go on or all raise. Collective over the world.
 
     Collectives of the body must fail on all ranks or on none.
 
     Args:
         saying: what failed, with {} in the place of the cause.
+
+    Raises:
+        CheckpointError: the body failed on some rank. What is no failure of a disk or file stays as it is there.
     """
     error: str | None = None
     cause: BaseException | None = None
@@ -59,6 +72,10 @@ def agreed(saying: str) -> Iterator[None]:
         error, cause = str(failure), failure
     except FAILURES as failure:
         error, cause = saying.replace("{}", describe(failure)), failure
+    except Exception as defect:
+        with contextlib.suppress(CheckpointError):
+            agree(saying.replace("{}", repr(defect)))
+        raise
     agree(error, cause)
 
 
@@ -70,8 +87,6 @@ def describe(failure: BaseException) -> str:
     text = " ".join(str(failure).split())
     if isinstance(failure, OSError | CheckpointError):
         return text
-    if "inline_container.cc" in text:  # what is left of the cause when torch's archive writer fails
-        return "the file system took only part of the data; is the disk or the quota full?"
     return f"{type(failure).__name__}: {text}"
 
 
@@ -90,6 +105,9 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch
         _execute(request, device)
     except (*FAILURES, CheckpointError) as failure:
         error, cause = describe(failure), failure
+        if error and not isinstance(failure, OSError | CheckpointError):
+            # torch's and Megatron-Core's writers do not pass on the system's own words
+            error = f"not all data could be written; is the disk or the quota full? ({error})"
         if not strategy.entered:  # the others wait there, for this rank too
             with contextlib.suppress(CheckpointError):
                 agree(error)

@@ -111,10 +111,14 @@ def run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     local, width = _localized(state, micro_batches)
+    # half-precision logits stay as they are: the operations of a loss compute in fp32 inside, and a copy of all logits
+    # in fp32 would be the largest tensor of the step (Megatron-Core's Float16Module makes one unless told otherwise)
+    half = state.config.dtype.bf16 or state.config.dtype.fp16
+    options = {"fp32_output": False} if half else {}
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return model(**micro_batch.model_inputs), partial(loss_function, micro_batch)
+        return model(**micro_batch.model_inputs, **options), partial(loss_function, micro_batch)
 
     # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
     iterators = [iter(local) for _ in state.chunks]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
-#   bash scripts/benchmark/gpu_suite.sh one|two [OUTPUT_FOLDER]       one GPU, or the layouts of two
+#   bash scripts/benchmark/gpu_suite.sh one|two|both [OUTPUT_FOLDER]       one GPU, the layouts of two, or both
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
@@ -34,5 +34,6 @@ two() {
     done
   done
 }
+both() { two; one; }
 "${1:-one}"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee -a "$out/results.txt"

@@ -50,7 +50,7 @@ def test_full_disk_is_one_error_on_all_ranks(tmp_path: Path, limited_rank: int, 
     assert len({message for message, _ in results}) == 1
     message, left = results[0]
     assert message.startswith(f"no checkpoint could be written to {tmp_path}"), message
-    assert "File too large" in message or "is the disk or the quota full?" in message, message
+    assert "File too large" in message or "is the disk or the quota full?" in message
     assert "earlier checkpoints there are as they were" in message
     assert left == [1]
     assert CheckpointStore(tmp_path).iterations() == [1, 3]
@@ -89,6 +89,25 @@ def test_rank_0_failing_alone_leaves_nobody_waiting(tmp_path: Path, name: str) -
     assert len(set(messages)) == 1
     assert "No space left on device" in messages[0]
     assert CheckpointStore(tmp_path).iterations() == [1]
+
+
+def _save_into_a_file(folder: Path) -> str:
+    from megatron_wrap.errors import CheckpointError
+
+    with runs.started(folder / "checkpoints", (f"megatron_wrap.logger.output_dir={folder}",)) as wrap:
+        if wrap.dp_rank == 0:
+            (folder / "checkpoints").write_text("in the way")
+        try:
+            wrap.save()
+        except CheckpointError as error:
+            return str(error)
+    return "no error"
+
+
+def test_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    messages = in_new_processes(2, _save_into_a_file, tmp_path)
+    assert len(set(messages)) == 1
+    assert f"no checkpoint could be written to {tmp_path}/checkpoints" in messages[0]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +194,33 @@ def test_report_tells_what_was_loaded(saved: Path) -> None:
     other = in_new_processes(2, _reports, saved, TP2)[0][0]
     assert other.other_layout
     assert other.skipped == ("random generators, saved on another layout",)
+
+
+def _save_often(folder: Path) -> tuple[list[int], str]:
+    """Save one iteration twice in a run, and again after a load; times of a file, and a digest."""
+    with runs.started(folder) as wrap:
+        file = folder / "iter_0000001" / "common.pt"
+        times = []
+        wrap.train(runs.samples()[:4])
+        for _ in range(2):
+            wrap.save()
+            times.append(file.stat().st_mtime_ns)
+        wrap.load()
+        wrap.save()
+        times.append(file.stat().st_mtime_ns)
+        return times, runs.state_digest(wrap)
+
+
+def _digest(folder: Path) -> str:
+    with runs.started(folder) as wrap:
+        return runs.state_digest(wrap)
+
+
+def test_saving_twice_is_harmless(tmp_path: Path) -> None:
+    ((times, digest),) = in_new_processes(1, _save_often, tmp_path)
+    assert times[0] == times[1] < times[2]
+    assert CheckpointStore(tmp_path).iterations() == [1]
+    assert in_new_processes(1, _digest, tmp_path) == [digest]
 
 
 def test_weights_alone_can_change_the_kind_of_optimizer(saved: Path) -> None:

@@ -56,6 +56,12 @@ def test_same_layout_resumes_to_the_bit_with_dropout(tmp_path: Path, name: str) 
     assert [steps[5:] for steps in straight] == resumed
 
 
+def test_without_random_states_dropout_goes_another_way(tmp_path: Path) -> None:
+    straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 7, (5,))[0]
+    without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 7)[0]
+    assert [step[0] for step in without] != [step[0] for step in straight[5:]]
+
+
 def test_a_save_changes_nothing_of_the_run_that_goes_on(tmp_path: Path) -> None:
     overrides = (*DISTRIBUTED, *OVERLAP, *DROPOUT)
     saving = in_new_processes(2, runs.train, tmp_path / "a", overrides, 4, (1, 2, 3))

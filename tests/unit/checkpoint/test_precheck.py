@@ -1,0 +1,124 @@
+"""What is said about a checkpoint before a process starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.checkpoint import CheckpointStore, compare_models, find_checkpoint
+from megatron_wrap.core.config import RunConfig, load_resolved, load_run_config, write_resolved
+from megatron_wrap.errors import CheckpointError
+
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
+
+
+def save(folder: Path, iteration: int, backend: str = "torch_dist") -> Path:
+    store = CheckpointStore(folder)
+    partial = store.begin(iteration)
+    (partial / ".metadata").write_text("which tensor is where")
+    (partial / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
+    return store.commit(iteration, {})
+
+
+def test_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "missing") is None
+    assert find_checkpoint(tmp_path) is None
+    save(tmp_path, 5)
+    newest = save(tmp_path, 10)
+    assert find_checkpoint(tmp_path) == newest
+    assert find_checkpoint(str(tmp_path)) == newest
+
+
+def test_path_of_one_checkpoint(tmp_path: Path) -> None:
+    older = save(tmp_path, 5)
+    save(tmp_path, 10)
+    assert find_checkpoint(older) == older
+
+
+def test_release_of_megatron_lm(tmp_path: Path) -> None:
+    save(tmp_path, 0).rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert find_checkpoint(tmp_path) == tmp_path / "release"
+
+
+@pytest.mark.parametrize("place", [".", "iter_0000010", "release"])
+def test_old_form_names_the_way(tmp_path: Path, place: str) -> None:
+    (tmp_path / place / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00.*old form.*Hugging Face folder"):
+        find_checkpoint(tmp_path)
+
+
+def test_other_format_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1, backend="zarr")
+    with pytest.raises(CheckpointError, match="format zarr"):
+        find_checkpoint(tmp_path)
+
+
+def test_only_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"iter_0000001 is not whole: \.metadata is missing"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not whole"):
+        find_checkpoint(tmp_path / "iter_0000001")
+
+
+def test_save_that_died_first_leaves_nothing_to_find(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).begin(1)
+    assert find_checkpoint(tmp_path) is None
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_run_config(CONFIG)
+
+
+def test_same_model_passes_through_the_file(tmp_path: Path, config: RunConfig) -> None:
+    write_resolved(config, tmp_path / "resolved.yaml")
+    compare_models(load_resolved(tmp_path / "resolved.yaml"), config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parameter"),
+    [
+        ("num_layers", 6, "decoder.layers"),
+        ("hidden_size", 512, "embedding.word_embeddings.weight"),
+        ("ffn_hidden_size", 1024, "mlp.linear_fc1.weight"),
+        ("num_query_groups", 8, "self_attention.linear_qkv.weight"),
+        ("vocab_size", 5000, "embedding.word_embeddings.weight"),
+        ("swiglu", False, "mlp.linear_fc1.weight"),
+        ("apply_layernorm_1p", True, "layer_norm_weight"),
+        ("untie_embeddings_and_output_weights", False, "output_layer.weight"),
+    ],
+)
+def test_other_model_is_named_with_both_values(config: RunConfig, key: str, value: Any, parameter: str) -> None:
+    saved = getattr(config.arch, key)
+    other = replace(config, arch=replace(config.arch, **{key: value}))
+    with pytest.raises(CheckpointError) as said:
+        compare_models(config.resolved, other)
+    assert f"megatron_lm.model.arch.{key} was {saved} when it was saved and is {value} here" in str(said.value)
+    assert parameter in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rotary_base", 5e5), ("max_position_embeddings", 8192), ("ffn_hidden_size", None)]
+)
+def test_what_no_parameter_depends_on_may_differ(config: RunConfig, key: str, value: Any) -> None:
+    compare_models(config.resolved, replace(config, arch=replace(config.arch, **{key: value})))
+
+
+def test_looking_takes_no_torch(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    program = (
+        "import sys; from megatron_wrap.checkpoint import find_checkpoint, CheckpointStore, compare_models; "
+        f"assert find_checkpoint({str(tmp_path)!r}); "
+        "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    shutil.rmtree(tmp_path / "iter_0000001")

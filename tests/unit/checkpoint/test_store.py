@@ -1,0 +1,199 @@
+"""Folders of checkpoints: visible when whole, never less than one, whatever a process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
+
+
+def fill(folder: Path, text: str = "tensors") -> None:
+    """What Megatron-Core's save leaves, as far as a store looks at it."""
+    (folder / "__0_0.distcp").write_text(text)
+    (folder / ".metadata").write_text("which tensor is where")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+
+
+def save(store: CheckpointStore, iteration: int, text: str = "tensors") -> Path:
+    fill(store.begin(iteration), text)
+    return store.commit(iteration, {"layout": {"tp": 1}})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "runs" / "checkpoints")
+
+
+def test_folder_that_is_not_there_is_empty(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.iterations() == []
+    assert store.prune(1) == []
+    assert not store.folder.exists()
+
+
+def test_names_are_megatron_lms(store: CheckpointStore) -> None:
+    assert save(store, 10) == store.folder / "iter_0000010"
+    assert (store.folder / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert store.folder_of(12345678).name == "iter_12345678"
+
+
+def test_nothing_is_visible_before_commit(store: CheckpointStore) -> None:
+    save(store, 1)
+    partial = store.begin(2)
+    fill(partial)
+    assert store.latest() == 1
+    assert partial.parent == store.folder
+    assert partial.name.startswith(".iter_0000002.partial")
+    store.commit(2, {})
+    assert store.latest() == 2
+    assert not partial.exists()
+
+
+def test_manifest_holds_facts_and_sizes(store: CheckpointStore) -> None:
+    facts = read_facts(save(store, 3))
+    assert facts["iteration"] == 3
+    assert facts["layout"] == {"tp": 1}
+    assert facts["files"]["__0_0.distcp"] == len("tensors")
+
+
+def test_stale_partial_folders_go_at_the_next_save(store: CheckpointStore) -> None:
+    fill(store.begin(1))
+    dead = store.begin(1)
+    assert [path.name for path in store.folder.iterdir()] == [dead.name]
+    assert save(CheckpointStore(store.folder), 2).is_dir()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000002", TRACKER]
+
+
+def test_a_new_partial_folder_has_a_new_name(store: CheckpointStore) -> None:
+    assert store.begin(1) != store.begin(1)
+
+
+def test_abandon_leaves_earlier_checkpoints(store: CheckpointStore) -> None:
+    save(store, 1)
+    store.begin(2)
+    store.abandon(2)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
+
+
+@pytest.mark.parametrize("damage", ["missing folder", "missing file", "short file", "no metadata", "garbled tracker"])
+def test_latest_never_names_a_checkpoint_that_is_not_whole(store: CheckpointStore, damage: str) -> None:
+    save(store, 5)
+    newest = save(store, 10)
+    if damage == "missing folder":
+        shutil.rmtree(newest)
+    elif damage == "missing file":
+        (newest / "__0_0.distcp").unlink()
+    elif damage == "short file":
+        os.truncate(newest / "__0_0.distcp", 3)
+    elif damage == "no metadata":
+        (newest / ".metadata").unlink()
+    else:
+        (store.folder / TRACKER).write_bytes(b"\xff\xfe")
+    assert store.latest() == (10 if damage == "garbled tracker" else 5)
+    assert store.iterations() == ([5, 10] if damage == "garbled tracker" else [5])
+
+
+def test_tracker_set_back_by_hand_is_followed(store: CheckpointStore) -> None:
+    for iteration in (5, 10, 15):
+        save(store, iteration)
+    (store.folder / TRACKER).write_text("5\n")
+    assert store.latest() == 5
+
+
+def test_without_tracker_the_largest_iteration_counts(store: CheckpointStore) -> None:
+    save(store, 10)
+    save(store, 9)
+    (store.folder / TRACKER).unlink()
+    assert store.latest() == 10
+
+
+def test_saving_an_iteration_again_replaces_it(store: CheckpointStore) -> None:
+    save(store, 1, "old")
+    final = save(store, 1, "new")
+    assert (final / "__0_0.distcp").read_text() == "new"
+    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
+
+
+def test_death_while_replacing_keeps_the_older_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = save(store, 1, "old")
+    fill(store.begin(1), "new")
+    renames = []
+
+    def die_at_the_second(self: Path, target: Path) -> Path:
+        renames.append(target)
+        if len(renames) == 2:
+            raise KeyboardInterrupt
+        os.rename(self, target)
+        return target
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(1, {})
+    assert not final.exists()
+    survivor = CheckpointStore(store.folder)
+    found = survivor.find(1)
+    assert survivor.latest() == 1
+    assert survivor.iterations() == [1]
+    assert found is not None
+    assert (found / "__0_0.distcp").read_text() == "old"
+    save(survivor, 2)
+    assert (final / "__0_0.distcp").read_text() == "old"
+    assert survivor.iterations() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keep", "removed", "left"),
+    [(None, [], [1, 2, 3]), (2, [1], [2, 3]), (1, [1, 2], [3]), (0, [1, 2], [3]), (9, [], [1, 2, 3])],
+)
+def test_prune_keeps_the_newest(store: CheckpointStore, keep: int | None, removed: list[int], left: list[int]) -> None:
+    for iteration in (1, 2, 3):
+        save(store, iteration)
+    assert store.prune(keep) == removed
+    assert store.iterations() == left
+
+
+def test_prune_counts_whole_checkpoints_only(store: CheckpointStore) -> None:
+    for iteration in (1, 2, 3):
+        save(store, iteration)
+    (store.folder_of(3) / ".metadata").unlink()
+    assert store.prune(1) == [1]
+    assert store.iterations() == [2]
+
+
+def test_prune_after_a_set_back_keeps_what_was_just_saved(store: CheckpointStore) -> None:
+    for iteration in (10, 20, 30, 12):
+        save(store, iteration)
+    assert store.prune(1) == [10]
+    assert store.latest() == 12
+    assert store.iterations() == [12, 20, 30]
+
+
+def test_failing_disk_leaves_the_earlier_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 1)
+    fill(store.begin(2))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            store.commit(2, {})
+    store.abandon(2)
+    assert store.latest() == 1
+    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
+
+
+def test_megatron_lm_folder_without_manifest_is_whole(store: CheckpointStore) -> None:
+    final = save(store, 4)
+    (final / MANIFEST).unlink()
+    assert missing_part(final) is None
+    assert read_facts(final) == {}
+    (final / ".metadata").unlink()
+    assert missing_part(final) == ".metadata is missing"
