@@ -1,4 +1,4 @@
-"""Train any configuration: torchrun --nproc-per-node 2 examples/train.py configs/tiny-llama-sft.yaml [a.b.c=value ...]"""
+"""Train any configuration: torchrun --nproc-per-node 2 examples/train.py configs/tiny-llama-sft.yaml [a.b=value ...]"""
 
 import sys
 

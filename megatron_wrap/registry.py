@@ -1,4 +1,4 @@
-"""Named plug-ins: registered with a decorator, offered by an installed package, or written as `module.path:Attribute`."""
+"""Plug-ins by name: registered with a decorator, offered by an installed package, or `module.path:Attribute`."""
 
 import difflib
 import importlib

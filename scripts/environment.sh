@@ -1,13 +1,16 @@
-# Sourced by the other scripts: makes or reuses .venv and sets PYTHON. VENV and MEGATRON_WRAP_PYTHON choose others.
-_venv=${VENV:-.venv}
-PYTHON=$PWD/$_venv/bin/python
-_requirements=${REQUIREMENTS:-environment/wrap_environment/requirements.txt}
-_stamp=$(cat "$_requirements" setup.py | cksum)
-if [ "$(cat "$_venv/.installed" 2>/dev/null)" != "$_stamp" ]; then
-  echo "setting up $_venv from $_requirements (a few minutes the first time)" >&2
-  [ -x "$PYTHON" ] || "${MEGATRON_WRAP_PYTHON:-python3}" -m venv "$_venv"
-  # shellcheck disable=SC2086
-  "$PYTHON" -m pip install -q --disable-pip-version-check ${PIP_OPTIONS:-} -r "$_requirements"
-  "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
-  echo "$_stamp" > "$_venv/.installed"
-fi
+# Sourced by the other scripts. environment REQUIREMENTS makes or reuses .venv with them and sets PYTHON.
+# MEGATRON_WRAP_PYTHON names the interpreter to make it from (default: python3), VENV another folder.
+environment() {
+  local requirements=environment/wrap_environment/$1 venv=${VENV:-.venv} stamp
+  PYTHON=$PWD/$venv/bin/python
+  stamp=$(cat environment/wrap_environment/*.txt setup.py | cksum)
+  [ "$(cat "$venv/.installed-$1" 2>/dev/null)" != "$stamp" ] || return 0
+  echo "setting up $venv with $requirements (a few minutes the first time)" >&2
+  [ -x "$PYTHON" ] || "${MEGATRON_WRAP_PYTHON:-python3}" -m venv "$venv"
+  for what in "-r $requirements" "--no-deps -e ."; do  # pip's own words only where they are needed
+    # shellcheck disable=SC2086
+    "$PYTHON" -m pip install -q --disable-pip-version-check $what > "$venv/install.log" 2>&1 ||
+      { cat "$venv/install.log" >&2; return 1; }
+  done
+  echo "$stamp" > "$venv/.installed-$1"
+}

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+environment requirements.txt
 config=${1:-configs/tiny-llama-sft.yaml}
 "$PYTHON" examples/data/build.py
 exec "$PYTHON" -m megatron_wrap.cli.main train --script examples/train.py "$config" "${@:2}"

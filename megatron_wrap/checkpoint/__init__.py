@@ -9,13 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+    from megatron_wrap.checkpoint.precheck import check_checkpoints, compare_models, find_checkpoint
     from megatron_wrap.checkpoint.save_load import LoadReport, load_checkpoint, save_checkpoint
     from megatron_wrap.checkpoint.store import CheckpointStore
 
 __all__ = [
     "CheckpointStore",
     "LoadReport",
+    "check_checkpoints",
     "compare_models",
     "find_checkpoint",
     "load_checkpoint",
@@ -25,6 +26,7 @@ __all__ = [
 _HOMES = {
     "CheckpointStore": "store",
     "LoadReport": "save_load",
+    "check_checkpoints": "precheck",
     "compare_models": "precheck",
     "find_checkpoint": "precheck",
     "load_checkpoint": "save_load",

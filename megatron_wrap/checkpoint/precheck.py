@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part
+from megatron_wrap.core.config import load_resolved
 from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
 
@@ -54,6 +55,23 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         return _whole(root / "release")
     present = store.present()
     return _whole(store.folder_of(present[-1])) if present else None
+
+
+def check_checkpoints(config: RunConfig) -> None:
+    """Hold the run's model against that of the checkpoint that it would go on or start from.
+
+    Raises:
+        CheckpointError: another model, or a form that cannot be loaded.
+    """
+    for folder in (config.train.save, config.train.load):
+        found = find_checkpoint(folder) if folder is not None else None
+        if found is not None:
+            if (found / RESOLVED).is_file():
+                try:
+                    compare_models(load_resolved(found / RESOLVED), config)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{found}: {error}") from error
+            return  # a run that resumes does not look at `load`
 
 
 def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:

@@ -1,11 +1,11 @@
 """What a command looks at before it starts processes: configuration, layout and data files, in this one process."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_wrap.checkpoint import check_checkpoints
+from megatron_wrap.core.config import RunConfig
 from megatron_wrap.core.config.checks import check_layout, check_run
-from megatron_wrap.core.config.decode import load_run_config
-from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.errors import DataError
 
 
 def check_data(config: RunConfig) -> None:
@@ -18,23 +18,49 @@ def check_data(config: RunConfig) -> None:
         return
     from megatron_wrap.data.jsonl import JsonLines
 
-    files = [config.data.train, *config.data.validation.values()]
-    for file in dict.fromkeys(file for file in files if file is not None):
+    for file in _files(config):
         JsonLines(Path(file)).check()
 
 
-def precheck(path: str, overrides: Sequence[str], world_size: int | None = None) -> RunConfig:
-    """The configuration of a run, held against everything that needs no process group.
+def _files(config: RunConfig) -> list[str]:
+    files = [config.data.train, *config.data.validation.values()]
+    return list(dict.fromkeys(file for file in files if file is not None))
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Tokenizes every sample where the flow refuses to cut one, so that the run does not end at it.
+
+    Raises:
+        DataError: a sample is longer than the context; the message names its file and line.
+    """
+    if config.data.data_key != "jsonl" or config.flow.options.get("truncation") != "refuse":
+        return
+    from megatron_wrap.data.chat import encode_sample, truncate
+    from megatron_wrap.data.jsonl import JsonLines
+    from megatron_wrap.data.tokenizer import load_tokenizer
+
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    for file in _files(config):
+        lines = JsonLines(Path(file))
+        for place, sample in enumerate(lines):
+            try:
+                # inputs are all tokens but the last, so one more than the context fits
+                truncate(encode_sample(tokenizer, sample), config.train.seq_length + 1, "refuse")
+            except DataError as error:
+                raise DataError(f"{lines.where(place)}: {error}") from error
+
+
+def precheck(config: RunConfig, world_size: int) -> None:
+    """Hold a decoded configuration against everything that needs no process group.
 
     Args:
-        world_size: processes over all nodes; None: not known yet.
+        world_size: processes over all nodes.
 
     Raises:
         MegatronWrapError: the first thing that is wrong.
     """
-    config = load_run_config(path, overrides)
     check_run(config)
-    if world_size is not None:
-        check_layout(config, world_size)
+    check_layout(config, world_size)
     check_data(config)
-    return config
+    check_checkpoints(config)
+    check_lengths(config)

@@ -9,6 +9,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.core.config import load_run_config
+from megatron_wrap.core.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
 
 HELP = "check a configuration, then train it"
@@ -43,13 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check first, so that a mistake costs a second; then train. Returns the exit code."""
-    from megatron_wrap.cli.precheck import precheck
-
-    config = precheck(arguments.config, arguments.overrides)
-    from megatron_wrap.core.config.checks import check_layout, processes_needed
-
+    config = load_run_config(arguments.config, arguments.overrides)
     nodes = _nodes(processes_needed(config), config.init.platform)
-    check_layout(config, nodes.world_size)
+    precheck(config, nodes.world_size)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
     return _launch(nodes, arguments)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
@@ -44,6 +45,7 @@ class MegatronWrap:
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
         self.config = config if isinstance(config, RunConfig) else load_run_config(config, overrides)
         check_run(self.config)
+        check_checkpoints(self.config)
         self._session: LoggerSession | None = None
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
@@ -240,7 +242,7 @@ class MegatronWrap:
         return forward(self._ready(), samples)
 
     def log_last_metrics(self) -> None:
-        """Write the last step to the console and the metric loggers, each `log_interval` iterations."""
+        """Hand the last step to the metric loggers, and write its line each `log_interval` iterations."""
         if self._last_report is None:
             raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
         report = self._last_report
@@ -249,14 +251,14 @@ class MegatronWrap:
         self._record_last_metrics()
 
     def _record_last_metrics(self) -> None:
-        """Write the last step once, where `log_interval` asks for it."""
+        """Write the last step once: to the metric loggers, and to the console where `log_interval` asks for it."""
         report = self._last_report
         if report is None or report.iteration == self._recorded_iteration:
             return
+        self._recorded_iteration = report.iteration
+        self._metric_loggers.log(report.iteration, report.metrics)
         if report.iteration % self.config.train.log_interval == 0 or report.iteration == self.train_iters:
-            self._metric_loggers.log(report.iteration, report.metrics)
             logger.info_rank_0(format_step(report.metrics, self.train_iters))
-            self._recorded_iteration = report.iteration
 
     # ---- checkpoints ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_wrap.engine.reduce import reduce_metrics
 from megatron_wrap.engine.samples import shared_batch
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.engine.step import collate_share, run_schedule
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
@@ -61,6 +62,12 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
             # every context-parallel rank of a replica has the merged rows; one of them speaks
             gathered = gather_objects([mine if state.parallel.cp.rank == 0 else [], state.parallel.dp.rank])
             by_replica = {dp_rank: rows for rows, dp_rank in gathered if rows}
+            rows = sum(len(of_replica) for of_replica in by_replica.values())
+            if rows != len(batch):
+                raise FlowError(
+                    f"{type(state.flow).__name__} collates {rows} sequences of {len(batch)} samples; wrap.forward needs "
+                    "one sequence for each sample"
+                )
             results += _in_order(by_replica, len(batch), state.flow.micro_batch_size, state.parallel.dp.size)
     return results
 
@@ -71,10 +78,15 @@ def _batches(samples: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[
 
 
 def _forward(state: TrainingState, micro_batches: list[MicroBatch], loss_function: Any) -> list[Any]:
-    """The schedule over micro-batches that may have fewer samples at the end; a pipeline wants equal ones."""
+    """The schedule over micro-batches that may have fewer samples at the end; a pipeline wants equal ones, and an
+    interleaved one whole groups of them (schedules.py, forward_backward_pipelining_with_interleaving)."""
+    interleaved = len(state.chunks) > 1
+    group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
     stored = []
     for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_samples):
-        stored += run_schedule(state, list(same_size), loss_function, forward_only=True)
+        equal = list(same_size)
+        equal += [replace(equal[-1], counted=False)] * (-len(equal) % group_size)
+        stored += run_schedule(state, equal, loss_function, forward_only=True)
     return stored
 
 
@@ -107,17 +119,21 @@ def _outputs(
     seqdims = state.flow.get_fields_and_seqdims()
     columns: dict[str, Tensor] = {}
     for name, tensor in state.flow.calculate_outputs(micro_batch.loss_inputs, output).items():
+        if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
+            raise FlowError(
+                f"{type(state.flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; give one "
+                f"row for each of the {micro_batch.num_samples} sequences of the micro-batch"
+            )
         if name in seqdims:
             tensor = context.merge(gather_tensors(tensor.detach(), state.parallel.cp.group), seqdims[name])
         columns[name] = tensor.detach().cpu()
     rows = []
     for row, length in enumerate(micro_batch.lengths.tolist()):
-        rows.append(
-            {
-                name: tensor[row].narrow(seqdims[name] - 1, 0, length).clone() if name in seqdims else tensor[row]
-                for name, tensor in columns.items()
-            }
-        )
+        one = {name: tensor[row] for name, tensor in columns.items()}
+        for name in one.keys() & seqdims.keys():
+            dim = seqdims[name] % columns[name].dim() - 1
+            one[name] = one[name].narrow(dim, 0, length)
+        rows.append({name: tensor.clone() for name, tensor in one.items()})
     return nothing, one_token, rows
 
 

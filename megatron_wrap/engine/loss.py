@@ -3,8 +3,8 @@
 Megatron-Core divides a three-value loss by its tokens and by the number of micro-batches
 (`forward_step_calc_loss`, megatron/core/pipeline_parallel/schedules.py), and DistributedDataParallel averages gradients
 over data- and context-parallel ranks. The weights W of the step are known before the forward pass, so each micro-batch
-gives `loss_sum * num_microbatches * dp * cp / W` with one token, which leaves exactly loss_sum / W. The per-token switch
-of Megatron-Core stays off: with it the versions scale auxiliary losses differently.
+gives `loss_sum * num_microbatches * dp * cp / W` with one token, which leaves exactly loss_sum / W. Megatron-Core's
+per-token switch stays off: with it the versions scale auxiliary losses differently.
 """
 
 from __future__ import annotations

@@ -38,16 +38,15 @@ def reduce_metrics(
         FlowError: a rank reports other metrics than in its first step.
     """
     names, totals = _agreed_names(state, sums, kind)
-    if state.parallel.counts_once:
-        numbers = sums.vector(names)
-    else:
-        numbers = MetricSums(state.platform.device).vector(names)
+    mine = sums if state.parallel.counts_once else MetricSums(state.platform.device)
+    numbers = mine.vector(names)
     numbers.append(torch.zeros((), device=state.platform.device) if square_sum is None else square_sum)
     vector = torch.stack([number.double() for number in numbers])
     reduce_in_place(vector, "sum", state.parallel.world.group)
     reduced = vector.tolist()
     values = read_reduced(names, totals, reduced[:-1])
     loss = objective(values, state.flow.get_loss_coefficients())
+    values.pop("loss", None)  # older flows report the loss among their metrics; the objective stands for it
     return ReducedMetrics(
         loss=loss,
         flow_metrics={name: math.nan if value is None else value for name, value in values.items()},

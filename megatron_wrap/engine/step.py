@@ -22,6 +22,11 @@ from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.parallel.collectives import all_reduce_values
 
+_WAYS_OUT_OF_NOT_FINITE = (
+    "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false goes "
+    "on all the same"
+)
+
 
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     """Take one global batch: collate, count, forward and backward, update, report.
@@ -94,7 +99,15 @@ def compute_gradients(
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     law = LossLaw(state.flow, state.parallel, counts.weights, len(micro_batches), sums)
-    run_schedule(state, micro_batches, law, forward_only=False)
+    try:
+        run_schedule(state, micro_batches, law, forward_only=False)
+    except RuntimeError as error:
+        if "local grad norm" not in str(error):  # param_and_grad_buffer.py, check_grads
+            raise
+        raise TrainingError(
+            f"the gradient of iteration {state.progress.iteration + 1} is not finite; nothing was updated; "
+            f"{_WAYS_OUT_OF_NOT_FINITE}"
+        ) from error
 
 
 def run_schedule(
@@ -183,10 +196,8 @@ def _metrics(
     elapsed_seconds: float,
 ) -> dict[str, float]:
     progress, logger, devices = state.progress, state.config.logger, state.parallel.world.size
+    first: dict[str, float] = {"iteration": progress.iteration, "loss": reduced.loss}
     metrics: dict[str, float] = {
-        "iteration": progress.iteration,
-        "loss": reduced.loss,
-        **reduced.flow_metrics,
         "grad_norm": grad_norm,
         "learning_rate": learning_rate,
         "loss_scale": float(state.optimizer.get_loss_scale()),
@@ -208,7 +219,10 @@ def _metrics(
         metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
     if logger.add_memory_to_metrics:
         metrics |= state.platform.memory_gib()
-    return metrics
+    clash = sorted(reduced.flow_metrics.keys() & (first.keys() | metrics.keys()))
+    if clash:
+        raise FlowError(f"{type(state.flow).__name__} reports the metrics {clash}, which the engine makes; rename them")
+    return {**first, **reduced.flow_metrics, **metrics}
 
 
 def _refuse_not_finite(metrics: dict[str, float]) -> None:
@@ -216,6 +230,5 @@ def _refuse_not_finite(metrics: dict[str, float]) -> None:
     if bad:
         raise TrainingError(
             f"{' and '.join(bad)} of iteration {metrics['iteration']} not finite "
-            f"(loss {metrics['loss']}, grad_norm {metrics['grad_norm']}); lower the learning rate or look at the "
-            "batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false goes on all the same"
+            f"(loss {metrics['loss']}, grad_norm {metrics['grad_norm']}); {_WAYS_OUT_OF_NOT_FINITE}"
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megatron_wrap.errors import FlowError
 
-Number: TypeAlias = Union[Tensor, float, int]
+Number: TypeAlias = Tensor | float | int
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Total:
     value: Number
 
 
-Metric: TypeAlias = Union[Number, tuple[Number, Number], Total]
+Metric: TypeAlias = Number | tuple[Number, Number] | Total
 """A pair (sum, weight) is reported as the ratio of the two sums over micro-batches, DP and CP; a bare scalar as the
 mean of its values, weighted by its micro-batch's loss weight; a `Total` as a sum."""
 

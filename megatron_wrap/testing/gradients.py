@@ -1,7 +1,8 @@
-"""Gradients of the whole model from those of its parts, to compare layouts parameter by parameter."""
+"""The whole model's weights and gradients from those of its parts, to compare layouts parameter by parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,33 +13,53 @@ from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 
 
+def gather_weights(state: TrainingState) -> dict[str, Tensor]:
+    """Global name -> whole weight, as `gather_parameters` has it. Not while an overlapped gathering is pending."""
+    return gather_parameters(state, lambda parameter: parameter)
+
+
 def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
-    """Global name -> whole gradient, fp32 on the CPU, without vocabulary padding; on every rank.
+    """Global name -> whole gradient, as `gather_parameters` has it.
 
     Call it between `compute_gradients` and the optimizer's step.
+    """
+    if state.config.optimizer.use_distributed_optimizer:
+        for chunk in state.chunks:
+            _complete_buffers(chunk)
+    return gather_parameters(state, lambda parameter: getattr(parameter, "main_grad"))  # noqa: B009 - Megatron sets it
+
+
+def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """Global name -> `read` of the whole parameter, fp32 on the CPU, without vocabulary padding; on every rank.
+
+    Of a parameter that several pipeline stages hold (tied embeddings), the last stage's.
+
+    Args:
+        read: what to take of a parameter: a tensor of its shape, the same slice of the whole. Collective, like this.
     """
     arch, tp = state.config.arch, state.parallel.tp
     mine: dict[str, Tensor] = {}
     for chunk in state.chunks:
-        if state.config.optimizer.use_distributed_optimizer:
-            _complete_buffers(chunk)
-        model: Any = chunk.module
-        while hasattr(model, "module"):
-            model = model.module
-        for name, parameter in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
-            gradient = getattr(parameter, "main_grad").detach().float()  # noqa: B009 - Megatron-Core sets it
+        for name, parameter in global_names(unwrapped(chunk), tied=not arch.untie_embeddings_and_output_weights):
+            value = read(parameter).detach().float()
             if getattr(parameter, "tensor_model_parallel", False):
-                parts = gather_tensors(gradient, tp.group)
-                gated = arch.swiglu and name.endswith("linear_fc1.weight")
-                gradient = join_slices(parts, getattr(parameter, "partition_dim"), gated)  # noqa: B009
+                gated = arch.swiglu and ".linear_fc1." in name
+                value = join_slices(gather_tensors(value, tp.group), getattr(parameter, "partition_dim"), gated)  # noqa: B009
             if name.startswith(("embedding.word_embeddings", "output_layer")):
-                gradient = gradient[: state.flow.vocab_size]
-            mine[name] = gradient.cpu()
-    speaks = state.parallel.tp.rank == 0 and state.parallel.dp_cp.rank == 0
+                value = value[: state.flow.vocab_size]
+            mine[name] = value.cpu()
+    speaks = tp.rank == 0 and state.parallel.dp_cp.rank == 0
     whole: dict[str, Tensor] = {}
     for of_rank in gather_objects(mine if speaks else {}):
         whole |= of_rank
     return whole
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The provider's model inside Megatron-Core's DistributedDataParallel and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def join_slices(parts: list[Tensor], dim: int, gated: bool) -> Tensor:

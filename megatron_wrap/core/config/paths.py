@@ -28,14 +28,11 @@ def check_paths(config: RunConfig) -> None:
     if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
         rule = f"no tokenizer folder {data.tokenizer!r}{_nearest_path(data.tokenizer)}"
         refuse(config, ["data.tokenizer"], f"{rule}; give a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
-    if train.load is not None:
-        if not os.path.isdir(_expanded(train.load)):
-            rule = f"no checkpoint folder {train.load!r}{_nearest_path(train.load)}{_relative(train.load)}"
-            refuse(config, ["train.load"], rule, CheckpointError)
-        _refuse_old_form(config, "train.load", train.load)
+    if train.load is not None and not os.path.isdir(_expanded(train.load)):
+        rule = f"no checkpoint folder {train.load!r}{_nearest_path(train.load)}{_relative(train.load)}"
+        refuse(config, ["train.load"], rule, CheckpointError)
     if train.save is not None:
         _need_writable(config, "train.save", train.save)
-        _refuse_old_form(config, "train.save", train.save)
     _need_writable(config, "logger.output_dir", output_dir(config))
 
 
@@ -93,19 +90,3 @@ def _need_writable(config: RunConfig, name: str, folder: str) -> None:
         refuse(
             config, [name], f"folder {folder!r} cannot be written: no permission in {present}; choose another folder"
         )
-
-
-def _refuse_old_form(config: RunConfig, name: str, folder: str) -> None:
-    """Megatron-LM's `torch` checkpoint format: one file per model-parallel rank, bound to its layout."""
-    root = _expanded(folder)
-    for pattern in ("mp_rank_*", "iter_*/mp_rank_*", "release/mp_rank_*"):
-        found = next(iter(sorted(root.glob(pattern))), None)
-        if found is not None:
-            refuse(
-                config,
-                [name],
-                f"{found} is a Megatron-LM checkpoint of the old form, one file per rank; convert it to a Hugging Face "
-                "folder with Megatron-LM's tools/checkpoint/convert.py and start from that, or load and save it in "
-                "Megatron-LM with --ckpt-format torch_dist",
-                CheckpointError,
-            )

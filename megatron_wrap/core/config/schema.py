@@ -130,7 +130,7 @@ class TrainConfig:
     seed: int
     """Seed of initial weights, data order and dropout."""
     log_interval: int
-    """Write a line and metrics each this many iterations."""
+    """Write a step's line on the console each this many iterations; metric loggers get every step."""
     eval_interval: int | None
     """`wrap.evaluation_due` is true each this many iterations, and before the first; null: never."""
     eval_iters: int | None

@@ -131,8 +131,8 @@ class MegatronWrapTrainingFlowBase(ABC):
         `get_fields_and_seqdims`."""
         raise FlowError(f"{type(self).__name__} does not define calculate_outputs, which wrap.forward needs")
 
-    def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:
-        """Raise `FlowError` when the inputs are not what the model takes."""
+    def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Raise `FlowError` when the inputs are not what the model takes; any are right unless a flow says so."""
 
     # ---- helpers ----
 

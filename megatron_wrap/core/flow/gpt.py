@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_wrap.core.flow.base import MegatronWrapTrainingFlowBase
-from megatron_wrap.errors import FlowError
+from megatron_wrap.errors import DataError, FlowError
 
 
 class MegatronWrapGPTModelFlow(MegatronWrapTrainingFlowBase):
@@ -20,4 +20,11 @@ class MegatronWrapGPTModelFlow(MegatronWrapTrainingFlowBase):
             raise FlowError(
                 f"{type(self).__name__}.collate_data_micro_batch: model_forward_inputs lack {', '.join(missing)}; "
                 f"a GPT model takes {', '.join(self.REQUIRED)}, each [B, S]"
+            )
+        ids = model_forward_inputs["input_ids"]
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            # a vocabulary-parallel embedding would not notice
+            raise DataError(
+                f"{type(self).__name__}: input_ids go from {int(ids.min())} to {int(ids.max())}, but the model's "
+                f"vocabulary has the ids 0 to {self.vocab_size - 1}; tokenize with this model's tokenizer"
             )

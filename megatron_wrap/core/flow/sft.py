@@ -47,7 +47,7 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelFlow):
         loss_mask = torch.zeros(len(cut), width)
         attention_mask = torch.zeros(len(cut), width, dtype=torch.long)
         for row, (tokens, _) in enumerate(cut):
-            ids, length = torch.tensor(tokens.input_ids), len(tokens.input_ids) - 1
+            ids, length = torch.tensor(tokens.input_ids, dtype=torch.long), max(0, len(tokens.input_ids) - 1)
             input_ids[row, :length] = ids[:-1]
             labels[row, :length] = ids[1:]
             loss_mask[row, :length] = torch.tensor(tokens.loss_mask)[1:]

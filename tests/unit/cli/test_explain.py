@@ -11,7 +11,7 @@ from megatron_wrap.cli.precheck import precheck
 from megatron_wrap.core.config import load_run_config
 from megatron_wrap.core.config.decode import load_tree
 from megatron_wrap.core.config.explain import explain_value
-from megatron_wrap.errors import ConfigError, DataError, LayoutError
+from megatron_wrap.errors import DataError, LayoutError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 Explain = Callable[..., str]
@@ -36,7 +36,7 @@ def test_a_key_says_value_type_meaning_and_every_source(explain: Explain) -> Non
         "  type: a number\n"
         "  Peak learning rate.\n"
         "  set at command line: 0.0003\n"
-        "  over configs/tiny-llama-sft.yaml:23 (override): 0.002\n"
+        "  over configs/tiny-llama-sft.yaml:24 (override): 0.002\n"
         "  over configs/nest/megatron_lm/train/learning-rate.yaml:2 (default): null\n"
     )
 
@@ -151,11 +151,9 @@ def test_the_precheck_finds_a_malformed_line_before_any_process(
     ]
     run = str(CONFIGS / "tiny-llama-mock.yaml")
     with pytest.raises(DataError, match=r"train\.jsonl:2: "):
-        precheck(run, overrides)
+        precheck(load_run_config(run, overrides), world_size=1)
     with pytest.raises(LayoutError, match=r"micro_batch_size 2 x data-parallel size 3"):
-        precheck(run, overrides, world_size=3)
+        precheck(load_run_config(run, overrides), world_size=3)
     (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
-    assert precheck(run, overrides, world_size=4).data.train == "train.jsonl"
-    with pytest.raises(ConfigError, match="unknown key"):
-        precheck(run, ["megatron_wrap.init.platfrom=cpu"])
+    precheck(load_run_config(run, overrides), world_size=4)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

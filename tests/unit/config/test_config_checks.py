@@ -436,18 +436,6 @@ def test_a_missing_tokenizer_or_checkpoint(write_run: Write, tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("folder", ["iter_0000010/mp_rank_00", "release/mp_rank_00_000", "mp_rank_00"])
-@pytest.mark.parametrize("key", ["load", "save"])
-def test_a_checkpoint_of_the_old_form_names_the_way(write_run: Write, tmp_path: Path, folder: str, key: str) -> None:
-    (tmp_path / "old" / folder).mkdir(parents=True)
-    (tmp_path / "old" / folder / "model_optim_rng.pt").touch()
-    assert refusal(CheckpointError, check_run, load(write_run(), f"train.{key}=old")) == (
-        f"command line megatron_lm.train.common.{key}: old/{folder} is a Megatron-LM checkpoint of the old form, one "
-        "file per rank; convert it to a Hugging Face folder with Megatron-LM's tools/checkpoint/convert.py and start "
-        "from that, or load and save it in Megatron-LM with --ckpt-format torch_dist"
-    )
-
-
 @pytest.mark.parametrize("key", ["train.save", "logger.output_dir"])
 def test_an_output_folder_that_cannot_be_written(write_run: Write, tmp_path: Path, key: str) -> None:
     (tmp_path / "file").touch()

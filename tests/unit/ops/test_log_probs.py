@@ -17,7 +17,9 @@ class OneRank:
         return 0
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
 @pytest.mark.parametrize("chunk_bytes", [1, 2**20])
 def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_bytes, monkeypatch):
     monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk_bytes)

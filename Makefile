@@ -1,0 +1,16 @@
+# Short names for the scripts; each sets the environment up on its first call.
+.PHONY: install test lint example
+
+install:
+	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
+
+test:
+	bash scripts/run_tests.sh
+
+lint: install
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m mypy
+
+example:
+	bash scripts/run_example.sh

@@ -1,0 +1,110 @@
+"""Flows of the engine's tests: several terms, whole sequences, the two-value return, metrics of each kind, mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelFlow, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
+
+COEFFICIENT = 0.03
+BETA = 0.2
+
+
+class TwoTerms(MegatronWrapGPTModelSFTFlow):
+    """Cross-entropy weighted by the sample, a mean over weights; and squared largest logits, a mean over tokens."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = [next(iterator) for _ in range(self.micro_batch_size)]
+        inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
+        loss_inputs["loss_mask"] *= torch.tensor([sample["weight"] for sample in samples])[:, None]
+        return inputs, {**loss_inputs, "token_mask": inputs["attention_mask"]}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "token_mask": 1}
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"ce": float(loss_inputs["loss_mask"].sum()), "z": float(loss_inputs["token_mask"].sum())}
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        return {"z": COEFFICIENT}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        mask, tokens = loss_inputs["loss_mask"], loss_inputs["token_mask"]
+        ce = self.token_mean(-token_log_probs(model_forward_output, loss_inputs["labels"]), mask)
+        z = self.token_mean(vocabulary_max(model_forward_output) ** 2, tokens)
+        rows = torch.tensor(float(mask.shape[0]))
+        metrics = {"z_mean": (z, tokens.sum()), "rows": rows, "tokens_seen": Total(tokens.sum())}
+        return LossOutput({"ce": ce, "z": z}, metrics)
+
+
+class Pairs(MegatronWrapGPTModelFlow):
+    """-log sigmoid(beta * (log-probability of the chosen whole sequence - of the rejected)), a mean over pairs."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = [next(iterator) for _ in range(self.micro_batch_size)]
+        rows = [sample[key] for key in ("chosen", "rejected") for sample in samples]
+        width = max(len(row) for row in rows) - 1
+        ids, labels = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros(len(rows), width)
+        for place, row in enumerate(rows):
+            ids[place, : len(row) - 1], labels[place, : len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+            mask[place, : len(row) - 1] = 1
+        positions = torch.arange(width).expand(len(rows), -1)
+        return {"input_ids": ids, "position_ids": positions, "attention_mask": mask.long()}, {
+            "labels": labels,
+            "loss_mask": mask,
+        }
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
+        return loss_inputs["labels"].shape[0] / 2
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> Any:
+        losses, margin = self.losses(loss_inputs, model_forward_output)
+        metrics = {
+            "accuracy": (self.sequence_mean((margin > 0).float()), self.sequence_mean(torch.ones_like(margin))),
+            "margin": margin.mean(),
+            "wins": Total(self.sequence_mean((margin > 0).float())),
+        }
+        return LossOutput(self.sequence_mean(losses), metrics)
+
+    def losses(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"]) * loss_inputs["loss_mask"]
+        chosen, rejected = self.sum_on_cp_group(log_probs.sum(dim=1)).chunk(2)
+        return -logsigmoid(BETA * (chosen - rejected)), (chosen - rejected).detach()
+
+
+class PairsTwoValues(Pairs):
+    """The same with the older return: the mean over this micro-batch."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> Any:
+        losses, margin = self.losses(loss_inputs, model_forward_output)
+        return losses.mean(), {"margin": self.average_loss_across_dp_ranks(margin.mean())}
+
+
+class Shortcut(MegatronWrapGPTModelSFTFlow):
+    """Gives a zero without a graph where its part has no token to learn."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        if not loss_inputs["loss_mask"].any():
+            return LossOutput(torch.zeros(()))
+        return super().calculate_loss(loss_inputs, model_forward_output)
+
+
+class Detached(MegatronWrapGPTModelSFTFlow):
+    """Cuts the graph."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        return super().calculate_loss(loss_inputs, model_forward_output.detach())
+
+
+class NotANumber(MegatronWrapGPTModelSFTFlow):
+    """A loss that is nan, and with it the gradients; only in a micro-batch with `poison` among the tokens."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum * float("nan"))

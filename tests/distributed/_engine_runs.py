@@ -1,0 +1,150 @@
+"""What a rank does for the tests of the engine; and the same numbers from plain torch, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+
+CONFIG = Path(__file__).parent / "layouts.yaml"
+VOCAB, BATCH, LONGEST = 500, 8, 48
+TRAIN, PARALLEL = "megatron_lm.train.common", "megatron_lm.model.parallel"
+PATHS = {
+    "tp": f"{PARALLEL}.tensor_model_parallel_size",
+    "pp": f"{PARALLEL}.pipeline_model_parallel_size",
+    "cp": f"{PARALLEL}.context_parallel_size",
+    "sp": f"{PARALLEL}.sequence_parallel",
+    "layers_per_chunk": f"{PARALLEL}.num_layers_per_virtual_pipeline_stage",
+    "micro": f"{TRAIN}.micro_batch_size",
+    "distributed": "megatron_lm.train.optimizer.use_distributed_optimizer",
+    "tied": "megatron_lm.model.arch.untie_embeddings_and_output_weights",
+}
+
+
+def options(flow: str = "", **settings: Any) -> tuple[str, ...]:
+    """Overrides of layouts.yaml by short names; `flow` is a class of `_engine_flows`."""
+    if "tied" in settings:
+        settings["tied"] = not settings["tied"]
+    values = [f"{PATHS.get(name, name)}={str(value).lower()}" for name, value in settings.items()]
+    return (*values, *([f"megatron_wrap.flow.flow_key=_engine_flows:{flow}"] if flow else []))
+
+
+@contextmanager
+def started(overrides: Sequence[str], folder: str | Path | None = None) -> Iterator[Any]:
+    """A run that is ready to train; its records go to `folder`."""
+    from megatron_wrap.core import MegatronWrap
+
+    if folder is not None:
+        overrides = [*overrides, f"megatron_wrap.logger.output_dir={folder}"]
+    with MegatronWrap(CONFIG, overrides=list(overrides)) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        yield wrap
+
+
+# ---- samples ----
+
+
+def weighted_samples(count: int = BATCH, seed: int = 5) -> list[dict[str, Any]]:
+    """Tokenized samples of unequal lengths and weights; the third has no token to learn."""
+    generator = numpy.random.default_rng(seed)
+    samples = []
+    for place in range(count):
+        length = int(generator.integers(LONGEST // 4, LONGEST + 2))
+        mask = (generator.random(length) < 0.6).astype(int)
+        ids = generator.integers(0, VOCAB, length).tolist()
+        weight = float(generator.uniform(0.2, 2.0))
+        samples.append({"input_ids": ids, "loss_mask": (mask * (place != 2)).tolist(), "weight": weight})
+    return samples
+
+
+def pairs(count: int = BATCH, seed: int = 6) -> list[dict[str, list[int]]]:
+    """Chosen and rejected sequences of unequal lengths."""
+    generator = numpy.random.default_rng(seed)
+    lengths = generator.integers(LONGEST // 3, LONGEST + 1, (count, 2))
+    return [
+        {"chosen": generator.integers(0, VOCAB, a).tolist(), "rejected": generator.integers(0, VOCAB, b).tolist()}
+        for a, b in lengths
+    ]
+
+
+# ---- on ranks ----
+
+
+def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | None = None) -> dict[str, Any]:
+    """Whole gradients of one step as numpy arrays by their global names, and the step's metrics."""
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    with started(overrides, folder) as wrap:
+        state = wrap._ready()
+        micro_batches = collate_share(state, samples, first_sample=0)
+        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
+        return {"gradients": gradients, "metrics": wrap.train(samples)}
+
+
+def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """One of the objectives below and its gradient by torch.autograd on the model's logits: each sequence by itself,
+    without padding, without the engine, its schedule, its reductions and `megatron_wrap.ops`."""
+    from megatron_wrap.core.model.initial_weights import global_names
+
+    with started(overrides) as wrap:
+        state = wrap._ready()
+        model = state.chunks[0].module
+        named = dict(global_names(model, tied=not state.config.arch.untie_embeddings_and_output_weights))
+
+        def logits(ids: Sequence[int]) -> Tensor:
+            tokens = torch.tensor([list(ids)])
+            return model(tokens, torch.arange(tokens.shape[1])[None], None)[0, :, :VOCAB]
+
+        values = OBJECTIVES[objective](logits, samples)
+        gradients = torch.autograd.grad(values["loss"], list(named.values()))
+    rows = {
+        name: VOCAB if name.startswith(("embedding.word_embeddings", "output_layer")) else None for name in named
+    }
+    return {
+        "gradients": {name: g[: rows[name]].numpy() for name, g in zip(named, gradients, strict=True)},
+        "metrics": {name: float(value) for name, value in values.items()},
+    }
+
+
+def token_losses(logits: Callable[[Sequence[int]], Tensor], ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each token but the first, and the logits that it comes from."""
+    scores = logits(ids[:-1])
+    return cross_entropy(scores, torch.tensor(list(ids[1:])), reduction="none"), scores
+
+
+def two_terms(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
+    """What `_engine_flows.TwoTerms` says in words."""
+    ce, weight, z, tokens = torch.zeros(()), 0.0, torch.zeros(()), 0
+    for sample in samples:
+        losses, scores = token_losses(logits, sample["input_ids"])
+        mask = torch.tensor(sample["loss_mask"][1:]) * sample["weight"]
+        ce, weight = ce + (losses * mask).sum(), weight + float(mask.sum())
+        z, tokens = z + (scores.amax(dim=1) ** 2).sum(), tokens + len(losses)
+    return {"loss": ce / weight + 0.03 * z / tokens, "z_mean": z / tokens, "tokens_seen": tokens}
+
+
+def whole_pairs(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
+    """What `_engine_flows.Pairs` says in words."""
+    margins = torch.stack(
+        [token_losses(logits, s["rejected"])[0].sum() - token_losses(logits, s["chosen"])[0].sum() for s in samples]
+    )
+    wins = (margins > 0).sum()
+    return {
+        "loss": -logsigmoid(0.2 * margins).mean(),
+        "accuracy": wins / len(samples),
+        "margin": margins.mean(),
+        "wins": wins,
+    }
+
+
+OBJECTIVES = {"TwoTerms": two_terms, "Pairs": whole_pairs}

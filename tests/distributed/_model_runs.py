@@ -1,0 +1,66 @@
+"""What a rank does for the tests of models: train one for a few steps, and tell its weights by their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+CONFIG = Path(__file__).parent / "models.yaml"
+VOCAB = 301
+STEPS = 3
+
+
+def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal lengths with part of the tokens masked."""
+    generator = numpy.random.default_rng(5)
+    made = []
+    for _ in range(count):
+        length = int(generator.integers(longest // 2, longest + 2))
+        mask = (generator.random(length) < 0.7).astype(int).tolist()
+        made.append({"input_ids": generator.integers(0, VOCAB, length).tolist(), "loss_mask": mask})
+    return made
+
+
+def train(overrides: tuple[str, ...], folder: str, steps: int = STEPS) -> dict[str, Any]:
+    """Train from initial weights on this rank's layout.
+
+    Returns:
+        For each step losses, grad_norms, loss_scales, skipped and samples; digests of all initial weights by global
+        name; of this rank's own copies of the word embedding, cut to the vocabulary, one digest each after training.
+    """
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.testing.gradients import gather_weights, unwrapped
+
+    with MegatronWrap(CONFIG, overrides=(*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        state = wrap._ready()
+        initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
+        size = wrap.global_batch_size
+        batches = samples(size * steps, wrap.config.train.seq_length)
+        metrics = [wrap.train(batches[step * size : (step + 1) * size]) for step in range(steps)]
+        wrap.evaluate({"last": batches[-size:]})  # completes a gathering of parameters that overlaps with the forward
+        tied = not wrap.config.arch.untie_embeddings_and_output_weights
+        embeddings = [
+            _digest(parameter)
+            for chunk in state.chunks
+            for name, parameter in global_names(unwrapped(chunk), tied)
+            if name == "embedding.word_embeddings.weight"
+        ]
+    return {
+        "losses": [step["loss"] for step in metrics],
+        "grad_norms": [step["grad_norm"] for step in metrics],
+        "loss_scales": [step["loss_scale"] for step in metrics],
+        "skipped": [step["skipped_iterations"] for step in metrics],
+        "samples": [step["consumed_samples"] for step in metrics],
+        "initial": initial,
+        "embeddings": embeddings,
+    }
+
+
+def _digest(tensor: Any) -> str:
+    return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,40 @@
+"""Every layout trains like one rank: losses, token counts, gradient norms and whole gradients, from initial weights."""
+
+from __future__ import annotations
+
+import layout_runs
+import numpy
+import pytest
+from layout_runs import LAYOUTS, Layout
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks):
+    return ranks(1).run(layout_runs.train, (), STEPS)[0]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_layout_trains_like_one_rank(layout: Layout, micro_batch_size: int, one_rank, ranks):
+    overrides = (*layout.overrides, f"megatron_lm.train.common.micro_batch_size={micro_batch_size}")
+    of_ranks = ranks(layout.processes).run(layout_runs.train, overrides, STEPS)
+    found = of_ranks[0]
+    for other in of_ranks[1:]:  # every rank knows the metrics, whatever its stage
+        assert [other[name] for name in ("losses", "tokens", "grad_norms")] == [
+            found[name] for name in ("losses", "tokens", "grad_norms")
+        ]
+    assert found["tokens"] == one_rank["tokens"]
+    numpy.testing.assert_allclose(found["losses"], one_rank["losses"], rtol=1e-5)
+    numpy.testing.assert_allclose(found["grad_norms"], one_rank["grad_norms"], rtol=1e-5)
+    assert found["gradients"].keys() == one_rank["gradients"].keys()
+    for name, expected in one_rank["gradients"].items():
+        difference = numpy.linalg.norm(found["gradients"][name] - expected)
+        assert difference <= 1e-4 * numpy.linalg.norm(expected), name
+
+
+def test_the_comparison_sees_a_wrong_gradient(one_rank):
+    """What the tolerance is worth: no gradient is so small that any value would pass."""
+    assert all(numpy.linalg.norm(gradient) > 1e-4 for gradient in one_rank["gradients"].values())
+    assert len(one_rank["gradients"]) == 3 + 4 * 6  # embedding, output layer, final norm; six in each layer

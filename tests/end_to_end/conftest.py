@@ -1,0 +1,55 @@
+"""The commands as a user types them, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def sample_data(tmp_path_factory) -> Path:
+    """The sample data set and tokenizer, made once."""
+    folder = tmp_path_factory.mktemp("data") / "generated"
+    subprocess.run([sys.executable, ROOT / "examples/data/build.py", "--output", folder], check=True)
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path) -> Callable[..., Ended]:
+    """Runs `python -m MODULE ...` in an empty folder, with MEGATRON_WRAP's own environment variables unset."""
+
+    def run(*words: object, environment: dict[str, str] | None = None, timeout: float = 240) -> Ended:
+        unset = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+        inherited = {name: value for name, value in os.environ.items() if name not in unset}
+        started = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, "-m", *map(str, words)],
+            cwd=tmp_path,
+            env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - started)
+
+    return run

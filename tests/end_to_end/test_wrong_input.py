@@ -1,0 +1,183 @@
+"""Each wrong input: one clear message, exit code 2, nothing written, no process started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+TINY = """\
+megatron_lm:
+  model:
+    arch:
+      __select__: tiny-llama
+      __override__: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, vocab_size: 4096}
+    parallel: {__override__: {PARALLEL}}
+  train:
+    common: {micro_batch_size: 2, global_batch_size: 4, seq_length: 32, train_iters: 2, MORE_TRAIN}
+    learning-rate: {lr: 2e-4}
+    dtype: {__select__: fp32}
+megatron_wrap:
+  init: {platform: cpu}
+  logger: {progress_bar: false}
+  flow: {__select__: FLOW}
+  data: {__select__: DATA}
+"""
+
+
+def config(folder: Path, *, parallel: str = "tensor_model_parallel_size: 1", more_train: str = "seed: 1",
+           flow: str = "minimal_mock", data: str = "mock", extra: str = "") -> Path:  # fmt: skip
+    """A small configuration with parts replaced."""
+    text = TINY.replace("{PARALLEL}", "{" + parallel + "}").replace("MORE_TRAIN", more_train)
+    path = folder / "run.yaml"
+    path.write_text(text.replace("FLOW", flow).replace("DATA", data) + extra)
+    return path
+
+
+def written(folder: Path) -> list[str]:
+    """Names below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refused(command, folder: Path, run: Path, *overrides: str, says: list[str], environment=None) -> None:
+    """The command ends with 2 and says each of `says` in one line, before anything is written."""
+    before = written(folder)
+    ended = command("megatron_wrap.cli.main", "train", run.name, *overrides, environment=environment)
+    assert ended.code == 2, ended.err
+    assert written(folder) == before
+    lines = [line for line in ended.err.splitlines() if line]
+    assert len(lines) == 1, ended.err
+    assert lines[0].startswith("error: ")
+    for words in says:
+        assert words in lines[0]
+    assert "INFO" not in ended.out + ended.err  # no process was started
+    assert ended.seconds < 20
+
+
+def test_unknown_key(command, tmp_path):
+    run = config(tmp_path, more_train="micro_batch_sise: 2")
+    refused(
+        command, tmp_path, run, says=["run.yaml:8", "train.common.micro_batch_sise", "did you mean micro_batch_size?"]
+    )
+
+
+def test_wrong_type(command, tmp_path):
+    run = config(tmp_path, more_train="seed: many")
+    refused(command, tmp_path, run, says=["run.yaml:8", "megatron_lm.train.common.seed", "many"])
+
+
+def test_wrong_type_on_the_command_line(command, tmp_path):
+    run = config(tmp_path)
+    refused(command, tmp_path, run, "megatron_lm.train.common.seed=x", says=["command line", "seed"])
+
+
+def test_missing_selection(command, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("megatron_wrap:\n  flow: {__select__: gpt_sft}\n")
+    refused(command, tmp_path, run, says=["megatron_lm.model.arch", "tiny-llama", "__select__"])
+
+
+def test_inherit_cycle(command, tmp_path):
+    nest = tmp_path / "nest/megatron_lm/model/arch"
+    nest.mkdir(parents=True)
+    (nest / "egg.yaml").write_text("__inherit__: hen.yaml\nnum_layers: 2\n")
+    (nest / "hen.yaml").write_text("__inherit__: egg.yaml\nhidden_size: 32\n")
+    run = config(tmp_path)
+    run.write_text(run.read_text().replace("__select__: tiny-llama", "__select__: egg"))
+    refused(command, tmp_path, run, says=["egg", "hen", "circle"])
+
+
+def test_empty_yaml(command, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("")
+    refused(command, tmp_path, run, says=["run.yaml", "empty"])
+
+
+def test_world_size_that_the_layout_does_not_divide(command, tmp_path):
+    run = config(tmp_path, parallel="tensor_model_parallel_size: 2")
+    refused(command, tmp_path, run, says=["3", "2"], environment={"GPUS_PER_NODE": "3"})
+
+
+def test_heads_that_tensor_parallelism_does_not_divide(command, tmp_path):
+    run = config(tmp_path, parallel="tensor_model_parallel_size: 3")
+    refused(command, tmp_path, run, says=["num_attention_heads", "4", "3"])
+
+
+def test_batch_that_does_not_divide(command, tmp_path):
+    run = config(tmp_path)
+    refused(command, tmp_path, run, says=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
+
+
+def test_data_file_that_is_missing(command, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    run = config(tmp_path, flow="gpt_sft", data="jsonl", extra="")
+    refused(command, tmp_path, run, "megatron_wrap.data.train=tarin.jsonl", says=["tarin.jsonl", "train.jsonl"])
+
+
+def test_malformed_json_line(command, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    run = config(tmp_path, flow="gpt_sft", data="jsonl")
+    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", says=["train.jsonl:2"])
+
+
+def test_sample_longer_than_the_context_with_truncation_refused(command, tmp_path):
+    long = {"input_ids": list(range(40)), "loss_mask": [1] * 40}
+    short = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(short) + "\n" + json.dumps(long) + "\n")
+    run = config(tmp_path, flow="gpt_sft", data="jsonl")
+    run.write_text(
+        run.read_text().replace("__select__: gpt_sft", "__select__: gpt_sft, __override__: {truncation: refuse}")
+    )
+    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", says=["train.jsonl:2", "40", "33"])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_output_folder_that_cannot_be_written(command, tmp_path):
+    (tmp_path / "taken").write_text("a file where a folder is wanted")
+    run = config(tmp_path)
+    refused(command, tmp_path, run, "megatron_wrap.logger.output_dir=taken/run", says=["taken", "output_dir"])
+
+
+def test_megatron_lm_checkpoint_of_the_old_form(command, tmp_path):
+    old = tmp_path / "old/iter_0000005/mp_rank_00"
+    old.mkdir(parents=True)
+    (old / "model_optim_rng.pt").write_text("")
+    (tmp_path / "old/latest_checkpointed_iteration.txt").write_text("5")
+    run = config(tmp_path)
+    refused(command, tmp_path, run, "megatron_lm.train.common.load=old", says=["mp_rank_", "Hugging Face"])
+
+
+def test_checkpoint_of_another_model(command, tmp_path):
+    run = config(tmp_path, more_train="save: ckpt")
+    assert command("megatron_wrap.cli.main", "train", run.name).code == 0
+    run.write_text(run.read_text().replace("ffn_hidden_size: 64", "ffn_hidden_size: 96"))
+    refused(command, tmp_path, run, says=["ckpt", "linear_fc1", "ffn_hidden_size", "64", "96"])
+
+
+def test_a_mistake_that_only_the_ranks_find_is_said_once_and_ends_them_all(command, tmp_path):
+    """A conversation without a role is found when it is collated, on both processes at once."""
+    (tmp_path / "train.jsonl").write_text('{"unknown": "key"}\n')
+    run = config(tmp_path, flow="gpt_sft", data="jsonl", parallel="tensor_model_parallel_size: 2")
+    ended = command("megatron_wrap.cli.main", "train", run.name, "megatron_wrap.data.train=train.jsonl")
+    assert ended.code == 2, ended.err
+    assert ended.err.count("error: ") == 1, ended.err
+    assert '"unknown"' in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.seconds < 60
+
+
+def test_run_example_ends_with_2_too(tmp_path):
+    import subprocess
+
+    root = Path(__file__).parents[2]
+    if not (root / ".venv/bin/python").exists():
+        pytest.fail("scripts/run_tests.sh makes .venv; run the tests through it")
+    ended = subprocess.run(
+        ["bash", root / "scripts/run_example.sh", "configs/tiny-llama-sft.yaml", "megatron_lm.train.common.seed=x"],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("error: ") == 1

@@ -1,0 +1,206 @@
+"""The provider `gpt_model` against transformers: logits, the loss of `gpt_sft` and every gradient, in fp32 with random
+weights, biases and norm weights, for each kind of architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers_models as hf
+from torch import Tensor
+from transformers import (
+    GlmForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    NemotronForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    StableLmForCausalLM,
+)
+
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.core.config import RunConfig
+
+VOCAB = 301
+TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": "false"}
+GPT2: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "max_position_embeddings": 80,
+    "normalization": "LayerNorm",
+    "swiglu": "false",
+    "openai_gelu": "true",
+    "add_bias_linear": "true",
+    "num_query_groups": 6,
+    **TIED,
+}
+
+
+def rope(kind: str = "default", base: float = 10000.0, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **settings}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture in our keys, and the transformers model that has it."""
+
+    name: str
+    model_class: type[PreTrainedModel]
+    arch: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=rope)
+    mapping: Callable[..., dict[str, Tensor]] = hf.to_llama_like
+
+
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FAMILIES = [
+    Family("llama", LlamaForCausalLM),
+    Family("llama-tied-without-groups", LlamaForCausalLM, {**TIED, "num_query_groups": 6}),
+    Family("llama-wide-heads", LlamaForCausalLM, {"kv_channels": 12, "num_query_groups": 2, "norm_epsilon": 1e-2}),
+    Family(
+        "llama-biases",
+        LlamaForCausalLM,
+        {"add_bias_linear": "true"},
+        {**rope(), "attention_bias": True, "mlp_bias": True},
+    ),
+    Family("llama-theta", LlamaForCausalLM, {"rotary_base": 50.0}, rope(base=50.0)),
+    Family(
+        "llama3-rope-scaling",
+        LlamaForCausalLM,
+        {"rotary_base": 500000.0, "use_rope_scaling": "true", "rope_scaling_factor": 32.0, "kv_channels": 64},
+        rope("llama3", 500000.0, **LLAMA3),
+    ),
+    Family(
+        "llama-linear-rope-scaling",
+        LlamaForCausalLM,
+        {"rotary_seq_len_interpolation_factor": 4.0},
+        rope("linear", factor=4.0),
+    ),
+    Family("qwen3", Qwen3ForCausalLM, {"qk_layernorm": "true", "kv_channels": 16}),
+    Family("qwen2", Qwen2ForCausalLM, {"add_qkv_bias": "true", **TIED}),
+    Family(
+        "stablelm",
+        StableLmForCausalLM,
+        {"normalization": "LayerNorm", "rotary_percent": 0.25, "add_qkv_bias": "true"},
+        {**rope(partial_rotary_factor=0.25), "use_qkv_bias": True},
+    ),
+    Family(
+        "glm",
+        GlmForCausalLM,
+        {"rotary_percent": 0.5, "rotary_interleaved": "true", "add_qkv_bias": "true", "kv_channels": 12},
+        {**rope(partial_rotary_factor=0.5), "attention_bias": True},
+        hf.to_glm,
+    ),
+    Family(
+        "nemotron",
+        NemotronForCausalLM,
+        {
+            "normalization": "LayerNorm",
+            "apply_layernorm_1p": "true",
+            "swiglu": "false",
+            "squared_relu": "true",
+            "rotary_percent": 0.5,
+            "kv_channels": 12,
+        },
+        rope(partial_rotary_factor=0.5),
+    ),
+    Family("gpt2", GPT2LMHeadModel, GPT2, {"activation_function": "gelu_new"}, hf.to_gpt2),
+    Family(
+        "gpt2-exact-gelu-untied",
+        GPT2LMHeadModel,
+        {**GPT2, "openai_gelu": "false", "untie_embeddings_and_output_weights": "true"},
+        {"activation_function": "gelu"},
+        hf.to_gpt2,
+    ),
+]
+
+
+def weights_at_random(model: torch.nn.Module, zero_centered: bool) -> None:
+    """Every parameter random, the rows past the vocabulary too; sizes such that logits are of order 1."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "layernorm" in name and name.endswith("weight"):
+                parameter.copy_((0.0 if zero_centered else 1.0) + 0.3 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(0.15 * noise)
+
+
+def sft_samples() -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal length, with labels -100 where nothing is to be learnt."""
+    generator = torch.Generator().manual_seed(12)
+    samples = []
+    for length in (65, 23, 40, 58):
+        ids = torch.randint(0, VOCAB, (length,), generator=generator)
+        learnt = torch.rand(length, generator=generator) < 0.6
+        samples.append({"input_ids": ids.tolist(), "labels": torch.where(learnt, ids, -100).tolist()})
+    return samples
+
+
+def their_loss(model: Any, samples: list[dict[str, list[int]]]) -> Tensor:
+    """transformers' own loss of one padded batch, which shifts labels inside."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(key: str, value: int) -> Tensor:
+        return torch.tensor([sample[key] + [value] * (longest - len(sample[key])) for sample in samples])
+
+    mask = torch.tensor([[1] * len(s["input_ids"]) + [0] * (longest - len(s["input_ids"])) for s in samples])
+    return model(input_ids=padded("input_ids", 0), attention_mask=mask, labels=padded("labels", -100)).loss
+
+
+def our_gradients(wrap: MegatronWrap, samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    state = wrap._ready()
+    micro_batches = collate_share(state, samples, first_sample=0)
+    counts = count_step(state, micro_batches)
+    compute_gradients(state, micro_batches, counts, MetricSums(state.platform.device))
+    return gather_gradients(state)
+
+
+def run_config(tmp_path: Path, arch: dict[str, Any]) -> tuple[Path, list[str]]:
+    overrides = [f"megatron_lm.model.arch.{key}={value}" for key, value in arch.items()]
+    return Path(__file__).parent / "model.yaml", [*overrides, f"megatron_wrap.logger.output_dir={tmp_path}"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_logits_loss_and_gradients_are_those_of_transformers(family: Family, tmp_path: Path):
+    from megatron_wrap.testing.gradients import gather_weights, unwrapped
+
+    with MegatronWrap(*run_config(tmp_path, family.arch)) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        config: RunConfig = wrap.config
+        state = wrap._ready()
+        ours = unwrapped(state.chunks[0])
+        weights_at_random(ours, config.arch.apply_layernorm_1p)
+        theirs = hf.build(family.model_class, config.arch, family.mapping, **family.settings)
+        hf.load_all(theirs, family.mapping(gather_weights(state), config))
+
+        ids = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(13))
+        with torch.no_grad():
+            found = ours.eval()(ids, torch.arange(64).expand(2, -1), None)
+            expected = theirs(ids).logits
+        assert found.shape == (2, 64, 384)  # 301 up to a multiple of 128
+        assert found.softmax(-1)[..., VOCAB:].sum() == 0.0
+        assert expected.std() > 0.5
+        assert (found[..., :VOCAB] - expected).abs().max() <= 1e-4
+
+        ours.train()
+        samples = sft_samples()
+        loss = their_loss(theirs, samples)
+        assert wrap.evaluate({"set": samples})["eval/set/loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+        loss.backward()
+        gradients = family.mapping(our_gradients(wrap, samples), config)
+        for name, parameter in theirs.named_parameters():
+            difference = (gradients[name] - parameter.grad).norm()
+            assert difference <= 1e-5 * parameter.grad.norm(), name
