@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import uuid
@@ -13,8 +14,6 @@ from megatron_wrap.cli.precheck import precheck
 from megatron_wrap.core.config import load_run_config
 from megatron_wrap.core.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
-
-HELP = "check a configuration, then train it"
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,8 @@ def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # its agent tells of each failed process; so do we, once, and a user's mistake has been told by the process itself
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     # Megatron-Core overlaps communication and computation in the order in which they are queued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +132,8 @@ class MegatronWrap:
 
             destroy_parallel_state()
             self._parallel = None
+            # model, hooks and optimizer refer to each other and to process groups in circles
+            gc.collect()
         if self._processes is not None:
             from megatron_wrap.parallel import launch
 

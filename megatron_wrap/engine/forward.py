@@ -65,8 +65,8 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
             rows = sum(len(of_replica) for of_replica in by_replica.values())
             if rows != len(batch):
                 raise FlowError(
-                    f"{type(state.flow).__name__} collates {rows} sequences of {len(batch)} samples; wrap.forward needs "
-                    "one sequence for each sample"
+                    f"{type(state.flow).__name__} collates {rows} sequences of {len(batch)} samples; wrap.forward "
+                    "needs one sequence for each sample"
                 )
             results += _in_order(by_replica, len(batch), state.flow.micro_batch_size, state.parallel.dp.size)
     return results

@@ -147,10 +147,10 @@ def _lengths(flow: MegatronWrapTrainingFlowBase, model_inputs: Mapping[str, Tens
     return lengths
 
 
-def padded_width(widths: Sequence[int], parallel: ParallelState, sequence_parallel: bool) -> int:
-    """The common length of these micro-batches: the longest, rounded up to what the layout divides."""
+def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) -> int:
+    """A sequence length, tokens, rounded up to what the layout divides."""
     divisor = context.sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel)
-    return -(-max(widths) // divisor) * divisor
+    return -(-length // divisor) * divisor
 
 
 def localize(

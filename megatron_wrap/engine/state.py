@@ -49,6 +49,8 @@ class TrainingState:
     progress: Progress = field(default_factory=Progress)
     agreed: dict[str, Any] = field(default_factory=dict)
     """What all ranks agreed on once: names of metrics for each kind of step, who gives the samples."""
+    extra_padding: int = 0
+    """Tokens by which every sequence is padded beyond what the layout needs: a check that padding changes nothing."""
 
     @property
     def global_batch_size(self) -> int:
@@ -63,3 +65,5 @@ class StepReport:
     iteration: int
     metrics: dict[str, float]
     skipped: bool
+    flow_metrics: tuple[str, ...]
+    """Names of the metrics that the flow reports."""

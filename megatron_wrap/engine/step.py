@@ -70,7 +70,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     metrics = _metrics(state, reduced, counts, grad_norm, num_zeros, learning_rate, time.perf_counter() - started)
     if updated and state.config.train.check_for_nan_in_loss_and_grad:
         _refuse_not_finite(metrics)
-    return StepReport(progress.iteration, metrics, skipped=not updated)
+    return StepReport(progress.iteration, metrics, skipped=not updated, flow_metrics=tuple(reduced.flow_metrics))
 
 
 def collate_share(state: TrainingState, batch: Sequence[Any], first_sample: int) -> list[MicroBatch]:
@@ -151,17 +151,16 @@ def run_schedule(
 def _localized(state: TrainingState, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
     """The micro-batches on this device, padded; within a pipeline all to one length, so that its stages need not tell
     each other shapes, which would wait for the device in each micro-batch."""
+    lengths = [micro_batch.width + state.extra_padding for micro_batch in micro_batches]
+    if state.parallel.pp.size > 1:
+        lengths = [max(lengths)] * len(lengths)
     sequence_parallel = state.transformer_config.sequence_parallel
-    longest = padded_width([m.width for m in micro_batches], state.parallel, sequence_parallel)
-    one_length = state.parallel.pp.size > 1
-    widths = [
-        longest if one_length else padded_width([m.width], state.parallel, sequence_parallel) for m in micro_batches
-    ]
+    widths = [padded_width(length, state.parallel, sequence_parallel) for length in lengths]
     local = [
         localize(micro_batch, state.flow, width, state.parallel, state.platform.device)
         for micro_batch, width in zip(micro_batches, widths, strict=True)
     ]
-    return local, longest
+    return local, max(widths)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,33 @@
+"""What a loss needs from vocabulary-parallel logits, without gathering them; and the `torch` layers' own operations.
+
+The losses' operations are found here on first use. `ops.attention` and `ops.norm` belong to the model and are imported
+from there. Importing this package imports neither torch nor Megatron-Core.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_wrap.ops.divergence import kl_divergence
+    from megatron_wrap.ops.entropies import entropy
+    from megatron_wrap.ops.log_probs import gather_log_probs, token_log_probs, vocabulary_max
+    from megatron_wrap.ops.ranking import TopK, top_k
+
+__all__ = ["TopK", "entropy", "gather_log_probs", "kl_divergence", "token_log_probs", "top_k", "vocabulary_max"]
+
+# No module may have the name of a function here: once imported, the module would stand in the function's place.
+_MODULES = {
+    "TopK": "ranking",
+    "entropy": "entropies",
+    "gather_log_probs": "log_probs",
+    "kl_divergence": "divergence",
+    "token_log_probs": "log_probs",
+    "top_k": "ranking",
+    "vocabulary_max": "log_probs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -2,24 +2,34 @@
 
 Logits are [B, S, V/tp]: each tensor-parallel rank holds the columns `rank * V/tp` onwards. The loss that is made of the
 results is replicated over TP, so sums over TP have an identity backward here: each rank's gradient is that of its own
-columns. Work goes chunk by chunk over tokens; beyond inputs, outputs and the gradient it needs at most
-`CHUNK_BYTES` and a few numbers per token.
+columns. Work goes block by block over tokens; beyond inputs, outputs and the gradient it needs at most
+`CHUNK_BYTES` and `TOKEN_BYTES` for each token (`vocabulary.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron_wrap.ops.vocabulary import (
+    CHUNK_BYTES,
+    check_logits,
+    compute_dtype,
+    log_normalizer,
+    normalizer_parts,
+    owned_logits,
+    owned_places,
+    scaled,
+    token_blocks,
+)
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
 
-CHUNK_BYTES = 256 * 2**20
-"""Bound of the fp32 working memory of one chunk of tokens, bytes."""
+_ID_SET_BYTES = 40  # for each id of a set: its place, its copies, its logit, masks
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -27,13 +37,33 @@ def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = No
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        ids: [B, S], global ids, the same on every tensor-parallel rank.
+        ids: [B, S], global ids, the same on every tensor-parallel rank. An id outside the vocabulary (such as -100)
+            gives a finite number that means nothing: mask it.
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.
     """
     return _TokenLogProbs.apply(logits, ids, group or tensor_parallel_group())
+
+
+def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Log-probability of each id of a set of K ids a token, fp32 (float64 for float64 logits).
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        id_sets: [B, S, K], global ids, the same on every tensor-parallel rank, in any order; an id may come twice.
+            The result of an id outside the vocabulary means nothing.
+        group: the tensor-parallel group; default: the current layout's.
+
+    Returns:
+        [B, S, K], equal on every tensor-parallel rank.
+
+    Raises:
+        FlowError: `id_sets` does not have the tokens of `logits`.
+    """
+    check_logits("logits", logits, ("id_sets", id_sets))
+    return _GatherLogProbs.apply(logits, id_sets, group or tensor_parallel_group())
 
 
 def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -44,77 +74,97 @@ def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _VocabularyMax.apply(logits, group or tensor_parallel_group())
 
 
-def _chunks(rows: int, columns: int, element_bytes: int) -> Iterator[slice]:
-    step = max(1, CHUNK_BYTES // max(1, columns * element_bytes))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
-
-
-def _compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup) -> Tensor:
         columns = logits.shape[-1]
-        flat = logits.detach().reshape(-1, columns)
-        local_ids = ids.reshape(-1) - group.rank() * columns
-        kernels = _kernels(flat)
-        highest, total, picked = (kernels.normalizer_parts if kernels else _normalizer_parts)(flat, local_ids)
+        local_ids = ids.long() - group.rank() * columns
+        kernels = _kernels(logits)
+        if kernels:
+            flat = logits.detach().view(-1, columns)
+            parts = kernels.normalizer_parts(flat, local_ids.reshape(-1).contiguous())
+            highest, total, picked = (part.view(ids.shape) for part in parts)
+        else:
+            dtype = compute_dtype(logits)
+            highest, total = normalizer_parts(logits, dtype, limit=CHUNK_BYTES)
+            places, owned = owned_places(ids.unsqueeze(-1), columns, group)
+            picked = owned_logits(logits, places, owned, dtype).squeeze(-1)
         highest_anywhere = highest.clone()
         reduce_in_place(highest_anywhere, "max", group)
         sums = torch.stack((total * (highest - highest_anywhere).exp(), picked))
         reduce_in_place(sums, "sum", group)
         log_normalizer = highest_anywhere + sums[0].log()
         ctx.save_for_backward(logits, local_ids, log_normalizer)
-        return (sums[1] - log_normalizer).view(ids.shape)
+        return sums[1] - log_normalizer
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         logits, local_ids, log_normalizer = ctx.saved_tensors
-        flat = logits.detach().reshape(-1, logits.shape[-1])
-        grad_out = grad_outputs[0].reshape(-1).to(log_normalizer.dtype).contiguous()
-        kernels = _kernels(flat)
-        gradient = kernels.log_prob_gradient if kernels else _log_prob_gradient
-        return gradient(flat, local_ids, log_normalizer, grad_out).view(logits.shape), None, None
+        grad_out = grad_outputs[0].to(log_normalizer.dtype)
+        kernels = _kernels(logits)
+        if kernels:
+            flat = logits.detach().view(-1, logits.shape[-1])
+            rows = (tensor.reshape(-1).contiguous() for tensor in (local_ids, log_normalizer, grad_out))
+            return kernels.log_prob_gradient(flat, *rows).view(logits.shape), None, None
+        return _log_prob_gradient(logits, local_ids, log_normalizer, grad_out), None, None
 
 
 def _kernels(logits: Tensor) -> Any:
-    """The Triton kernels where they can run, else None: the torch code below is the same, a little slower."""
-    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not importlib.util.find_spec("triton"):
+    """The Triton kernels where they can run, else None: the torch code is the same, a little slower."""
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not logits.is_contiguous():
+        return None
+    if not importlib.util.find_spec("triton"):
         return None
     from megatron_wrap.ops import triton_log_probs
 
     return triton_log_probs
 
 
-def _normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [N, V/tp]: maximum, sum of exp(logit - maximum), and the logit of each local id (0 where it is outside
-    this rank's columns), each [N]."""
-    columns, dtype = logits.shape[-1], _compute_dtype(logits)
-    highest = logits.amax(dim=-1).to(dtype)
-    total = torch.empty_like(highest)
-    for rows in _chunks(logits.shape[0], columns, dtype.itemsize):
-        total[rows] = logits[rows].to(dtype, copy=True).sub_(highest[rows, None]).exp_().sum(dim=-1)
-    picked = logits.gather(1, local_ids.clamp(0, columns - 1)[:, None]).squeeze(1).to(dtype)
-    return highest, total, torch.where(_owned(local_ids, columns), picked, 0.0)
-
-
 def _log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
     """onehot * g - softmax * g, for this rank's columns."""
     columns, dtype = logits.shape[-1], log_normalizer.dtype
     grad = torch.empty_like(logits)
-    one_hot = torch.where(_owned(local_ids, columns), grad_out, 0.0)[:, None]
-    places = local_ids.clamp(0, columns - 1)[:, None]
-    for rows in _chunks(logits.shape[0], columns, dtype.itemsize):
-        part = logits[rows].to(dtype, copy=True).sub_(log_normalizer[rows, None]).exp_().mul_(-grad_out[rows, None])
-        grad[rows] = part.scatter_add_(1, places[rows], one_hot[rows])
+    owned = (local_ids >= 0) & (local_ids < columns)
+    one_hot = grad_out.masked_fill(~owned, 0.0).unsqueeze(-1)
+    places = local_ids.clamp(0, columns - 1).unsqueeze(-1)
+    for block in token_blocks(local_ids.shape, columns * dtype.itemsize, CHUNK_BYTES):
+        part = _softmax(logits[block], log_normalizer[block]).mul_(-grad_out[block].unsqueeze(-1))
+        grad[block] = part.scatter_add_(-1, places[block], one_hot[block])
     return grad
 
 
-def _owned(local_ids: Tensor, columns: int) -> Tensor:
-    return (local_ids >= 0) & (local_ids < columns)
+def _softmax(logits: Tensor, log_normalizer: Tensor) -> Tensor:
+    return scaled(logits, log_normalizer.dtype, 1.0).sub_(log_normalizer.unsqueeze(-1)).exp_()
+
+
+class _GatherLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, id_sets: Tensor, group: ProcessGroup) -> Tensor:
+        columns, dtype = logits.shape[-1], compute_dtype(logits)
+        normalizer = log_normalizer(logits, dtype, 1.0, group)
+        result = torch.empty(id_sets.shape, dtype=dtype, device=logits.device)
+        for block in token_blocks(normalizer.shape, id_sets.shape[-1] * _ID_SET_BYTES):
+            places, owned = owned_places(id_sets[block], columns, group)
+            result[block] = owned_logits(logits[block], places, owned, dtype)
+        reduce_in_place(result, "sum", group)
+        ctx.save_for_backward(logits, id_sets, normalizer)
+        ctx.group = group
+        return result.sub_(normalizer.unsqueeze(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        logits, id_sets, normalizer = ctx.saved_tensors
+        columns, dtype = logits.shape[-1], normalizer.dtype
+        grad = torch.empty_like(logits)
+        token_bytes = columns * dtype.itemsize + id_sets.shape[-1] * _ID_SET_BYTES
+        for block in token_blocks(normalizer.shape, token_bytes):
+            outer = grad_outputs[0][block].to(dtype)
+            places, owned = owned_places(id_sets[block], columns, ctx.group)
+            part = _softmax(logits[block], normalizer[block]).mul_(-outer.sum(dim=-1, keepdim=True))
+            grad[block] = part.scatter_add_(-1, places, outer.masked_fill(~owned, 0.0))
+        return grad, None, None
 
 
 class _VocabularyMax(torch.autograd.Function):
@@ -130,6 +180,7 @@ class _VocabularyMax(torch.autograd.Function):
         return highest
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         index, owned = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=grad_outputs[0].dtype, device=index.device)

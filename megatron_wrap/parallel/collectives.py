@@ -36,6 +36,32 @@ def sum_on_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor if group.size() == 1 else _SumOnGroup.apply(tensor, group)
 
 
+class _GatherOnGroup(torch.autograd.Function):
+    """All-gather forward, reduce-scatter (sum) backward: every rank's output holds every rank's input once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return torch.cat(gather_tensors(tensor, group), dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        parts = [part.contiguous() for part in grad_outputs[0].chunk(ctx.group.size(), dim=ctx.dim)]
+        grad = torch.empty_like(parts[0])
+        dist.reduce_scatter(grad, parts, group=ctx.group)
+        return grad, None, None
+
+
+def gather_on_group(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Each rank's `tensor` (same shape on each) joined along `dim` in rank order, on every rank of `group`.
+
+    The backward is the adjoint: a rank's gradient is the sum over all ranks of the gradients of its part. Right where
+    each rank goes on to differentiate its own share of the objective, as for `sum_on_group`. Parts of a sequence that
+    context-parallel ranks hold are zig-zag: `parallel.context.merge` puts the parts into the sequence's order.
+    """
+    return tensor if group.size() == 1 else _GatherOnGroup.apply(tensor, dim, group)
+
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

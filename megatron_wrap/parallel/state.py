@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,11 +96,23 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
 
 
 def destroy_parallel_state() -> None:
-    """Destroy Megatron-Core's process groups; torch.distributed itself stays."""
+    """Destroy Megatron-Core's process groups; torch.distributed itself stays.
+
+    Megatron-Core only forgets its groups. Left alive, each keeps threads that poll its sockets.
+    """
+    import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+    if not mpu.model_parallel_is_initialized():
+        return
+    kept = [value if isinstance(value, list) else [value] for value in vars(mpu).values()]
+    groups = {id(group): group for some in kept for group in some if isinstance(group, dist.ProcessGroup)}
+    mpu.destroy_model_parallel()
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            # destroyed already where Megatron-Core does so itself (its gloo groups), or two names shared it
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 def tensor_parallel_group() -> ProcessGroup:

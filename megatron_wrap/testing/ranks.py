@@ -10,11 +10,20 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.parallel.launch import free_port
 
 
 class RankError(AssertionError):
-    """A function raised on some ranks; the text holds their tracebacks."""
+    """A function raised on some ranks; the text holds their tracebacks.
+
+    Args:
+        user_error: the message of a `MegatronWrapError` that one of them raised, else empty.
+    """
+
+    def __init__(self, text: str, user_error: str = "") -> None:
+        super().__init__(text)
+        self.user_error = user_error
 
 
 class RankPool:
@@ -50,21 +59,25 @@ class RankPool:
         for connection in self._connections:
             connection.send_bytes(message)
         failures: list[str] = []
+        user_error = ""
         results = []
         for rank, connection in enumerate(self._connections):
             patience = 10.0 if failures else self.timeout_seconds
             try:
                 answered = connection.poll(patience)
-                succeeded, value = pickle.loads(connection.recv_bytes()) if answered else (False, "no answer in time")
+                silence = (False, "no answer in time", "")
+                succeeded, value, told = pickle.loads(connection.recv_bytes()) if answered else silence
             except EOFError:
-                succeeded, value = False, "the process died"
+                succeeded, value, told = False, "the process died", ""
             results.append(value)
             if not succeeded:
                 failures.append(f"--- rank {rank}\n{value}")
+                user_error = user_error or told
         if failures:
             self.close(kill=True)
             raise RankError(
-                f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures)
+                f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures),
+                user_error,
             )
         return results
 
@@ -104,9 +117,11 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         except EOFError:
             break
         try:
-            answer = (True, function(*arguments, **named))
+            answer = (True, function(*arguments, **named), "")
+        except MegatronWrapError as error:
+            answer = (False, traceback.format_exc(), str(error))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = (False, traceback.format_exc(), "")
         connection.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
     os._exit(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+from _checkpoint_runs import state_digest
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
@@ -91,6 +92,101 @@ def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | 
         return {"gradients": gradients, "metrics": wrap.train(samples)}
 
 
+def look(overrides: Sequence[str], samples: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Evaluations of the first so many samples, given by rank 0 alone; per-sample outputs of all of them, and that
+    nothing changed; on this rank."""
+    with started(overrides) as wrap:
+        before = state_digest(wrap)
+        mine = samples if torch.distributed.get_rank() == 0 else None
+        evaluations = [wrap.evaluate({"set": mine and mine[:size]}) for size in sizes]
+        outputs = [{name: rows.numpy() for name, rows in sample.items()} for sample in wrap.forward(mine)]
+        unchanged = state_digest(wrap) == before and wrap.iteration == wrap.consumed_samples == 0
+        training_mode = all(module.training for chunk in wrap._ready().chunks for module in chunk.modules())
+    return {"evaluations": evaluations, "outputs": outputs, "unchanged": unchanged and training_mode}
+
+
+def evaluation(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, float]:
+    """Metrics of an evaluation."""
+    with started(overrides) as wrap:
+        return wrap.evaluate({"set": samples})
+
+
+def skip(overrides: Sequence[str], empty: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
+    """A step without any loss weight, then one with; metrics of both, and whether the first changed anything."""
+    with started(overrides) as wrap:
+        before = state_digest(wrap)
+        first = wrap.train(empty)
+        unchanged = state_digest(wrap) == before
+        second = wrap.train(samples)
+        return {"first": first, "second": second, "unchanged": unchanged, "changed": state_digest(wrap) != before}
+
+
+def give_on_rank_0(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
+    """Metrics of a step whose batch rank 0 alone gives, and the messages of wrong ways to give one."""
+    from megatron_wrap.errors import DataError
+
+    first = torch.distributed.get_rank() == 0
+    messages = []
+
+    def refused(wrap: Any, batch: Sequence[Any] | None) -> None:
+        try:
+            wrap.train(batch)
+        except DataError as error:
+            messages.append(str(error))
+
+    with started(overrides) as wrap:
+        refused(wrap, None if first else samples)
+        metrics = wrap.train(samples if first else None)
+        refused(wrap, samples[:-1] if first else None)
+        refused(wrap, None if first else samples)
+        wrap.train(samples if first else None)
+        return {"metrics": metrics, "messages": messages, "iteration": wrap.iteration}
+
+
+def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
+    """params_norm and num_zeros_in_grad as reported, and by torch on the gathered weights and gradients."""
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.testing.gradients import gather_gradients, gather_weights
+
+    asked = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
+    with started([*overrides, *asked]) as wrap:
+        state = wrap._ready()
+        micro_batches = collate_share(state, samples, first_sample=0)
+        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        zeros = sum(int((gradient == 0).sum()) for gradient in gather_gradients(state).values())
+        metrics = wrap.train(samples)
+        weights = torch.cat([weight.flatten().double() for weight in gather_weights(state).values()])
+    return {"metrics": metrics, "norm": float(torch.linalg.vector_norm(weights)), "zeros": zeros}
+
+
+def failure(overrides: Sequence[str], samples: Sequence[Any]) -> tuple[str, str, bool, int]:
+    """The error that a step ends with ("" for none), its message, whether weights are as before, and the iteration."""
+    with started(overrides) as wrap:
+        before = state_digest(wrap)
+        kind, message = "", ""
+        try:
+            wrap.train(samples)
+        except Exception as error:
+            kind, message = type(error).__name__, str(error)
+        return kind, message, state_digest(wrap) == before, wrap.iteration
+
+
+# ---- plain torch ----
+
+
+def plain_log_probs(samples: Sequence[Any]) -> list[Any]:
+    """Log-probability of each token but the first, of each sample by itself."""
+    with started(()) as wrap, torch.no_grad():
+        model = wrap._ready().chunks[0].module
+        rows = []
+        for sample in samples:
+            ids = torch.tensor([sample["input_ids"]])
+            scores = model(ids[:, :-1], torch.arange(ids.shape[1] - 1)[None], None)[..., :VOCAB].log_softmax(dim=-1)
+            rows.append(scores.gather(2, ids[:, 1:, None])[0, :, 0].numpy())
+        return rows
+
+
 def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """One of the objectives below and its gradient by torch.autograd on the model's logits: each sequence by itself,
     without padding, without the engine, its schedule, its reductions and `megatron_wrap.ops`."""
@@ -107,9 +203,7 @@ def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str]
 
         values = OBJECTIVES[objective](logits, samples)
         gradients = torch.autograd.grad(values["loss"], list(named.values()))
-    rows = {
-        name: VOCAB if name.startswith(("embedding.word_embeddings", "output_layer")) else None for name in named
-    }
+    rows = {name: VOCAB if name.startswith(("embedding.word_embeddings", "output_layer")) else None for name in named}
     return {
         "gradients": {name: g[: rows[name]].numpy() for name, g in zip(named, gradients, strict=True)},
         "metrics": {name: float(value) for name, value in values.items()},
@@ -147,4 +241,10 @@ def whole_pairs(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any
     }
 
 
-OBJECTIVES = {"TwoTerms": two_terms, "Pairs": whole_pairs}
+def mean_of_means(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
+    """What `_engine_flows.PairsTwoValues` says in words; micro-batches have equally many pairs."""
+    values = whole_pairs(logits, samples)
+    return {name: values[name] for name in ("loss", "margin")}
+
+
+OBJECTIVES = {"TwoTerms": two_terms, "Pairs": whole_pairs, "PairsTwoValues": mean_of_means}

@@ -10,7 +10,7 @@ import numpy
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
-STEPS = 3
+STEPS = 4
 
 
 def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
@@ -24,12 +24,16 @@ def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
     return made
 
 
-def train(overrides: tuple[str, ...], folder: str, steps: int = STEPS) -> dict[str, Any]:
+def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> dict[str, Any]:
     """Train from initial weights on this rank's layout.
 
+    Args:
+        lone_token: the second batch has one token to learn, whose gradient is as large as those of a whole batch of
+            others together: a loss scale that suits the others overflows there, on one rank of DP or CP alone.
+
     Returns:
-        For each step losses, grad_norms, loss_scales, skipped and samples; digests of all initial weights by global
-        name; of this rank's own copies of the word embedding, cut to the vocabulary, one digest each after training.
+        For each step losses, grad_norms, loss_scales, skipped, samples and whether weights changed; digests of all
+        initial weights by global name; digests after training of this rank's own copies of the word embedding.
     """
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.core.model.initial_weights import global_names
@@ -41,8 +45,15 @@ def train(overrides: tuple[str, ...], folder: str, steps: int = STEPS) -> dict[s
         state = wrap._ready()
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size
-        batches = samples(size * steps, wrap.config.train.seq_length)
-        metrics = [wrap.train(batches[step * size : (step + 1) * size]) for step in range(steps)]
+        batches = samples(size * STEPS, wrap.config.train.seq_length)
+        if lone_token:
+            for place, sample in enumerate(batches[size : 2 * size]):
+                sample["loss_mask"] = [int(place == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
+        metrics, changed = [], []
+        for step in range(STEPS):
+            before = _digests(state.chunks)
+            metrics.append(wrap.train(batches[step * size : (step + 1) * size]))
+            changed.append(_digests(state.chunks) != before)
         wrap.evaluate({"last": batches[-size:]})  # completes a gathering of parameters that overlaps with the forward
         tied = not wrap.config.arch.untie_embeddings_and_output_weights
         embeddings = [
@@ -57,9 +68,14 @@ def train(overrides: tuple[str, ...], folder: str, steps: int = STEPS) -> dict[s
         "loss_scales": [step["loss_scale"] for step in metrics],
         "skipped": [step["skipped_iterations"] for step in metrics],
         "samples": [step["consumed_samples"] for step in metrics],
+        "changed": changed,
         "initial": initial,
         "embeddings": embeddings,
     }
+
+
+def _digests(chunks: list[Any]) -> list[str]:
+    return [_digest(parameter) for chunk in chunks for parameter in chunk.parameters()]
 
 
 def _digest(tensor: Any) -> str:

@@ -1,6 +1,8 @@
-"""The engine on real ranks: the law of the loss, metrics, evaluation and forward are those of one rank, and of torch."""
+"""The engine on real ranks: the law of the loss, metrics, evaluation and forward are those of plain torch."""
 
 from __future__ import annotations
+
+import math
 
 import _engine_runs as runs
 import numpy
@@ -8,23 +10,25 @@ import pytest
 from _engine_runs import options
 
 LAYOUTS = {
-    "one-rank": (1, {}),
-    "dp2": (2, {}),
-    "dp2-distributed": (2, {"distributed": True}),
-    "cp2": (2, {"cp": 2}),
-    "tp2-sp": (2, {"tp": 2, "sp": True}),
-    "pp2": (2, {"pp": 2}),
-    "pp2-vpp2": (2, {"pp": 2, "layers_per_chunk": 1}),
-    "cp2-dp2": (4, {"cp": 2}),
-    "tp2-cp2": (4, {"tp": 2, "cp": 2}),
-    "pp2-cp2": (4, {"pp": 2, "cp": 2}),
+    "one-rank": (1, {"micro": 1}),
+    "one-rank-whole-batch": (1, {"micro": 8}),
+    "dp2": (2, {"micro": 2}),
+    "dp2-distributed": (2, {"micro": 1, "distributed": True}),
+    "cp2": (2, {"micro": 2, "cp": 2}),
+    "tp2-sp": (2, {"micro": 4, "tp": 2, "sp": True}),
+    "pp2": (2, {"micro": 2, "pp": 2}),
+    "pp2-vpp2": (2, {"micro": 2, "pp": 2, "layers_per_chunk": 1}),
+    "cp2-dp2": (4, {"micro": 2, "cp": 2}),
+    "pp2-cp2": (4, {"micro": 4, "pp": 2, "cp": 2}),
 }
-LAW_SAMPLES = {"TwoTerms": runs.weighted_samples, "Pairs": runs.pairs}
+LAW_SAMPLES = {"TwoTerms": runs.weighted_samples, "Pairs": runs.pairs, "PairsTwoValues": runs.pairs}
+LAW_CASES = [(layout, flow) for flow in ("TwoTerms", "Pairs") for layout in LAYOUTS]
+LAW_CASES += [(layout, "PairsTwoValues") for layout in ("one-rank", "dp2", "cp2", "pp2")]
 
 
 @pytest.fixture(scope="module")
 def plain(ranks):
-    """Objective -> loss, metrics and gradients by plain torch."""
+    """Flow -> loss, metrics and gradients by plain torch."""
     return {
         name: ranks(1).run(runs.plain_torch, name, samples(), options())[0] for name, samples in LAW_SAMPLES.items()
     }
@@ -38,13 +42,165 @@ def assert_same_gradients(found, expected, relative=1e-5):
         assert numpy.linalg.norm(found[name] - gradient) <= relative * norm, name
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("flow", LAW_SAMPLES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_objective_gradient_and_metrics_are_those_of_plain_torch(layout, flow, micro, plain, ranks):
+@pytest.mark.parametrize(("layout", "flow"), LAW_CASES)
+def test_objective_gradient_and_metrics_are_those_of_plain_torch(layout, flow, plain, ranks):
     world_size, settings = LAYOUTS[layout]
-    of_ranks = ranks(world_size).run(runs.step, options(flow, micro=micro, **settings), LAW_SAMPLES[flow]())
+    of_ranks = ranks(world_size).run(runs.step, options(flow, **settings), LAW_SAMPLES[flow]())
     for of_rank in of_ranks:  # the first pipeline stages know the metrics too
         for name, value in plain[flow]["metrics"].items():
             assert of_rank["metrics"][name] == pytest.approx(value, rel=1e-5), name
     assert_same_gradients(of_ranks[0]["gradients"], plain[flow]["gradients"])
+
+
+def test_a_bare_scalar_is_weighted_by_the_weight_of_its_micro_batch(ranks):
+    """The flow reports its micro-batch's rows; five samples in micro-batches of two are 2, 2 and 1."""
+    samples = runs.weighted_samples(5)
+    weights = [sum(s["loss_mask"][1:]) * s["weight"] for s in samples]
+    expected = (2 * sum(weights[:4]) + 1 * weights[4]) / sum(weights)
+    for world_size, settings in ((1, {}), (2, {}), (2, {"cp": 2})):
+        for found in ranks(world_size).run(runs.evaluation, options("TwoTerms", **settings), samples):
+            assert found["eval/set/rows"] == pytest.approx(expected, rel=1e-6)
+
+
+# ---- where a part or the whole has nothing to learn ----
+
+
+def without_mask(samples, places=None):
+    return [
+        {**sample, "loss_mask": [0] * len(sample["loss_mask"])} if places is None or place in places else sample
+        for place, sample in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["one-rank", "dp2", "cp2", "pp2"])
+def test_a_batch_without_weight_is_a_counted_step_that_changes_nothing(layout, ranks):
+    world_size, settings = LAYOUTS[layout]
+    samples = runs.weighted_samples()
+    for found in ranks(world_size).run(runs.skip, options(**settings), without_mask(samples), samples):
+        first, second = found["first"], found["second"]
+        assert (first["iteration"], first["skipped_iterations"], first["consumed_samples"]) == (1, 1, 8)
+        assert math.isnan(first["loss"])
+        assert (found["unchanged"], found["changed"]) == (True, True)
+        assert (second["iteration"], second["skipped_iterations"], second["consumed_samples"]) == (2, 1, 16)
+        assert second["learning_rate"] == first["learning_rate"]  # the schedule waits too
+        assert math.isfinite(second["loss"])
+        assert second["consumed_tokens"] == 2 * first["consumed_tokens"]
+
+
+@pytest.mark.parametrize("layout", ["one-rank", "dp2", "cp2", "pp2"])
+def test_a_term_without_weight_leaves_the_other(layout, ranks):
+    world_size, settings = LAYOUTS[layout]
+    samples = without_mask(runs.weighted_samples())
+    of_ranks = ranks(world_size).run(runs.step, options("TwoTerms", **settings), samples)
+    for of_rank in of_ranks:
+        metrics = of_rank["metrics"]
+        assert metrics["skipped_iterations"] == 0
+        assert metrics["loss"] == pytest.approx(0.03 * metrics["z_mean"], rel=1e-6)
+        assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("flow", ["", "Shortcut"])
+def test_ranks_whose_share_is_empty_take_part(flow, ranks):
+    """Tokens to learn in the middle half only: none for context-parallel rank 0, with and without a graph. And in the
+    samples of one data-parallel replica only."""
+    whole = [{"input_ids": list(range(place, place + 49)), "loss_mask": [1] * 49} for place in range(8)]
+    middle = [{**sample, "loss_mask": [int(13 <= place < 37) for place in range(49)]} for sample in whole]
+    one_replica = without_mask(whole, places=(0, 1, 4, 5))
+    for samples, settings in ((middle, {"cp": 2}), (one_replica, {}), (middle, {"pp": 2})):
+        expected = ranks(1).run(runs.step, options(), samples)[0]
+        found = ranks(2).run(runs.step, options(flow, **settings), samples)
+        assert found[1]["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)
+        assert_same_gradients(found[0]["gradients"], expected["gradients"])
+
+
+def test_not_finite_gradients_end_the_run_before_the_weights_change(ranks):
+    samples = runs.weighted_samples()
+    for world_size, settings in ((1, {}), (2, {}), (2, {"pp": 2}), (2, {"tp": 2}), (2, {"distributed": True})):
+        for kind, message, unchanged, iteration in ranks(world_size).run(
+            runs.failure, options("NotANumber", **settings), samples
+        ):
+            assert (kind, unchanged, iteration) == ("TrainingError", True, 0)
+            assert "gradient of iteration 1 is not finite" in message
+            assert "check_for_nan_in_loss_and_grad" in message
+
+
+def test_not_finite_gradients_go_on_where_the_check_is_off(ranks):
+    overrides = (*options("NotANumber"), "megatron_lm.train.common.check_for_nan_in_loss_and_grad=false")
+    assert ranks(1).run(runs.failure, overrides, runs.weighted_samples())[0][0] == ""
+
+
+# ---- who gives the samples ----
+
+
+@pytest.mark.parametrize("settings", [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_samples_given_on_rank_0_alone_are_as_good(settings, ranks):
+    samples = runs.weighted_samples()
+    on_all = ranks(2).run(runs.step, options(**settings), samples)[0]["metrics"]
+    for rank, found in enumerate(ranks(2).run(runs.give_on_rank_0, options(**settings), samples)):
+        for name in ("loss", "grad_norm", "consumed_tokens", "truncated_samples"):
+            assert found["metrics"][name] == on_all[name]
+        missing, size, habit = found["messages"]
+        assert "rank(s) [0] pass None" in missing
+        assert "global_batch_size = 8 samples, got 7" in size
+        assert f"rank {rank} passes {'samples' if rank else 'None'}, unlike in its first call" in habit
+        assert found["iteration"] == 2
+
+
+# ---- evaluation and forward ----
+
+SIZES = (1, 3, 8, 11, 13)
+LOOKS = ("one-rank", "dp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp2-dp2")
+
+
+@pytest.fixture(scope="module")
+def plain_log_probs(ranks):
+    return ranks(1).run(runs.plain_log_probs, runs.weighted_samples(max(SIZES)))[0]
+
+
+@pytest.mark.parametrize("layout", LOOKS)
+def test_evaluation_and_outputs_are_those_of_plain_torch_for_any_number_of_samples(layout, plain_log_probs, ranks):
+    world_size, settings = LAYOUTS[layout]
+    samples = runs.weighted_samples(max(SIZES))
+    masks = [numpy.array(sample["loss_mask"][1:]) for sample in samples]
+    for of_rank in ranks(world_size).run(runs.look, options(**{**settings, "micro": 2}), samples, SIZES):
+        for size, found in zip(SIZES, of_rank["evaluations"], strict=True):
+            total = sum(float(-(row * mask).sum()) for row, mask in zip(plain_log_probs[:size], masks, strict=False))
+            mean = total / sum(int(mask.sum()) for mask in masks[:size])
+            assert found.keys() == {"eval/set/loss", "eval/set/truncated_samples"}
+            assert found["eval/set/loss"] == pytest.approx(mean, rel=1e-6)
+        assert len(of_rank["outputs"]) == len(samples)
+        for found, log_probs, mask in zip(of_rank["outputs"], plain_log_probs, masks, strict=True):
+            numpy.testing.assert_allclose(found["log_probs"], log_probs, rtol=1e-5)
+            numpy.testing.assert_array_equal(found["loss_mask"], mask)
+        assert of_rank["unchanged"]
+
+
+@pytest.mark.parametrize("layout", ["one-rank", "dp2", "pp2-vpp2", "cp2"])
+def test_an_evaluation_has_the_objective_of_a_step_over_the_same_samples(layout, plain, ranks):
+    world_size, settings = LAYOUTS[layout]
+    found = ranks(world_size).run(runs.evaluation, options("TwoTerms", **settings), runs.weighted_samples())
+    for of_rank in found:
+        for name, value in plain["TwoTerms"]["metrics"].items():
+            assert of_rank[f"eval/set/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+# ---- numbers of the step ----
+
+UNTIED = ("one-rank", "tp2-sp", "pp2", "dp2-distributed", "cp2")
+TIED = ("one-rank", "tp2-sp", "pp2", "pp2-vpp2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"), [*((layout, False) for layout in UNTIED), *((layout, True) for layout in TIED)]
+)
+def test_params_norm_and_zeros_are_those_of_the_gathered_parameters(layout, tied, ranks):
+    world_size, settings = LAYOUTS[layout]
+    samples = runs.weighted_samples()
+    one = ranks(1).run(runs.norms, options(tied=tied), samples)[0]
+    padding = (512 - runs.VOCAB) * 64 * (1 if tied else 2)  # rows past the vocabulary have no gradient
+    for found in ranks(world_size).run(runs.norms, options(tied=tied, **settings), samples):
+        metrics = found["metrics"]
+        assert metrics["params_norm"] == pytest.approx(found["norm"], rel=1e-6)
+        assert metrics["params_norm"] == pytest.approx(one["norm"], rel=1e-6)
+        assert metrics["num_zeros_in_grad"] == found["zeros"] + padding == one["zeros"] + padding
+        assert (found["zeros"] > 0) == (not tied)  # rows of tokens not seen; a tied output layer sees all

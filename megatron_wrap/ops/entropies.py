@@ -1,0 +1,64 @@
+"""Entropy of the next token under vocabulary-parallel logits; `vocabulary.py` says what bounds the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_wrap.ops.vocabulary import (
+    block_log_probs,
+    check_logits,
+    compute_dtype,
+    join_normalizer,
+    normalizer_parts,
+    token_blocks,
+)
+from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
+from megatron_wrap.parallel.state import tensor_parallel_group
+
+_BUFFERS = 2  # of [tokens, V/tp] at a time
+
+
+def entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """-sum over the vocabulary of p log p, in nats; fp32 (float64 for float64 logits).
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        group: the tensor-parallel group; default: the current layout's.
+
+    Returns:
+        [B, S], equal on every tensor-parallel rank. The gradient by logit j is -p_j (log p_j + entropy).
+
+    Raises:
+        FlowError: the logits are not floating.
+    """
+    check_logits("logits", logits)
+    return _Entropy.apply(logits, group or tensor_parallel_group())
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: ProcessGroup) -> Tensor:
+        dtype = compute_dtype(logits)
+        normalizer = join_normalizer(*normalizer_parts(logits, dtype), group)
+        result = torch.empty_like(normalizer)
+        for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * dtype.itemsize):
+            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
+            result[block] = log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
+        reduce_in_place(result, "sum", group)
+        ctx.save_for_backward(logits, normalizer, result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        logits, normalizer, result = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * normalizer.dtype.itemsize):
+            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
+            scale = -grad_outputs[0][block].unsqueeze(-1)
+            grad[block] = log_probs.exp().mul_(log_probs.add_(result[block].unsqueeze(-1))).mul_(scale)
+        return grad, None

@@ -1,0 +1,376 @@
+"""`check_parity`: a flow that is right on one process is right on every layout, shown by running it on them.
+
+A layout agrees when the objective of each step, every metric of the flow and the whole gradient of every parameter are
+those of one process. All ranks are gloo processes on this machine, forked once.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from megatron_wrap.core.config import RunConfig, load_run_config
+from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
+from megatron_wrap.testing.diagnosis import Deviation, likely_cause
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, LayoutCase, parse_layout
+from megatron_wrap.testing.parity_run import CaseResult, run_case
+
+OBJECTIVE_TOLERANCE = 1e-5
+"""Largest relative difference of an objective or metric, dense models in fp32."""
+GRADIENT_TOLERANCE = 1e-4
+"""Largest norm of a gradient's difference over the norm of the gradient."""
+GRADIENT_FLOOR = 1e-6
+"""Share of the largest parameter gradient's norm below which a gradient counts as rounding."""
+EXTRA_PADDING = 16
+"""Tokens by which the case `padded` pads every sequence further."""
+
+
+@dataclass(frozen=True)
+class LayoutVerdict:
+    """One row of the report."""
+
+    layout: str
+    processes: int
+    agrees: bool | None
+    """None: the layout was left out; `note` says why."""
+    objective_difference: float = math.nan
+    """Largest relative difference over the steps."""
+    metric_difference: float = math.nan
+    gradient_difference: float = math.nan
+    """Of the worst parameter."""
+    worst_parameter: str = ""
+    gradient_ratio: float = math.nan
+    """Least-squares factor between this layout's whole gradient and the reference's; 1 where they agree."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All rows, and what is worth saying of the flow itself."""
+
+    flow: str
+    rows: list[LayoutVerdict]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every layout that ran agrees."""
+        return all(row.agrees is not False for row in self.rows)
+
+    def table(self) -> str:
+        """The report as a person reads it."""
+        lines = [f"parity of {self.flow} with one process", ""]
+        lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}  ")
+        for row in self.rows:
+            mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
+            numbers = [row.objective_difference, row.metric_difference, row.gradient_difference]
+            shown = "  ".join(f"{'-' if math.isnan(number) else format(number, '.1e'):>9}" for number in numbers)
+            lines.append(f"{row.layout:<14} {row.processes:>5}  {shown}  {mark}")
+            if row.agrees is False and row.worst_parameter:
+                lines.append(f"{'':>14} worst: {row.worst_parameter}; gradient ratio {row.gradient_ratio:.6g}")
+            if row.note:
+                lines.append(f"{'':>14} {row.note}")
+        lines += ["", *self.notes] if self.notes else []
+        ran = [row for row in self.rows if row.agrees is not None]
+        right = sum(bool(row.agrees) for row in ran)
+        lines.append(
+            f"{right} of {len(ran)} layouts agree" + ("" if self.agrees else ": the flow is NOT layout-invariant")
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values; a number that is not there is null."""
+        rows = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in map(asdict, self.rows)
+        ]
+        return {"flow": self.flow, "agrees": self.agrees, "rows": rows, "notes": self.notes}
+
+
+def check_parity(
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    flow: str | None = None,
+    layouts: Sequence[str] | None = None,
+    max_processes: int = 4,
+    steps: int = 2,
+    samples: Sequence[Any] | None = None,
+    shrink: bool = True,
+) -> ParityReport:
+    """Run a flow on one process and on each layout, and compare.
+
+    Args:
+        config: the run's YAML; its flow, options and data are taken.
+        overrides: `a.b.c=value` strings.
+        flow: registered key or `my_package.my_module:MyFlow`, in place of the configuration's.
+        layouts: names for `parse_layout`; default: `DEFAULT_LAYOUTS`.
+        max_processes: layouts of more are left out.
+        steps: optimizer steps of each run.
+        samples: take these; default: the head of the configuration's training data.
+        shrink: make the model tiny, of the same kind; False leaves its sizes.
+
+    Raises:
+        MegatronWrapError: the configuration, the samples or the flow cannot run on one process.
+    """
+    from megatron_wrap.platform import choose_platform
+
+    with tempfile.TemporaryDirectory() as folder:
+        base = _overrides(config, overrides, flow, shrink, folder)
+        reference_config = load_run_config(config, base)
+        check_run(reference_config)
+        choose_platform("cpu").install()
+        taken = _samples(reference_config, samples, steps)
+        with _Pools() as pools:
+            reference = pools.run(1, reference_config, taken, steps)
+            again = pools.run(1, reference_config, taken, steps)
+            notes, broken = _of_the_flow_itself(reference, again)
+            rows = [broken] if broken else []
+            comparison = _Comparison(config, base, taken, steps, reference, pools)
+            for case in map(parse_layout, [] if broken else layouts or DEFAULT_LAYOUTS):
+                rows.append(comparison.verdict(case, max_processes))
+    return ParityReport(reference_config.flow.flow_key, rows, notes)
+
+
+def assert_layout_invariant(config: str | Path, **arguments: Any) -> None:
+    """For pytest: `check_parity`, and an AssertionError with its table where a layout disagrees."""
+    report = check_parity(config, **arguments)
+    assert report.agrees, "\n" + report.table()
+
+
+class _Pools:
+    """Forked ranks, started once for each world size."""
+
+    def __enter__(self) -> _Pools:
+        self._pools: dict[int, Any] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close(kill=True)
+
+    def run(self, processes: int, config: RunConfig, samples: list[Any], steps: int, padding: int = 0) -> CaseResult:
+        from megatron_wrap.testing.ranks import RankError, RankPool
+
+        if processes not in self._pools:
+            self._pools[processes] = RankPool(processes)
+        try:
+            return self._pools[processes].run(run_case, config, samples, steps, padding)[0]
+        except RankError as error:
+            del self._pools[processes]
+            user_error = error.user_error
+            raise FlowError(user_error or str(error)) from error
+
+
+@dataclass
+class _Comparison:
+    """Runs cases and holds each against the reference."""
+
+    config: str | Path
+    base: list[str]
+    samples: list[Any]
+    steps: int
+    reference: CaseResult
+    pools: _Pools
+
+    def verdict(self, case: LayoutCase, max_processes: int) -> LayoutVerdict:
+        """The row of one layout."""
+
+        def left_out(why: str) -> LayoutVerdict:
+            return LayoutVerdict(case.name, case.processes, None, note=why)
+
+        if case.processes > max_processes:
+            return left_out(f"takes {case.processes} processes, more than {max_processes}")
+        if self.reference.two_values and case.micro_batch_size is not None:
+            return left_out(
+                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how the batch is cut; "
+                "return LossOutput to be free of the cut"
+            )
+        try:
+            config = load_run_config(self.config, [*self.base, *case.overrides()])
+            check_run(config)
+            check_layout(config, case.processes)
+        except MegatronWrapError as error:
+            return left_out(f"does not fit: {error}")
+        padding = EXTRA_PADDING if case.extra_padding else 0
+        try:
+            found = self.pools.run(case.processes, config, self.samples, self.steps, padding)
+        except FlowError as error:
+            return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}")
+        return self._compared(case, config, found)
+
+    def _compared(self, case: LayoutCase, config: RunConfig, found: CaseResult) -> LayoutVerdict:
+        reference = self.reference
+        objective = max(map(relative, found.objectives, reference.objectives))
+        metric = max(
+            (relative(mine[name], theirs[name]) for mine, theirs in zip(found.metrics, reference.metrics, strict=True)
+             for name in theirs),
+            default=0.0,
+        )  # fmt: skip
+        differences = gradient_differences(found.gradients, reference.gradients)
+        worst = max(differences, key=lambda name: differences[name])
+        agrees = (
+            objective <= OBJECTIVE_TOLERANCE
+            and metric <= 10 * OBJECTIVE_TOLERANCE
+            and differences[worst] <= GRADIENT_TOLERANCE
+        )
+        ratio = gradient_ratio(found.gradients, reference.gradients)
+        note = ""
+        if not agrees:
+            deviation = Deviation(case, found, reference, ratio, objective <= OBJECTIVE_TOLERANCE, metric)
+            note = likely_cause(deviation, lambda: self._agrees_on_equal_samples(case, config))
+        return LayoutVerdict(
+            case.name, case.processes, agrees, objective, metric, differences[worst], worst if not agrees else "",
+            ratio, note,
+        )  # fmt: skip
+
+    def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
+        """Whether reference and layout agree on a batch that repeats its first sample that has a loss."""
+        reference_config = load_run_config(self.config, self.base)
+        size = config.train.global_batch_size
+        for sample in self.samples[:size]:
+            repeated = [sample] * size
+            reference = self.pools.run(1, reference_config, repeated, 1)
+            if reference.objectives[0]:
+                break
+        padding = EXTRA_PADDING if case.extra_padding else 0
+        found = self.pools.run(case.processes, config, repeated, 1, padding)
+        differences = gradient_differences(found.gradients, reference.gradients)
+        return relative(found.objectives[0], reference.objectives[0]) <= OBJECTIVE_TOLERANCE and (
+            max(differences.values()) <= GRADIENT_TOLERANCE
+        )
+
+
+def relative(value: float, reference: float) -> float:
+    """|value - reference| / |reference|; inf where exactly one is not a number, 0 where both are not."""
+    if math.isnan(value) or math.isnan(reference):
+        return 0.0 if math.isnan(value) and math.isnan(reference) else math.inf
+    return abs(value - reference) / max(abs(reference), 1e-8)
+
+
+def gradient_differences(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Name -> norm of the difference over the norm of the reference's gradient, or over a floor for tiny ones."""
+    floor = GRADIENT_FLOOR * max(float(numpy.linalg.norm(gradient)) for gradient in reference.values())
+    differences = {}
+    for name, expected in reference.items():
+        if name not in found:
+            differences[name] = math.inf
+            continue
+        difference = float(numpy.linalg.norm(found[name] - expected))
+        share = difference / max(float(numpy.linalg.norm(expected)), floor, 1e-30)
+        differences[name] = math.inf if math.isnan(share) else share
+    return differences
+
+
+def gradient_ratio(found: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The factor c for which c * reference is nearest to the found gradient, over all parameters."""
+    inner = sum(float(numpy.vdot(found[name], reference[name])) for name in reference if name in found)
+    square = sum(float(numpy.vdot(gradient, gradient)) for gradient in reference.values())
+    return inner / square if square else math.nan
+
+
+def _of_the_flow_itself(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
+    """Notes on the reference runs, and a row that ends the check where they cannot serve as one."""
+    notes = []
+    silent = [name for name, gradient in first.gradients.items() if not gradient.any()]
+    if silent:
+        notes.append(f"{len(silent)} parameters get no gradient, such as {silent[0]}")
+    if first.undeclared_fields:
+        notes.append(
+            f"fields {', '.join(first.undeclared_fields)} have a dimension as long as the sequence that "
+            "get_fields_and_seqdims does not name: context parallelism does not split them"
+        )
+
+    def broken(why: str) -> LayoutVerdict:
+        return LayoutVerdict("one process", 1, False, note=f"likely cause: {why}")
+
+    if not all(map(math.isfinite, first.objectives)):
+        return notes, broken(
+            "the objective is not finite on one process already: a sample without any loss token divides 0 by 0? Give "
+            "sums (self.token_mean) and let the framework divide"
+        )
+    if first.objectives != second.objectives:
+        return notes, broken(
+            f"the flow itself is not deterministic: two runs on one process give {first.objectives[0]:.8g} and "
+            f"{second.objectives[0]:.8g}; draw random numbers in collate_data_micro_batch, which is seeded"
+        )
+    if silent and len(silent) == len(first.gradients):
+        return notes, broken("no parameter gets a gradient: is the loss computed from model_forward_output?")
+    return notes, None
+
+
+def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> list[Any]:
+    from megatron_wrap.data.sources import training_samples
+
+    source = training_samples(config.data) if samples is None else samples
+    needed = config.train.global_batch_size * steps
+    if not len(source):
+        raise DataError("check-parity: there are no samples")
+    return [source[place % len(source)] for place in range(needed)]
+
+
+def _overrides(config: str | Path, overrides: Sequence[str], flow: str | None, shrink: bool, folder: str) -> list[str]:
+    """What the check itself sets: fp32 without dropout, small batches, nothing saved; the user's words come last."""
+    train = "megatron_lm.train.common"
+    values = [
+        f"{train}.{key}={value}"
+        for key, value in {
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "rampup_batch_size": "null",
+            "train_iters": 1000,
+            "save": "null",
+            "save_interval": "null",
+            "load": "null",
+            "finetune": "false",
+            "eval_interval": "null",
+        }.items()
+    ]
+    values += [
+        "megatron_wrap.init.platform=cpu",
+        "megatron_lm.train.dtype.__select__=fp32",
+        "megatron_wrap.logger.progress_bar=false",
+        "megatron_wrap.logger.enable_wandb=false",
+        "megatron_wrap.logger.enable_tensorboard=false",
+        "megatron_wrap.logger.ignore_warning=true",
+        f"megatron_wrap.logger.output_dir={folder}",
+        "megatron_lm.model.arch.hidden_dropout=0.0",
+        "megatron_lm.model.arch.attention_dropout=0.0",
+        "megatron_lm.model.arch.transformer_impl=torch",
+        "megatron_lm.model.parallel.num_layers_per_virtual_pipeline_stage=null",
+        *(f"megatron_lm.model.parallel.decoder_{end}_pipeline_num_layers=null" for end in ("first", "last")),
+        *LayoutCase("one process").overrides(),
+    ]
+    if flow is not None:
+        values.append(f"megatron_wrap.flow.flow_key={flow}")
+    if shrink:
+        values += _tiny(load_run_config(config, [*values, *overrides]))
+    return [*values, *overrides]
+
+
+def _tiny(config: RunConfig) -> list[str]:
+    """The same kind of model in little: its ratio of query to key heads, its kinds of norm, activation and positions."""
+    arch = config.arch
+    groups = arch.num_query_groups or arch.num_attention_heads
+    few_groups = groups if groups < 2 else 2
+    heads = few_groups * min(arch.num_attention_heads // groups, 4)
+    sizes = {
+        "num_layers": 4,
+        "num_attention_heads": heads,
+        "num_query_groups": few_groups,
+        "group_query_attention": "null",
+        "kv_channels": 16,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+    }
+    values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
+    return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]

@@ -1,0 +1,87 @@
+"""What each rank does for `check_parity`: some steps of the flow, told in numbers that can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from megatron_wrap.core.config.schema import RunConfig
+
+
+@dataclass
+class CaseResult:
+    """One layout's numbers, the same on every rank."""
+
+    objectives: list[float]
+    """Of each step."""
+    metrics: list[dict[str, float]]
+    """The flow's own metrics of each step."""
+    gradients: dict[str, numpy.ndarray]
+    """Global name -> whole gradient of the first step, before clipping."""
+    two_values: bool
+    """The flow returns (loss, metrics), a mean over the micro-batch."""
+    num_microbatches: int
+    undeclared_fields: list[str] = field(default_factory=list)
+    """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
+
+
+def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: int) -> CaseResult:
+    """Take `steps` steps from initial weights on this process's layout; collective over all ranks.
+
+    Args:
+        samples: global_batch_size * steps of them.
+        extra_padding: tokens by which every sequence is padded further.
+    """
+    from megatron_wrap.core.wrap import MegatronWrap
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    with MegatronWrap(config) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        state = wrap._ready()
+        state.extra_padding = extra_padding
+        kinds = _record_kinds(state.flow)
+        size = wrap.global_batch_size
+        micro_batches = collate_share(state, samples[:size], first_sample=0)
+        undeclared = _undeclared_fields(state.flow, micro_batches[0])
+        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
+        objectives, metrics = [], []
+        from megatron_wrap.engine.step import train_step
+
+        for step in range(steps):
+            report = train_step(state, samples[step * size : (step + 1) * size])
+            objectives.append(report.metrics["loss"])
+            metrics.append({name: report.metrics[name] for name in report.flow_metrics})
+        from megatron_wrap.parallel.collectives import gather_objects
+
+        two_values = any(gather_objects(any(kinds)))
+    return CaseResult(objectives, metrics, gradients, two_values, len(micro_batches), undeclared)
+
+
+def _record_kinds(flow: Any) -> list[bool]:
+    """Whether each call of `calculate_loss` returned two values; filled while the flow runs."""
+    kinds: list[bool] = []
+    calculate_loss = flow.calculate_loss
+
+    def recorded(*arguments: Any) -> Any:
+        returned = calculate_loss(*arguments)
+        kinds.append(isinstance(returned, tuple))
+        return returned
+
+    flow.calculate_loss = recorded
+    return kinds
+
+
+def _undeclared_fields(flow: Any, micro_batch: Any) -> list[str]:
+    declared = flow.get_fields_and_seqdims()
+    fields = {**micro_batch.model_inputs, **micro_batch.loss_inputs}
+    return [
+        name
+        for name, tensor in fields.items()
+        if tensor is not None and name not in declared and micro_batch.width in tensor.shape[1:]
+    ]

@@ -1,0 +1,186 @@
+"""What a rank does for the tests of `megatron_wrap.ops`: its columns' result against torch's on the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_wrap import ops
+from megatron_wrap.parallel.collectives import gather_on_group, sum_on_group
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+VOCABULARIES = {"divides": (96, 4), "does not divide": (301, 4), "whole shards of padding": (6, 32)}
+"""(true vocabulary, what it is padded to a multiple of)"""
+K = 5
+
+Operation = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""(student logits, teacher logits, ids [B, S, K], group or None for the reference) -> a differentiable result"""
+
+
+def kl(log_target: Tensor, log_input: Tensor) -> Tensor:
+    return F.kl_div(log_input, log_target, reduction="none", log_target=True).sum(-1)
+
+
+def reference_divergence(student: Tensor, teacher: Tensor, kind: str, temperature: float) -> Tensor:
+    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    if kind == "forward":
+        return kl(log_p, log_q)
+    if kind == "reverse":
+        return kl(log_q, log_p)
+    log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+    return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
+
+
+def reference_top_k_divergence(student: Tensor, values: Tensor, ids: Tensor, kind: str, temperature: float) -> Tensor:
+    if kind == "reverse":
+        return reference_divergence(student.gather(-1, ids), values, "reverse", temperature)
+    q = (student / temperature).softmax(-1)
+    p = torch.zeros_like(q).scatter(-1, ids, (values / temperature).softmax(-1))
+    if kind == "forward":
+        return F.kl_div(q.log(), p, reduction="none").sum(-1)
+    log_m = ((p + q) / 2).log()
+    return (F.kl_div(log_m, p, reduction="none") + F.kl_div(log_m, q, reduction="none")).sum(-1) / 2
+
+
+def pairs() -> Iterator[tuple[str, Operation, Operation]]:
+    """(name, ours on this rank's columns, torch's on the whole vocabulary) of each operation."""
+    yield (
+        "token_log_probs",
+        lambda student, teacher, ids, group: ops.token_log_probs(student, ids[..., 0], group),
+        lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids[..., :1]).squeeze(-1),
+    )
+    yield (
+        "gather_log_probs",
+        lambda student, teacher, ids, group: ops.gather_log_probs(student, ids, group),
+        lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids),
+    )
+    yield (
+        "entropy",
+        lambda student, teacher, ids, group: ops.entropy(student, group),
+        lambda student, teacher, ids, group: torch.distributions.Categorical(logits=student).entropy(),
+    )
+    yield (
+        "top_k",
+        lambda student, teacher, ids, group: ops.top_k(student, K, group).values,
+        lambda student, teacher, ids, group: student.topk(K).values,
+    )
+    for kind in ("forward", "reverse", "jensen_shannon"):
+        for temperature in (1.0, 0.3, 2.0):
+
+            def ours(student, teacher, ids, group, kind=kind, temperature=temperature):
+                return ops.kl_divergence(student, teacher, kind, temperature, group)
+
+            def whole(student, teacher, ids, group, kind=kind, temperature=temperature):
+                return reference_divergence(student, teacher, kind, temperature)
+
+            def of_top_k(student, teacher, ids, group, kind=kind, temperature=temperature):
+                known = ops.top_k(teacher.detach(), K, group)
+                return ops.kl_divergence(student, known, kind, temperature, group)
+
+            def whole_of_top_k(student, teacher, ids, group, kind=kind, temperature=temperature):
+                return reference_top_k_divergence(student, *teacher.detach().topk(K), kind, temperature)
+
+            yield f"{kind} T={temperature}", ours, whole
+            yield f"{kind} of top-k T={temperature}", of_top_k, whole_of_top_k
+
+
+def distinct_logits(tokens: tuple[int, ...], vocabulary: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random logits, no two of a token alike in `dtype`: which of equal logits is chosen is nobody's promise."""
+    ladder = torch.arange(vocabulary, dtype=torch.float64) - vocabulary // 2
+    shuffled = torch.stack(
+        [ladder[torch.randperm(vocabulary, generator=generator)] for _ in range(tokens[0] * tokens[1])]
+    )
+    spacing = 1 / 16 if dtype == torch.bfloat16 else 1 / 32
+    return (shuffled.view(*tokens, vocabulary) * spacing).to(dtype)
+
+
+def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
+    """Values and gradients of every operation; raises where they differ; the names of what was compared."""
+    group = dist.distributed_c10d._get_default_group()
+    tolerance, size = TOLERANCES[dtype], group.size()
+    padded = -(-vocabulary // (multiple * size)) * multiple * size if multiple > 4 else -(-vocabulary // size) * size
+    columns = padded // size
+    mine = slice(group.rank() * columns, (group.rank() + 1) * columns)
+    generator = torch.Generator().manual_seed(7)
+    tokens = (2, 6)
+    wholes = [distinct_logits(tokens, vocabulary, dtype, generator) for _ in range(2)]
+    ids = torch.randint(0, vocabulary, (*tokens, K), generator=generator)
+    edges = [min(edge, vocabulary - 1) for r in range(size) for edge in (r * columns, (r + 1) * columns - 1)]
+    ids[0, : len(edges), 0] = torch.tensor(edges[: tokens[1]])
+    ids[1, : len(edges), 1] = torch.tensor(edges[-tokens[1] :])
+    done = []
+    for name, ours, reference in pairs():
+        parts = [
+            F.pad(whole, (0, padded - vocabulary), value=torch.finfo(dtype).min / 2)[..., mine].clone().requires_grad_()
+            for whole in wholes
+        ]
+        wide = [whole.double().clone().requires_grad_() for whole in wholes]
+        found, expected = ours(*parts, ids, group), reference(*wide, ids, None)
+        weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        (found.double() * weights).sum().backward()
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(
+            found.double(), expected, rtol=tolerance, atol=tolerance, msg=name + ": {}"
+        )
+        for part, whole in zip(parts, wide, strict=True):
+            assert (part.grad is None) == (whole.grad is None), name
+            if part.grad is not None:
+                of_mine = F.pad(whole.grad, (0, padded - vocabulary))[..., mine]
+                torch.testing.assert_close(
+                    part.grad.double(), of_mine, rtol=tolerance, atol=tolerance, msg=lambda m: f"gradient of {name} {m}"
+                )
+                assert not part.grad[..., max(0, vocabulary - mine.start) :].any(), f"{name}: padding has a gradient"
+        done.append(name)
+    return done
+
+
+def ids_of_top_k(vocabulary: int) -> list[list[int]]:
+    """Ids that every rank finds, in the logits' order, against torch's."""
+    group = dist.distributed_c10d._get_default_group()
+    whole = distinct_logits((1, 3), vocabulary, torch.float32, torch.Generator().manual_seed(1))
+    columns = vocabulary // group.size()
+    for k in (1, 7, vocabulary):  # the last two more than some shards have columns
+        found = ops.top_k(whole[..., group.rank() * columns :][..., :columns], k, group)
+        assert torch.equal(found.ids, whole.topk(k).indices)
+        assert torch.equal(found.values, whole.topk(k).values)
+    return found.ids[0].tolist()
+
+
+def blocks_change_nothing(chunk_bytes: int) -> None:
+    """The same numbers whatever the size of a block, with collectives inside and outside of the blocks."""
+    from megatron_wrap.ops import log_probs, vocabulary
+
+    whole_chunk = vocabulary.CHUNK_BYTES
+    vocabulary.CHUNK_BYTES = log_probs.CHUNK_BYTES = chunk_bytes
+    try:
+        compare(50, 4, torch.float64)
+    finally:
+        vocabulary.CHUNK_BYTES = log_probs.CHUNK_BYTES = whole_chunk
+
+
+def adjoints() -> None:
+    """The gradient of all ranks' shares of an objective together, against one process that holds everything."""
+    group = dist.distributed_c10d._get_default_group()
+    rank, size = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(size, 2, 3, 4, generator=generator, dtype=torch.float64)
+    shares = torch.randn(size, 2, 3 * size, 4, generator=generator, dtype=torch.float64)
+    together = inputs.clone().requires_grad_()
+    whole = torch.cat(list(together), dim=1)
+    sum((whole.sin() * share).sum() for share in shares).backward()
+    for dim in (1, -2):
+        mine = inputs[rank].clone().requires_grad_()
+        gathered = gather_on_group(mine, dim, group)
+        assert torch.equal(gathered, whole.detach())
+        (gathered.sin() * shares[rank]).sum().backward()
+        torch.testing.assert_close(mine.grad, together.grad[rank], rtol=1e-12, atol=1e-12)
+    together.grad = None
+    sum((together.sum(0).sin() * share[:, :3]).sum() for share in shares).backward()
+    mine = inputs[rank].clone().requires_grad_()
+    (sum_on_group(mine, group).sin() * shares[rank][:, :3]).sum().backward()
+    torch.testing.assert_close(mine.grad, together.grad[rank], rtol=1e-12, atol=1e-12)

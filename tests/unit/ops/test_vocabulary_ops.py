@@ -1,0 +1,207 @@
+"""Operations on vocabulary-parallel logits on one rank: gradcheck, masks, memory and errors.
+
+`tests/distributed/test_ops.py` compares values and gradients with torch's, on one rank and several.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_wrap import ops
+from megatron_wrap.errors import FlowError
+from megatron_wrap.ops import log_probs, vocabulary
+from megatron_wrap.ops.vocabulary import TOKEN_BYTES, token_blocks
+
+KINDS = ("forward", "reverse", "jensen_shannon")
+
+
+class OneRank:
+    """A group of one, which needs no torch.distributed."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ONE = OneRank()
+
+
+def known(tokens: tuple[int, ...], columns: int, k: int, dtype: torch.dtype = torch.float64) -> ops.TopK:
+    """A teacher of whom k distinct ids a token are known, not sorted."""
+    ids = torch.stack([torch.randperm(columns)[:k] for _ in range(math.prod(tokens))])
+    return ops.TopK(torch.randn(*tokens, k, dtype=dtype), ids.view(*tokens, k))
+
+
+def operations(tokens, columns, dtype):
+    """name -> (function of the logits that require a gradient, how many logits it takes)"""
+    ids = torch.randint(0, columns, (*tokens, 3))
+    teacher = known(tokens, columns, 4, dtype)
+    table = {
+        "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
+        "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
+        "entropy": (lambda x: ops.entropy(x, ONE), 1),
+        "top_k": (lambda x: ops.top_k(x, 3, ONE).values, 1),
+    }
+    for kind in KINDS:
+        table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 1.5, ONE), 2)
+        table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, teacher, kind, 1.5, ONE), 1)
+    return table
+
+
+NAMES = tuple(operations((1, 1), 4, torch.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradcheck(name):
+    torch.manual_seed(0)
+    operation, count = operations((2, 2), 6, torch.float64)[name]
+    logits = [torch.randn(2, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    assert torch.autograd.gradcheck(operation, logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strided_logits_give_the_same_and_stay_as_they_were(name):
+    torch.manual_seed(1)
+    operation, count = operations((3, 4), 7, torch.float64)[name]
+    plain = [torch.randn(3, 4, 7, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    # as Megatron-Core's [S, B, V] seen as [B, S, V], without the first position and the last column
+    stored = [F.pad(x.detach(), (0, 1, 1, 0)).transpose(0, 1).contiguous().requires_grad_() for x in plain]
+    before = [x.detach().clone() for x in stored]
+    found, expected = operation(*(x.transpose(0, 1)[:, 1:, :-1] for x in stored)), operation(*plain)
+    assert torch.equal(found, expected)
+    weights = torch.randn_like(expected)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for one, other, was in zip(stored, plain, before, strict=True):
+        assert torch.equal(one.grad.transpose(0, 1)[:, 1:, :-1], other.grad)
+        assert torch.equal(one.detach(), was)
+
+
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min / 2, -math.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_columns_add_exactly_nothing(name, mask):
+    """Padding of the vocabulary, or a flow's own -inf, against the logits without these columns."""
+    torch.manual_seed(2)
+    operation, count = operations((2, 3), 9, torch.float32)[name]
+    plain = [torch.randn(2, 3, 9, requires_grad=True) for _ in range(count)]
+    padded = [F.pad(x.detach(), (0, 4), value=mask).requires_grad_() for x in plain]
+    found, expected = operation(*padded), operation(*plain)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    found.sum().backward()
+    expected.sum().backward()
+    for one, other in zip(padded, plain, strict=True):
+        torch.testing.assert_close(one.grad[..., :9], other.grad, rtol=1e-6, atol=1e-6)
+        assert torch.equal(one.grad[..., 9:], torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
+def test_a_teacher_with_all_ids_known_is_the_whole_teacher(kind, temperature):
+    torch.manual_seed(3)
+    student, teacher = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
+    a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
+    whole = ops.kl_divergence(a, teacher, kind, temperature, ONE)
+    shifted = teacher.log_softmax(-1)  # log-probabilities do as well as logits
+    of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE), kind, temperature, ONE)
+    whole.sum().backward()
+    of_top_k.sum().backward()
+    torch.testing.assert_close(of_top_k, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_divergence_of_equal_logits_is_nothing_and_jensen_shannon_is_bounded():
+    logits = torch.randn(2, 3, 50, dtype=torch.float64) * 5
+    for kind in KINDS:
+        assert ops.kl_divergence(logits, logits.clone(), kind, group=ONE).abs().max() < 1e-14
+    apart = 1e3 * torch.eye(4, dtype=torch.float64)  # no common id
+    found = ops.kl_divergence(apart, apart.roll(1, 0), "jensen_shannon", group=ONE)
+    torch.testing.assert_close(found, torch.full_like(found, math.log(2)), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_stays_under_its_bound_at_any_length(name, monkeypatch):
+    """What torch's allocator holds at most, beyond inputs, outputs and one gradient per input."""
+    columns, chunk = 2048, 2**18  # 10 and 5 tokens a block where one and two fp32 buffers are needed
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk)
+    peaks = {}
+    for length in (128, 512):
+        operation, count = operations((2, length), columns, torch.float32)[name]
+        logits = [torch.randn(2, length, columns, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+        outer = torch.ones_like(operation(*logits))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            result = operation(*logits)
+            result.backward(outer)
+        held = result.nbytes * 2 + sum(x.grad.nbytes for x in logits)
+        peaks[length] = (peak_bytes(trace) - held, 2 * length)
+    for beyond, tokens in peaks.values():
+        assert beyond <= chunk + TOKEN_BYTES * tokens, peaks
+    assert peaks[512][0] > 0
+    assert peaks[512][0] - peaks[128][0] <= TOKEN_BYTES * 768
+
+
+def peak_bytes(trace: profile) -> int:
+    """Largest sum of live bytes among the allocations and releases that the profiler saw."""
+    live = peak = 0
+    for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (), (2, 3, 4), (0, 4), (4, 0)])
+@pytest.mark.parametrize("limit", [1, 20, 30, 60, 70, 10**6])
+def test_blocks_cover_each_token_once_within_the_limit(shape, limit):
+    seen = torch.zeros(shape)
+    for block in token_blocks(shape, 10, limit):
+        seen[block] += 1
+        assert seen[block].numel() <= max(1, limit // 10)
+    assert torch.equal(seen, torch.ones(shape))
+
+
+def test_errors_say_what_does_not_fit():
+    logits = torch.randn(2, 3, 8)
+    with pytest.raises(FlowError, match=r"no kind 'backward'; choose forward, reverse, jensen_shannon"):
+        ops.kl_divergence(logits, logits, "backward", group=ONE)
+    for temperature in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(FlowError, match="must be a positive number"):
+            ops.kl_divergence(logits, logits, temperature=temperature, group=ONE)
+    with pytest.raises(FlowError, match=r"teacher logits \[2, 3, 7\] and student logits \[2, 3, 8\] differ"):
+        ops.kl_divergence(logits, logits[..., :7], group=ONE)
+    with pytest.raises(FlowError, match="the teacher is a tuple; give its logits or a TopK"):
+        ops.kl_divergence(logits, (logits, logits.long()), group=ONE)
+    with pytest.raises(FlowError, match="a TopK teacher gets no gradient"):
+        ops.kl_divergence(logits, ops.top_k(logits.clone().requires_grad_(), 2, ONE), group=ONE)
+    with pytest.raises(FlowError, match=r"k=9 needs 1 <= k <= 8"):
+        ops.top_k(logits, 9, ONE)
+    with pytest.raises(FlowError, match=r"id_sets \[2, 3\] do not fit logits \[2, 3, 8\].*\[2, 3, 'K'\]"):
+        ops.gather_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), ONE)
+    with pytest.raises(FlowError, match="must be floating logits"):
+        ops.entropy(logits.long(), ONE)
+
+
+def test_a_second_derivative_is_refused():
+    logits = torch.randn(1, 2, 5, requires_grad=True)
+    (first,) = torch.autograd.grad(ops.entropy(logits, ONE).square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_names_are_found_without_importing_torch():
+    code = (
+        "import sys, megatron_wrap.ops as ops; print({'torch', 'megatron'} & set(sys.modules)); "
+        "import megatron_wrap.ops.divergence; print(all(callable(getattr(ops, name)) for name in ops.__all__), "
+        "'megatron' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["set()", "True False"]
