@@ -86,5 +86,5 @@ def parameter_square_sum(state: TrainingState) -> Tensor:
             is_slice = getattr(parameter, "tensor_model_parallel", False)
             is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
             if (is_slice or parallel.tp.rank == 0) and not is_copy:
-                total += parameter.float().norm().double() ** 2
+                total += torch.linalg.vector_norm(parameter, dtype=torch.float64) ** 2
     return total

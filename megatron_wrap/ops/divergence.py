@@ -165,6 +165,7 @@ class _Divergence(torch.autograd.Function):
                 own_sum = sums[min(index, len(sums) - 1)][block].unsqueeze(-1)
                 slope = ctx.formula.slopes[index](logs[index], logs[1 - index], own_sum)
                 grad[block] = slope.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
+                del logs, slope  # not held while the next block is made
         return grads[0], grads[1], None, None, None
 
 

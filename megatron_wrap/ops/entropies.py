@@ -46,8 +46,7 @@ class _Entropy(torch.autograd.Function):
         normalizer = join_normalizer(*normalizer_parts(logits, dtype), group)
         result = torch.empty_like(normalizer)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * dtype.itemsize):
-            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
-            result[block] = log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
+            result[block] = _plain_entropy(block_log_probs(logits[block], normalizer[block], 1.0))
         reduce_in_place(result, "sum", group)
         ctx.save_for_backward(logits, normalizer, result)
         return result
@@ -58,7 +57,17 @@ class _Entropy(torch.autograd.Function):
         logits, normalizer, result = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * normalizer.dtype.itemsize):
-            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
-            scale = -grad_outputs[0][block].unsqueeze(-1)
-            grad[block] = log_probs.exp().mul_(log_probs.add_(result[block].unsqueeze(-1))).mul_(scale)
+            slope = _slope(block_log_probs(logits[block], normalizer[block], 1.0), result[block])
+            grad[block] = slope.mul_(grad_outputs[0][block].unsqueeze(-1))
+            del slope  # not held while the next block is made
         return grad, None
+
+
+def _plain_entropy(log_probs: Tensor) -> Tensor:
+    """This rank's share, [n, C] -> [n]."""
+    return log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
+
+
+def _slope(log_probs: Tensor, value: Tensor) -> Tensor:
+    """-p (log p + entropy), [n, C] and [n] -> [n, C]; overwrites its input."""
+    return log_probs.exp().mul_(log_probs.add_(value.unsqueeze(-1))).neg_()

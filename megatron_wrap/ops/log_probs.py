@@ -19,11 +19,11 @@ from megatron_wrap.ops.vocabulary import (
     CHUNK_BYTES,
     check_logits,
     compute_dtype,
+    exponentials,
     log_normalizer,
     normalizer_parts,
     owned_logits,
     owned_places,
-    scaled,
     token_blocks,
 )
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
@@ -129,13 +129,10 @@ def _log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor
     one_hot = grad_out.masked_fill(~owned, 0.0).unsqueeze(-1)
     places = local_ids.clamp(0, columns - 1).unsqueeze(-1)
     for block in token_blocks(local_ids.shape, columns * dtype.itemsize, CHUNK_BYTES):
-        part = _softmax(logits[block], log_normalizer[block]).mul_(-grad_out[block].unsqueeze(-1))
+        part = exponentials(logits[block], log_normalizer[block]).mul_(-grad_out[block].unsqueeze(-1))
         grad[block] = part.scatter_add_(-1, places[block], one_hot[block])
+        del part  # not held while the next block is made
     return grad
-
-
-def _softmax(logits: Tensor, log_normalizer: Tensor) -> Tensor:
-    return scaled(logits, log_normalizer.dtype, 1.0).sub_(log_normalizer.unsqueeze(-1)).exp_()
 
 
 class _GatherLogProbs(torch.autograd.Function):
@@ -147,6 +144,7 @@ class _GatherLogProbs(torch.autograd.Function):
         for block in token_blocks(normalizer.shape, id_sets.shape[-1] * _ID_SET_BYTES):
             places, owned = owned_places(id_sets[block], columns, group)
             result[block] = owned_logits(logits[block], places, owned, dtype)
+            del places, owned
         reduce_in_place(result, "sum", group)
         ctx.save_for_backward(logits, id_sets, normalizer)
         ctx.group = group
@@ -162,8 +160,9 @@ class _GatherLogProbs(torch.autograd.Function):
         for block in token_blocks(normalizer.shape, token_bytes):
             outer = grad_outputs[0][block].to(dtype)
             places, owned = owned_places(id_sets[block], columns, ctx.group)
-            part = _softmax(logits[block], normalizer[block]).mul_(-outer.sum(dim=-1, keepdim=True))
+            part = exponentials(logits[block], normalizer[block]).mul_(-outer.sum(dim=-1, keepdim=True))
             grad[block] = part.scatter_add_(-1, places, outer.masked_fill(~owned, 0.0))
+            del outer, places, owned, part  # not held while the next block is made
         return grad, None, None
 
 
@@ -184,5 +183,8 @@ class _VocabularyMax(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         index, owned = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=grad_outputs[0].dtype, device=index.device)
-        grad.scatter_(-1, index.unsqueeze(-1), torch.where(owned, grad_outputs[0], 0).unsqueeze(-1))
+        outer = torch.where(owned, grad_outputs[0], 0).unsqueeze(-1)
+        # on a CPU torch's scatter works on an fp32 copy of half-precision tensors
+        for block in token_blocks(index.shape, ctx.shape[-1] * 4, CHUNK_BYTES):
+            grad[block].scatter_(-1, index[block].unsqueeze(-1), outer[block])
         return grad, None

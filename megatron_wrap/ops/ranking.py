@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wrap.errors import FlowError
-from megatron_wrap.ops.vocabulary import check_logits, owned_places, token_blocks
+from megatron_wrap.ops.vocabulary import check_logits, compute_dtype, owned_places, token_blocks
 from megatron_wrap.parallel.collectives import ProcessGroup, gather_tensors
 from megatron_wrap.parallel.state import tensor_parallel_group
 
@@ -68,6 +68,7 @@ class _TopK(torch.autograd.Function):
                 best, order = torch.cat(gather_tensors(best, group), dim=-1).topk(k, dim=-1)
                 places = candidates.gather(-1, order)
             values[block], ids[block] = best, places
+            del best, places
         ctx.save_for_backward(ids)
         ctx.mark_non_differentiable(ids)
         ctx.columns, ctx.group = columns, group
@@ -78,8 +79,12 @@ class _TopK(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
         outer = grad_outputs[0]
-        grad = outer.new_zeros(*ids.shape[:-1], ctx.columns)
-        for block in token_blocks(ids.shape[:-1], ids.shape[-1] * (3 * _ID_BYTES + outer.dtype.itemsize)):
+        grad = outer.new_empty(*ids.shape[:-1], ctx.columns)
+        # on a CPU torch's scatter_add makes copies of half-precision tensors; in fp32 it makes none
+        dtype = compute_dtype(outer)
+        for block in token_blocks(ids.shape[:-1], ctx.columns * dtype.itemsize + ids.shape[-1] * 5 * _ID_BYTES):
             places, owned = owned_places(ids[block], ctx.columns, ctx.group)
-            grad[block].scatter_add_(-1, places, outer[block].masked_fill(~owned, 0.0))
+            part = torch.zeros(*places.shape[:-1], ctx.columns, dtype=dtype, device=outer.device)
+            grad[block] = part.scatter_add_(-1, places, outer[block].to(dtype).masked_fill(~owned, 0.0))
+            del places, owned, part  # not held while the next block is made
         return grad, None, None

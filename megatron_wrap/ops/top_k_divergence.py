@@ -69,6 +69,7 @@ class _TopKDivergence(torch.autograd.Function):
             floored(log_q.sub_(normalizer[block].unsqueeze(-1)))
             log_p = _teacher(values[block], dtype, temperature)
             result[block], mean[block] = _value_and_mean(kind, log_q, log_p)
+            del places, owned, log_q, log_p  # not held while the next block is made
         ctx.save_for_backward(logits, values, ids, normalizer, mean)
         ctx.kind, ctx.temperature, ctx.group = kind, temperature, group
         return result
@@ -88,6 +89,7 @@ class _TopKDivergence(torch.autograd.Function):
             part = _slope_of_all(ctx.kind, logits, block, normalizer, mean, ctx.temperature)
             part.scatter_add_(-1, places, known)
             grad[block] = part.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
+            del places, owned, log_q, log_p, known, part
         return grad, None, None, None, None, None
 
 

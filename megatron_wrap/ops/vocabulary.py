@@ -20,7 +20,7 @@ from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 
 CHUNK_BYTES = 256 * 2**20
 """Bound of the working memory of one block of tokens, bytes (one token at least is worked on at a time)."""
-TOKEN_BYTES = 128
+TOKEN_BYTES = 64
 """Bound of what an operation keeps for each token beside its blocks, bytes: normalizers and other single numbers."""
 
 Block = tuple[slice, ...]
@@ -76,8 +76,8 @@ def normalizer_parts(
     highest.clamp_(min=torch.finfo(dtype).min / 2)  # a shard of -inf must give 0, not NaN
     total = torch.empty_like(highest)
     for block in token_blocks(total.shape, logits.shape[-1] * dtype.itemsize, limit):
-        part = scaled(logits[block], dtype, temperature)
-        total[block] = part.sub_(highest[block].unsqueeze(-1)).exp_().sum(dim=-1)
+        # no name for the block: it would be held while the next is made
+        total[block] = exponentials(logits[block], highest[block], temperature).sum(dim=-1)
     return highest, total
 
 
@@ -99,6 +99,11 @@ def scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
     """A copy of logits / temperature in `dtype`."""
     copy = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return copy if temperature == 1.0 else copy.div_(temperature)
+
+
+def exponentials(logits: Tensor, subtrahend: Tensor, temperature: float = 1.0) -> Tensor:
+    """exp(logits / temperature - subtrahend), [n, C] and [n] -> [n, C] in the subtrahend's type."""
+    return scaled(logits, subtrahend.dtype, temperature).sub_(subtrahend.unsqueeze(-1)).exp_()
 
 
 def floored(log_probs: Tensor) -> Tensor:

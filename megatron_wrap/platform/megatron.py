@@ -227,10 +227,29 @@ def repair(replacements: Replacements) -> None:
         # 0.16 binds the name only if Transformer Engine imports, and reads it always (`moe_utils.py`, router GEMM).
         replacements.set(moe_utils, "te_general_gemm", None)
     _replace_results_queue(replacements)
+    _replace_gradient_norm(replacements)
     for text, logger in _NOISE.items():
         log_filter = functools.partial(_says_other_than, text)
         logging.getLogger(logger).addFilter(log_filter)
         replacements.on_undo(functools.partial(logging.getLogger(logger).removeFilter, log_filter))
+
+
+def _replace_gradient_norm(replacements: Replacements) -> None:
+    """Without Transformer Engine and Apex the norm of the gradient is `local_multi_tensor_l2_norm` (utils.py). On the
+    CPU its fp32 sums lose 1e-5 on a million elements (torch 2.13), so it depends on how a layout cuts them; on a GPU it
+    waits for the device at each tensor."""
+    module = importlib.import_module("megatron.core.optimizer.clip_grads")
+    if getattr(module.l2_norm_impl, "__name__", "") == "local_multi_tensor_l2_norm":
+        replacements.set(module, "l2_norm_impl", l2_norm)
+
+
+def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per_tensor: Any) -> tuple[Any, None]:
+    """Norm of all tensors of the first list together, summed in fp64; [1], fp32, on their device. The other arguments
+    are those of amp_C's multi_tensor_l2norm, whose place it takes."""
+    import torch
+
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensor_lists[0]]
+    return torch.stack(norms).square().sum().sqrt().float().reshape(1), None
 
 
 def _says_other_than(text: str, record: logging.LogRecord) -> bool:

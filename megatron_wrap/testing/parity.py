@@ -333,6 +333,7 @@ def _overrides(config: str | Path, overrides: Sequence[str], flow: str | None, s
             "load": "null",
             "finetune": "false",
             "eval_interval": "null",
+            "check_for_nan_in_loss_and_grad": "false",  # nan is a finding here
         }.items()
     ]
     values += [

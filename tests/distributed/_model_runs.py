@@ -10,7 +10,6 @@ import numpy
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
-STEPS = 4
 
 
 def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
@@ -28,12 +27,14 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
     """Train from initial weights on this rank's layout.
 
     Args:
-        lone_token: the second batch has one token to learn, whose gradient is as large as those of a whole batch of
-            others together: a loss scale that suits the others overflows there, on one rank of DP or CP alone.
+        lone_token: take four steps, not three, and leave the second batch one token to learn, whose gradient is as
+            large as those of a whole batch of others together: a loss scale that suits the others overflows there, on
+            one rank of DP or CP alone.
 
     Returns:
-        For each step losses, grad_norms, loss_scales, skipped, samples and whether weights changed; digests of all
-        initial weights by global name; digests after training of this rank's own copies of the word embedding.
+        For each step losses, grad_norms, loss_scales, skipped, samples and, with lone_token, whether weights changed;
+        digests of all initial weights by global name; digests after training of this rank's own copies of the word
+        embedding.
     """
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.core.model.initial_weights import global_names
@@ -45,15 +46,16 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
         state = wrap._ready()
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size
-        batches = samples(size * STEPS, wrap.config.train.seq_length)
+        steps = 4 if lone_token else 3
+        batches = samples(size * steps, wrap.config.train.seq_length)
         if lone_token:
             for place, sample in enumerate(batches[size : 2 * size]):
                 sample["loss_mask"] = [int(place == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
         metrics, changed = [], []
-        for step in range(STEPS):
-            before = _digests(state.chunks)
+        for step in range(steps):
+            before = _weights(wrap) if lone_token else []
             metrics.append(wrap.train(batches[step * size : (step + 1) * size]))
-            changed.append(_digests(state.chunks) != before)
+            changed.append(lone_token and _weights(wrap) != before)
         wrap.evaluate({"last": batches[-size:]})  # completes a gathering of parameters that overlaps with the forward
         tied = not wrap.config.arch.untie_embeddings_and_output_weights
         embeddings = [
@@ -74,7 +76,13 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
     }
 
 
-def _digests(chunks: list[Any]) -> list[str]:
+def _weights(wrap: Any) -> list[str]:
+    """Digests of this rank's weights, after any gathering that would overlap with the next forward pass."""
+    chunks = wrap._ready().chunks
+    if wrap.config.ddp.overlap_param_gather:
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.enable_forward_pre_hook()
     return [_digest(parameter) for chunk in chunks for parameter in chunk.parameters()]
 
 

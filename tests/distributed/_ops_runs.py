@@ -1,4 +1,4 @@
-"""What a rank does for the tests of `megatron_wrap.ops`: its columns' result against torch's on the whole vocabulary."""
+"""What a rank does for the tests of `megatron_wrap.ops`: its columns' results against torch's on the vocabulary."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ def pairs() -> Iterator[tuple[str, Operation, Operation]]:
         lambda student, teacher, ids, group: torch.distributions.Categorical(logits=student).entropy(),
     )
     yield (
+        "vocabulary_max",
+        lambda student, teacher, ids, group: ops.vocabulary_max(student, group),
+        lambda student, teacher, ids, group: student.max(dim=-1).values,
+    )
+    yield (
         "top_k",
         lambda student, teacher, ids, group: ops.top_k(student, K, group).values,
         lambda student, teacher, ids, group: student.topk(K).values,
@@ -124,15 +129,13 @@ def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
         weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         (found.double() * weights).sum().backward()
         (expected * weights).sum().backward()
-        torch.testing.assert_close(
-            found.double(), expected, rtol=tolerance, atol=tolerance, msg=name + ": {}"
-        )
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance, msg=(name + ": {}").format)
         for part, whole in zip(parts, wide, strict=True):
             assert (part.grad is None) == (whole.grad is None), name
             if part.grad is not None:
                 of_mine = F.pad(whole.grad, (0, padded - vocabulary))[..., mine]
                 torch.testing.assert_close(
-                    part.grad.double(), of_mine, rtol=tolerance, atol=tolerance, msg=lambda m: f"gradient of {name} {m}"
+                    part.grad.double(), of_mine, rtol=tolerance, atol=tolerance, msg=f"gradient of {name}: {{}}".format
                 )
                 assert not part.grad[..., max(0, vocabulary - mine.start) :].any(), f"{name}: padding has a gradient"
         done.append(name)

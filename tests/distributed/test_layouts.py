@@ -38,3 +38,16 @@ def test_the_comparison_sees_a_wrong_gradient(one_rank):
     """What the tolerance is worth: no gradient is so small that any value would pass."""
     assert all(numpy.linalg.norm(gradient) > 1e-4 for gradient in one_rank["gradients"].values())
     assert len(one_rank["gradients"]) == 3 + 4 * 6  # embedding, output layer, final norm; six in each layer
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")], ids=lambda layout: layout.name
+)
+def test_the_shipped_tiny_llama_trains_like_one_rank(layout: Layout, ranks):
+    """Its full size: gradients long enough for the rounding of a norm to show."""
+    sizes = ("hidden_size=256", "ffn_hidden_size=704", "vocab_size=4096")
+    overrides = tuple(f"megatron_lm.model.arch.{size}" for size in sizes)
+    one_rank = ranks(1).run(layout_runs.train, overrides, 5, False)[0]
+    found = ranks(layout.processes).run(layout_runs.train, (*overrides, *layout.overrides), 5, False)[0]
+    numpy.testing.assert_allclose(found["losses"], one_rank["losses"], rtol=1e-5)
+    numpy.testing.assert_allclose(found["grad_norms"], one_rank["grad_norms"], rtol=1e-5)

@@ -53,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "squared_relu": True,
         "rotary_percent": 0.5,
     },
+    "six-layers": {"num_layers": 6},
+    "six-layers-tied": {"num_layers": 6, "untie_embeddings_and_output_weights": False},
     "unpadded-on-one-rank": {"make_vocab_size_divisible_by": 1},
 }
 
@@ -91,18 +93,18 @@ CASES = [
     *(Case(model, "cp2", 2, CP2) for model in ("tied", "gpt2", "qk-norm")),
     *(Case(model, "tp2-pp2", 4, TP2_PP2) for model in ("tied", "gpt2", "qk-norm")),
     Case("qk-norm", "tp2", 2, _layout(tp=2, sp=False)),
-    Case("tied", "pp2-vpp3", 2, _layout(pp=2, layers_per_chunk=1)),
+    Case("tied", "pp2-vpp2", 2, _layout(pp=2, layers_per_chunk=1)),
     Case("gpt2", "dp2-overlap", 2, OVERLAP),
     Case("tied", "pp2-overlap", 4, (*PP2, *OVERLAP)),
     # 301 rows go over four ranks of 128: the third has padding, the fourth nothing else
     Case("llama", "tp4", 4, _layout(tp=4, sp=True)),
     Case("llama", "pp2-first-1", 2, _layout(pp=2, first=1)),
     Case("tied", "pp2-last-1", 2, _layout(pp=2, last=1)),
-    Case("llama", "pp2-vpp2-first-2", 2, _layout(pp=2, chunks=2, first=2)),
-    Case("tied", "pp4-first-1-last-1", 4, _layout(pp=4, first=1, last=1)),
+    Case("six-layers", "pp2-vpp2-first-2", 2, _layout(pp=2, chunks=2, first=2)),
+    Case("six-layers-tied", "pp4-first-1-last-1", 4, _layout(pp=4, first=1, last=1)),
     Case("llama", "dp2-overlap", 2, OVERLAP),
     Case("llama", "tp2-dp2-overlap", 4, (*TP2_SP, *OVERLAP)),
-    Case("llama", "pp2-vpp3-dp2-overlap", 4, (*_layout(pp=2, layers_per_chunk=1), *OVERLAP)),
+    Case("llama", "pp2-vpp2-dp2-overlap", 4, (*_layout(pp=2, layers_per_chunk=1), *OVERLAP)),
     Case("llama", "cp2-overlap", 2, (*CP2, *OVERLAP)),
     Case("llama", "recompute-full", 1, FULL),
     Case("llama", "recompute-modules", 1, MODULES),
@@ -207,7 +209,7 @@ def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_pa
 def test_fp16_learns_what_fp32_learns(one_rank):
     """The scale, which grows on the way, leaves no trace in gradients and updates."""
     exact, half = one_rank("tied"), one_rank("tied", *FP16)
-    assert half["skipped"] == [0, 0, 0, 0]
-    assert half["loss_scales"] == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
+    assert half["skipped"] == [0, 0, 0]
+    assert half["loss_scales"] == [2.0**16, 2.0**17, 2.0**17]
     numpy.testing.assert_allclose(half["losses"], exact["losses"], rtol=5e-3)
     numpy.testing.assert_allclose(half["grad_norms"], exact["grad_norms"], rtol=0.1)

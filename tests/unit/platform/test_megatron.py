@@ -158,3 +158,18 @@ def test_an_asynchronous_save_names_the_built_in_way():
     assert set(arguments) <= set(known)
     assert arguments["async_sharded_save"]
     assert arguments.get("async_strategy") == ("mcore" if "async_strategy" in known else None)
+
+
+def test_the_norm_of_a_long_gradient_is_exact() -> None:
+    import torch
+
+    from megatron_wrap.platform.megatron import l2_norm
+
+    torch.manual_seed(0)
+    gradients = [torch.randn(1_000_000) ** 3, torch.randn(17, 3)]
+    expected = torch.cat([gradient.flatten().double() for gradient in gradients]).norm()
+    norm, nothing = l2_norm(2048, None, [gradients], False)
+    assert nothing is None
+    assert norm.dtype == torch.float32
+    assert norm.shape == (1,)
+    assert abs(norm.item() / expected.item() - 1) < 1e-7

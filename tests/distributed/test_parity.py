@@ -1,0 +1,74 @@
+"""`check-parity`: shipped and right flows pass, each wrong one is caught and most are told their mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import _flow_zoo as zoo
+import pytest
+from layout_runs import token_samples
+
+from megatron_wrap.cli.main import main
+from megatron_wrap.testing import assert_layout_invariant, check_parity
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, parse_layout
+
+CONFIG = Path(__file__).parent / "layouts.yaml"
+FEW = ("mbs1", "padded", "dp2", "cp2", "tp2", "pp2")
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[dict[str, list[int]]]:
+    found = token_samples(16, 48)
+    # one whose loss tokens all stand at its end: a context-parallel rank may have none of a micro-batch
+    found[0]["loss_mask"] = [0] * len(found[0]["loss_mask"])
+    found[0]["loss_mask"][0:3] = [1, 1, 1]
+    found[1]["loss_mask"] = [0] * len(found[1]["loss_mask"])
+    found[1]["loss_mask"][0:3] = [1, 1, 1]
+    return found
+
+
+@pytest.mark.parametrize("flow", zoo.RIGHT, ids=lambda flow: flow.__name__)
+def test_no_right_flow_is_accused(flow, samples):
+    assert_layout_invariant(CONFIG, flow=f"_flow_zoo:{flow.__name__}", layouts=FEW, samples=samples)
+
+
+@pytest.mark.parametrize("flow", zoo.WRONG, ids=lambda flow: flow.__name__)
+def test_a_wrong_flow_is_caught_and_told_why(flow, samples):
+    layout, cause = zoo.WRONG[flow]
+    layouts = ("padded", layout) if layout in DEFAULT_LAYOUTS and layout != "padded" else FEW
+    report = check_parity(CONFIG, flow=f"_flow_zoo:{flow.__name__}", layouts=layouts, samples=samples, steps=1)
+    assert not report.agrees
+    [row] = [row for row in report.rows if row.layout == layout]
+    assert row.agrees is False
+    assert cause in row.note
+
+
+def test_the_command_prints_a_table_writes_json_and_exits_with_0(tmp_path, capsys):
+    config = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
+    code = main(
+        ["check-parity", str(config), "--layouts", "dp2,tp8", "--steps", "1", "--json", str(tmp_path / "r.json")]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0
+    assert "1 of 1 layouts agree" in shown
+    assert "takes 8 processes, more than 4" in shown
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["agrees"]
+    assert [row["layout"] for row in report["rows"]] == ["dp2", "tp8"]
+
+
+def test_a_wrong_flow_ends_the_command_with_1_and_a_broken_one_with_2(tmp_path, capsys):
+    lines = tmp_path / "samples.jsonl"
+    lines.write_text("".join(json.dumps(sample) + "\n" for sample in token_samples(8, 48)))
+    command = ["check-parity", str(CONFIG), f"--samples={lines}", "--steps=1", "--layouts=tp2"]
+    assert main([*command, "--flow=_flow_zoo:SoftmaxOfAPart"]) == 1
+    assert "part of the vocabulary" in capsys.readouterr().out
+    assert main([*command, "--flow=_flow_zoo:Missing"]) == 2
+    assert "_flow_zoo" in capsys.readouterr().err
+
+
+def test_layout_names():
+    case = parse_layout("tp2-sp-pp2-vpp2")
+    assert case.processes == 4
+    assert "megatron_lm.model.parallel.sequence_parallel=true" in case.overrides()

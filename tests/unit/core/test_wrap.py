@@ -1,0 +1,523 @@
+"""The facade on one process: the order of a run's life, its counters, records, schedule and what it gives back.
+
+Each test runs in a forked process with a group of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
+from megatron_wrap.utils.metric_loggers import MetricLoggerContext
+
+TRAIN, RATE, LOGGER = "megatron_lm.train.common", "megatron_lm.train.learning-rate", "megatron_wrap.logger"
+
+
+def data(count: int = 24) -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal lengths; the first token tells them apart."""
+    generator = numpy.random.default_rng(3)
+    lengths = generator.integers(5, 18, count)
+    return [
+        {"input_ids": [place, *generator.integers(0, 60, n - 1).tolist()], "loss_mask": [0, *[1] * (n - 1)]}
+        for place, n in enumerate(lengths)
+    ]
+
+
+@contextmanager
+def started(*overrides: str) -> Iterator[MegatronWrap]:
+    with MegatronWrap("run.yaml", overrides=overrides) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        yield wrap
+
+
+def lines(folder: str = "outputs/run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- order of life ----
+
+
+def test_constructing_does_nothing(in_fork):
+    def body() -> None:
+        before = os.listdir(), builtins.print, list(warnings.filters)
+        MegatronWrap("run.yaml")
+        assert (os.listdir(), builtins.print, list(warnings.filters)) == before
+        assert not dist.is_initialized()
+
+    in_fork(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda wrap: wrap.setup_model_and_optimizer(), r"call wrap\.initialize\(\) first"),
+        (lambda wrap: wrap.tp_size, r"call wrap\.initialize\(\) first"),
+        (lambda wrap: wrap.dp_group, r"call wrap\.initialize\(\) first"),
+        (lambda wrap: wrap.train([]), r"call wrap\.initialize\(\) and wrap\.setup_model_and_optimizer\(\) first"),
+        (lambda wrap: wrap.iteration, "setup_model_and_optimizer"),
+        (lambda wrap: wrap.evaluate({}), "setup_model_and_optimizer"),
+        (lambda wrap: wrap.forward([]), "setup_model_and_optimizer"),
+        (lambda wrap: wrap.save(), "setup_model_and_optimizer"),
+        (lambda wrap: wrap.load("x"), "setup_model_and_optimizer"),
+        (lambda wrap: next(wrap.batches([])), "setup_model_and_optimizer"),
+        (lambda wrap: wrap.log_last_metrics(), r"no step has been taken yet; call wrap\.train\(batch\) first"),
+    ],
+)
+def test_a_call_out_of_order_says_what_comes_first(in_fork, call, message):
+    wrap: list[Any] = []
+
+    def body() -> None:
+        wrap.append(MegatronWrap("run.yaml"))
+        with pytest.raises(MegatronWrapError, match=message):
+            call(wrap[0])
+        wrap[0].close()  # without initialize
+
+    in_fork(body)
+
+
+def test_a_run_is_over_after_close_and_another_can_begin(in_fork):
+    def body() -> None:
+        losses = []
+        for _ in range(2):
+            with started() as wrap:
+                wrap.initialize()  # a second time: nothing
+                sizes = (wrap.tp_size, wrap.pp_size, wrap.dp_size, wrap.cp_size, wrap.ep_size)
+                places = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
+                assert (sizes, places) == ((1,) * 5, (0,) * 5)
+                assert all(
+                    dist.get_world_size(getattr(wrap, f"{axis}_group")) == 1 for axis in ("tp", "pp", "dp", "cp", "ep")
+                )
+                losses.append(wrap.train(data()[:4])["loss"])
+            assert not dist.is_initialized()
+            wrap.close()
+            with pytest.raises(MegatronWrapError, match=r"call wrap\.initialize\(\)"):
+                wrap.train(data()[:4])
+        assert losses[0] == losses[1]
+
+    in_fork(body)
+
+
+def test_a_process_group_of_the_caller_stays(in_fork):
+    def body() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with started() as wrap:
+            wrap.train(data()[:4])
+        assert dist.is_initialized()
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+
+    in_fork(body)
+
+
+def test_the_host_program_is_changed_between_initialize_and_close_only(in_fork, monkeypatch, capfd):
+    monkeypatch.setenv("CONSOLE_LOG_LEVEL", "DEBUG")
+
+    def body() -> None:
+        logging.getLogger().addHandler(logging.NullHandler())
+        before = builtins.print, logging.getLogger().handlers[:], list(warnings.filters)
+        patches = [f"{LOGGER}.{name}=true" for name in ("patch_print", "remove_logging", "ignore_warning")]
+        wrap = MegatronWrap("run.yaml", overrides=patches)
+        assert (builtins.print, logging.getLogger().handlers, list(warnings.filters)) == before
+        wrap.initialize()
+        assert builtins.print is not before[0]
+        assert logging.getLogger().handlers == []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("hidden", FutureWarning, stacklevel=1)
+        assert caught == []
+        print("said by print")
+        wrap.close()
+        assert (builtins.print, logging.getLogger().handlers) == before[:2]
+        assert [entry for entry in warnings.filters if entry in before[2]] == before[2]
+
+    in_fork(body)
+    said = capfd.readouterr()
+    assert "said by print" in said.err
+    assert "said by print" not in said.out
+
+
+def test_a_failed_initialize_leaves_nothing_changed(in_fork, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")  # 4 samples do not go into 3 replicas of micro-batches of 2
+
+    def body() -> None:
+        wrap = MegatronWrap("run.yaml", overrides=[f"{LOGGER}.patch_print=true"])
+        real = builtins.print
+        with pytest.raises(MegatronWrapError, match="3"):
+            wrap.initialize()
+        assert builtins.print is real
+        assert not dist.is_initialized()
+
+    in_fork(body)
+
+
+# ---- steps ----
+
+STEP_NAMES = (
+    "iteration loss grad_norm learning_rate loss_scale consumed_samples consumed_tokens skipped_iterations elapsed_time "
+    "tokens_per_second tokens_per_second_per_device tflops throughput memory_allocated memory_reserved memory_max"
+)
+
+
+def test_metrics_of_a_step(in_fork):
+    def body() -> None:
+        with started() as wrap:
+            batch = data()[:4]
+            metrics = wrap.train(batch)
+            tokens = sum(len(sample["input_ids"]) - 1 for sample in batch)
+            assert metrics.keys() == {*STEP_NAMES.split(), "truncated_samples"}
+            assert (metrics["iteration"], metrics["consumed_samples"], metrics["consumed_tokens"]) == (1, 4, tokens)
+            assert (metrics["skipped_iterations"], metrics["loss_scale"]) == (0, 1.0)
+            assert metrics["truncated_samples"] == sum(len(sample["input_ids"]) > 17 for sample in batch)
+            assert metrics["tokens_per_second"] == pytest.approx(tokens / metrics["elapsed_time"])
+            assert metrics["tflops"] == metrics["throughput"] > 0
+            assert 0 < metrics["loss"] < 2 * math.log(60)
+            assert (wrap.iteration, wrap.consumed_samples) == (1, 4)
+
+    in_fork(body)
+
+
+def test_grad_norm_is_told_without_clipping_too(in_fork):
+    def body() -> None:
+        norms = []
+        for clip in (1.0, 0.0):
+            with started(f"megatron_lm.train.optimizer.clip_grad={clip}") as wrap:
+                norms.append(wrap.train(data()[:4])["grad_norm"])
+        assert norms[0] == norms[1] > 0
+
+    in_fork(body)
+
+
+def test_a_batch_of_another_size_is_refused_and_the_run_goes_on(in_fork):
+    def body() -> None:
+        with started() as wrap:
+            for wrong in (data()[:3], data()[:8], []):
+                with pytest.raises(DataError, match=rf"global_batch_size = 4 samples, got {len(wrong)}"):
+                    wrap.train(wrong)
+            with pytest.raises(DataError, match="samples are None"):
+                wrap.train()
+            assert wrap.train(data()[:4])["iteration"] == 1
+
+    in_fork(body)
+
+
+def test_a_step_past_train_iters_is_refused_and_batches_end(in_fork):
+    def body() -> None:
+        with started(f"{TRAIN}.train_iters=2") as wrap:
+            assert (
+                sum(1 for batch in wrap.batches(data()) if wrap.train(batch)) == wrap.iteration == wrap.train_iters == 2
+            )
+            with pytest.raises(
+                TrainingError, match=r"iteration 2 of megatron_lm\.train\.common\.train_iters 2 is done"
+            ):
+                wrap.train(data()[:4])
+            assert wrap.iteration == 2
+
+    in_fork(body)
+
+
+def test_a_flow_may_not_take_the_engine_s_names_but_older_ones_report_the_loss(in_fork):
+    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+
+    @MegatronWrapFlowEntry.register("clash")
+    class Clash(MegatronWrapGPTModelSFTFlow):
+        def calculate_loss(self, loss_inputs: Any, model_forward_output: Any) -> Any:
+            loss = super().calculate_loss(loss_inputs, model_forward_output).loss_sum / loss_inputs["loss_mask"].sum()
+            return loss, {"loss": 123.0, **({"grad_norm": 1.0} if name else {})}
+
+    name = ""
+
+    def body() -> None:
+        nonlocal name
+        with started("megatron_wrap.flow.flow_key=clash") as wrap:
+            assert wrap.train(data()[:4])["loss"] < 10
+            assert wrap.evaluate({"set": data()[:4]})["eval/set/loss"] < 10
+        name = "grad_norm"
+        with (
+            started("megatron_wrap.flow.flow_key=clash") as wrap,
+            pytest.raises(FlowError, match=r"reports the metrics \['grad_norm'\], which the engine makes"),
+        ):
+            wrap.train(data()[:4])
+
+    in_fork(body)
+
+
+def test_metrics_that_appear_later_are_refused(in_fork):
+    from megatron_wrap.core.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+
+    extra: dict[str, float] = {}
+
+    @MegatronWrapFlowEntry.register("growing")
+    class Growing(MegatronWrapGPTModelSFTFlow):
+        def calculate_loss(self, loss_inputs: Any, model_forward_output: Any) -> Any:
+            return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum, dict(extra))
+
+    def body() -> None:
+        with started("megatron_wrap.flow.flow_key=growing") as wrap:
+            wrap.train(data()[:4])
+            extra["new"] = 1.0
+            with pytest.raises(FlowError, match=r"metrics \['new'\] were not there in the first step"):
+                wrap.train(data()[:4])
+            assert "eval/set/new" in wrap.evaluate({"set": data()[:4]})  # each evaluation has names of its own
+
+    in_fork(body)
+
+
+# ---- batches, ramp-up, schedule ----
+
+
+def test_batches_are_an_epoch_s_permutation_and_a_resumed_run_goes_on_with_them(in_fork):
+    def body() -> None:
+        straight, resumed = [], []
+
+        def go_on(wrap: MegatronWrap, taken: list[Any], until: int) -> None:
+            for batch in wrap.batches(data()):
+                if wrap.iteration == until:
+                    break
+                taken.append([sample["input_ids"][0] for sample in batch])
+                wrap.train(batch)
+
+        with started(f"{TRAIN}.train_iters=8") as wrap:
+            go_on(wrap, straight, until=8)
+        for until in (3, 8):
+            with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved") as wrap:
+                go_on(wrap, resumed, until)
+                wrap.save()
+        assert resumed == straight
+        assert len(straight) == 8
+        first_epoch = [place for batch in straight[:6] for place in batch]
+        assert sorted(first_epoch) == list(range(24)) != first_epoch
+
+    in_fork(body)
+
+
+def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations(in_fork):
+    """From 2 by 2 over 12 samples to 8: four samples for each size, and the last one beyond twelve (the rule of
+    Megatron-Core 0.16's RampupBatchsizeNumMicroBatchesCalculator)."""
+
+    def body() -> None:
+        ramp = [f"{TRAIN}.rampup_batch_size=[2,2,12]", f"{TRAIN}.global_batch_size=8", f"{TRAIN}.train_iters=8"]
+        with started(*ramp, f"{RATE}.lr_warmup_iters=3") as wrap:
+            sizes, rates = [], []
+            with pytest.raises(DataError, match="global_batch_size = 2 samples, got 8"):
+                wrap.train(data()[:8])
+            for batch in wrap.batches(data()):
+                assert len(batch) == wrap.global_batch_size
+                sizes.append(len(batch))
+                rates.append(wrap.train(batch)["learning_rate"])
+            assert sizes == [2, 2, 4, 6, 8, 8, 8, 8]
+            assert wrap.consumed_samples == sum(sizes)
+            # warm-up ends after its three iterations, the decay after the last
+            assert rates[0] == 0.0
+            assert rates[3] == pytest.approx(1e-2)
+            assert wrap._ready().scheduler.get_lr({}) == pytest.approx(1e-3)
+
+    in_fork(body)
+
+
+STYLES = {
+    "constant": {},
+    "linear": {},
+    "cosine": {},
+    "inverse-square-root": {},
+    "WSD": {"lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "linear"},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_learning_rates_and_weight_decay_are_megatron_core_s(in_fork, style):
+    """Against its scheduler, stepped in iterations."""
+
+    def body() -> None:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD(
+            [{"params": [parameter], "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-2, "min_lr": 1e-3}]
+        )
+        expected = OptimizerParamScheduler(
+            optimizer,
+            init_lr=1e-4,
+            max_lr=1e-2,
+            min_lr=1e-3,
+            lr_warmup_steps=2,
+            lr_decay_steps=6,
+            lr_decay_style=style,
+            start_wd=0.01,
+            end_wd=0.1,
+            wd_incr_steps=8,
+            wd_incr_style="linear",
+            wsd_decay_steps=STYLES[style].get("lr_wsd_decay_iters"),
+            lr_wsd_decay_style=STYLES[style].get("lr_wsd_decay_style", "exponential"),
+        )
+        settings = {"lr_warmup_init": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 6, "lr_decay_style": style}
+        overrides = [f"{RATE}.{name}={value}" for name, value in {**settings, **STYLES[style]}.items()]
+        decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
+        overrides += [f"megatron_lm.train.optimizer.{name}={value}" for name, value in decay.items()]
+        with started(f"{TRAIN}.train_iters=8", *overrides) as wrap:
+            matrices = [group for group in wrap._ready().optimizer.param_groups if group["wd_mult"] == 1.0]
+            for _ in range(8):
+                group = optimizer.param_groups[0]
+                assert [g["lr"] for g in matrices] == pytest.approx([group["lr"]] * len(matrices))
+                assert matrices[0]["weight_decay"] == pytest.approx(group["weight_decay"])
+                assert wrap.train(data()[:4])["learning_rate"] == pytest.approx(group["lr"])
+                expected.step(increment=1)
+
+    in_fork(body)
+
+
+def test_warm_up_as_a_fraction_of_the_decay(in_fork):
+    def body() -> None:
+        with started(f"{RATE}.lr_warmup_fraction=0.5", f"{RATE}.lr_decay_style=constant") as wrap:
+            rates = [wrap.train(batch)["learning_rate"] for batch in wrap.batches(data())]
+        assert rates == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
+
+    in_fork(body)
+
+
+@pytest.mark.parametrize(("interval", "due"), [("2", [0, 2, 4, 6]), ("4", [0, 4]), ("null", [])])
+def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(in_fork, interval, due):
+    def body() -> None:
+        with started(f"{TRAIN}.eval_interval={interval}") as wrap:
+            found = [0] if wrap.evaluation_due else []
+            for batch in wrap.batches(data()):
+                wrap.train(batch)
+                found += [wrap.iteration] if wrap.evaluation_due else []
+        assert found == due
+
+    in_fork(body)
+
+
+# ---- evaluation and forward ----
+
+
+def test_evaluation_sets_by_name_and_their_limit(in_fork):
+    def body() -> None:
+        with started(f"{TRAIN}.eval_iters=2") as wrap:  # of 4 samples each
+            found = wrap.evaluate({"long": data(), "head": data()[:8], "one": data()[:1]})
+            names = ("loss", "truncated_samples")
+            assert list(found) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
+            assert found["eval/long/loss"] == found["eval/head/loss"] != found["eval/one/loss"]
+            with pytest.raises(DataError, match="the set 'none' is empty"):
+                wrap.evaluate({"none": []})
+            assert wrap.forward([]) == []
+
+    in_fork(body)
+
+
+def test_the_configuration_s_own_sets(in_fork):
+    def body() -> None:
+        for name in ("train", "easy"):
+            Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+        selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
+        with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
+            assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
+            found = wrap.evaluate()
+            assert found["eval/validation/loss"] == wrap.evaluate({"validation": data()})["eval/validation/loss"]
+
+    in_fork(body)
+
+
+def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refused(in_fork):
+    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+
+    @MegatronWrapFlowEntry.register("doubled")
+    class Doubled(MegatronWrapGPTModelSFTFlow):
+        def collate_data_micro_batch(self, iterator: Any) -> Any:
+            return tuple(
+                {name: torch.cat([tensor, tensor]) for name, tensor in part.items()}
+                for part in super().collate_data_micro_batch(iterator)
+            )
+
+    def body() -> None:
+        with started("megatron_wrap.flow.flow_key=doubled") as wrap:
+            wrap.train(data()[:4])
+            with pytest.raises(FlowError, match="collates 8 sequences of 4 samples"):
+                wrap.forward(data()[:4])
+
+    in_fork(body)
+
+
+# ---- records ----
+
+
+def test_records_of_a_run_that_is_resumed(in_fork):
+    """A killed run's last lines, of steps that its checkpoint lacks, are dropped; the resumed run appends."""
+
+    def body() -> None:
+        said: list[dict[str, float]] = []
+        for until in (3, 6):
+            with started(f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=3") as wrap:
+                assert wrap.iteration == (0 if until == 3 else 2)
+                while wrap.iteration < until:
+                    if wrap.evaluation_due:
+                        wrap.evaluate({"held": data()[:4]})
+                    place = 4 * wrap.iteration
+                    said.append(wrap.train(data()[place : place + 4]))
+                    wrap.log_last_metrics()
+                    wrap.log_last_metrics()  # a second call adds no line
+        found = lines()
+        assert [line["iteration"] for line in found] == [0, 1, 2, 3, 3, 4, 5, 6]
+        evaluations = [line for line in found if "loss" not in line]
+        assert [set(line) for line in evaluations] == [
+            {"iteration", "eval/held/loss", "eval/held/truncated_samples"}
+        ] * 2
+        steps = [line for line in found if "loss" in line]
+        assert steps == [*said[:2], *said[3:]]
+        assert said[2]["loss"] == said[3]["loss"]  # step 3, taken twice
+
+    in_fork(body)
+
+
+def test_each_step_is_recorded_whatever_the_console_shows(in_fork, capfd):
+    def body() -> None:
+        with started(f"{TRAIN}.log_interval=4", f"{LOGGER}.output_dir=elsewhere") as wrap:
+            for batch in wrap.batches(data()):
+                wrap.train(batch)
+                wrap.log_last_metrics()
+        assert [line["iteration"] for line in lines("elsewhere")] == [1, 2, 3, 4, 5, 6]
+
+    in_fork(body)
+    shown = [
+        text.split("iteration ")[1].split("/")[0] for text in capfd.readouterr().err.splitlines() if " | loss " in text
+    ]
+    assert shown == ["4", "6"]  # each interval, and the last
+
+
+def test_a_metric_logger_of_one_s_own(in_fork, monkeypatch):
+    heard: list[Any] = []
+
+    class Mine:
+        def __init__(self, context: MetricLoggerContext) -> None:
+            heard.append(Path(context.output_dir).name)
+
+        def log(self, step: int, metrics: Any) -> None:
+            heard.append((step, metrics["loss"]))
+
+        def close(self) -> None:
+            heard.append("closed")
+
+    from megatron_wrap.utils import metric_loggers
+
+    monkeypatch.setattr(metric_loggers, "Mine", Mine, raising=False)
+
+    def body() -> None:
+        with started(f"{LOGGER}.metric_loggers=[megatron_wrap.utils.metric_loggers:Mine]") as wrap:
+            loss = wrap.train(data()[:4])["loss"]
+            wrap.log_last_metrics()
+        assert heard == ["run", (1, loss), "closed"]
+
+    in_fork(body)

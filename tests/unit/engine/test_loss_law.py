@@ -1,0 +1,155 @@
+"""The law of the loss on one rank's micro-batches: what the schedule gets, what is refused. No process group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_wrap.core.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase, Total
+from megatron_wrap.engine.loss import OBJECTIVE, LossLaw, objective
+from megatron_wrap.engine.micro_batch import MicroBatch
+from megatron_wrap.errors import FlowError
+from megatron_wrap.metrics.metric import MetricSums, read_reduced
+from megatron_wrap.parallel.state import Axis, ParallelState
+
+
+class Flow(MegatronWrapTrainingFlowBase):
+    """Returns what the test says; `answer(output)` is calculate_loss."""
+
+    def __init__(self, answer: Any, coefficients: dict[str, float] | None = None) -> None:
+        context = FlowContext(2, 8, 16, 1, lambda part: part, lambda value: value, None)
+        super().__init__(FlowOptions("test", {}), context)
+        self.answer, self.coefficients = answer, coefficients or {}
+
+    def collate_data_micro_batch(self, iterator: Any) -> Any:
+        raise AssertionError("not collated here")
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        return self.coefficients
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> Any:
+        return self.answer(model_forward_output)
+
+
+def law(flow: Flow, step_weights: dict[str, float], num_microbatches: int = 1, dp: int = 1, cp: int = 1) -> LossLaw:
+    def axis(size: int) -> Axis:
+        return Axis(size, 0, None)  # type: ignore[arg-type]
+
+    one = axis(1)
+    parallel = ParallelState(one, one, one, axis(dp), axis(cp), one, axis(dp * cp), None)
+    return LossLaw(flow, parallel, step_weights, num_microbatches, MetricSums(torch.device("cpu")))
+
+
+def micro_batch(counted: bool = True, **weights: float) -> MicroBatch:
+    named = {"" if term == "loss" else term: weight for term, weight in weights.items()}
+    return MicroBatch({}, {}, named, torch.tensor([4, 4]), 4, counted)
+
+
+def reduced(sums: MetricSums) -> dict[str, float | None]:
+    return read_reduced(sums.names, sums.totals(), [float(number) for number in sums.vector(sums.names)])
+
+
+OUTPUT = [1.0, 2.0, 3.0]
+
+
+def output() -> Tensor:
+    return torch.tensor(OUTPUT, requires_grad=True)
+
+
+@pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 2, 1), (3, 2, 2)])
+def test_what_the_schedule_and_ddp_divide_by_is_put_in_before(num_microbatches, dp, cp):
+    """Megatron-Core divides by tokens (1) and micro-batches, DDP by dp * cp: loss_sum / W is left."""
+    taken = law(Flow(lambda out: LossOutput(out.sum())), {"": 20.0}, num_microbatches, dp, cp)
+    loss, tokens, _ = taken(micro_batch(loss=5.0), output())
+    assert int(tokens) == 1
+    assert loss.item() / num_microbatches / (dp * cp) == pytest.approx(6.0 / 20.0)
+    assert float(reduced(taken.sums)[OBJECTIVE]) == pytest.approx(6.0 * cp / 5.0)  # the sum of cp equal shares
+
+
+def test_terms_have_their_own_weights_and_coefficients():
+    flow = Flow(lambda out: LossOutput({"a": out.sum(), "b": (out**2).sum()}), {"b": 0.5})
+    taken = law(flow, {"a": 4.0, "b": 7.0})
+    loss, _, _ = taken(micro_batch(a=4.0, b=7.0), output())
+    assert loss.item() == pytest.approx(6.0 / 4 + 0.5 * 14.0 / 7)
+    values = reduced(taken.sums)
+    assert objective(values, flow.get_loss_coefficients()) == pytest.approx(loss.item())
+    assert values == {}
+
+
+def test_a_term_without_weight_in_the_step_is_left_out_of_loss_and_objective():
+    flow = Flow(lambda out: LossOutput({"a": out.sum(), "b": out.sum() * math.inf}))
+    taken = law(flow, {"a": 3.0, "b": 0.0})
+    here = output()
+    loss, _, _ = taken(micro_batch(a=3.0, b=0.0), here)
+    assert torch.autograd.grad(loss, here)[0].tolist() == pytest.approx([1 / 3] * 3)
+    assert objective(reduced(taken.sums), {}) == pytest.approx(2.0)
+
+
+def test_the_two_value_return_is_a_mean_over_micro_batches_and_replicas():
+    taken = law(Flow(lambda out: (out.mean(), {"seen": 1.0})), {"": 123.0}, num_microbatches=4, dp=2, cp=2)
+    loss, _, _ = taken(micro_batch(loss=9.0), output())
+    # complete and equal on both context-parallel ranks, whose gradients DDP averages
+    assert loss.item() == pytest.approx(2.0)
+    assert float(reduced(taken.sums)[OBJECTIVE]) == pytest.approx(2.0)
+
+
+def test_a_filler_adds_nothing_but_takes_part_in_the_backward_pass():
+    def fail(out: Tensor) -> Any:
+        raise AssertionError("the flow must not see a filler")
+
+    taken = law(Flow(fail), {"": 3.0})
+    here = output()
+    loss, _, _ = taken(micro_batch(counted=False, loss=3.0), here)
+    assert torch.autograd.grad(loss, here)[0].tolist() == [0.0, 0.0, 0.0]
+    assert taken.sums.names == ()
+
+
+def test_an_empty_share_may_have_no_graph():
+    taken = law(Flow(lambda out: LossOutput(torch.zeros(()))), {"": 3.0})
+    here = output()
+    loss, _, _ = taken(micro_batch(loss=0.0), here)
+    assert torch.autograd.grad(loss, here)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda out: LossOutput(out.detach().sum()), "loss is 6, but it does not depend on the model's output"),
+        (lambda out: (out.detach().mean(), {}), "loss is 2, but it does not depend on the model's output"),
+        (lambda out: LossOutput(out), r"the loss is of shape \(3,\); give a scalar tensor"),
+        (lambda out: LossOutput(6.0), "the loss is float; give a scalar tensor"),
+        (lambda out: LossOutput({"a": out.sum()}), r"gives the terms \['a'\], get_loss_weight \[''\]"),
+        (lambda out: out.sum(), r"returns Tensor; return LossOutput\(loss_sum, metrics\)"),
+        (lambda out: (out.sum(), out.sum()), "returns tuple; return LossOutput"),
+        (lambda out: LossOutput(out.sum(), {"m": out}), r"metric 'm' has shape \(3,\)"),
+    ],
+)
+def test_a_broken_contract_is_refused(answer, message):
+    taken = law(Flow(answer), {"": 3.0})
+    with pytest.raises(FlowError, match=message):
+        taken(micro_batch(loss=3.0), output())
+
+
+def test_a_detached_loss_is_right_where_no_gradient_is_asked_for():
+    taken = law(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})
+    with torch.no_grad():
+        taken(micro_batch(loss=3.0), output())
+    assert reduced(taken.sums)[OBJECTIVE] == pytest.approx(2.0)
+
+
+def test_metrics_of_each_kind_and_the_loss_scalar_weight():
+    kinds = {"pair": (2.0, 4.0), "scalar": 3.0, "total": Total(5.0)}
+    taken = law(Flow(lambda out: LossOutput(out.sum(), kinds)), {"": 8.0})
+    taken(micro_batch(loss=2.0), output())
+    kinds.update({"pair": (1.0, 8.0), "scalar": 1.0, "total": Total(1.0)})
+    taken(micro_batch(loss=6.0), output())
+    values = reduced(taken.sums)
+    assert (values["pair"], values["scalar"], values["total"]) == (3.0 / 12.0, (2 * 3.0 + 6 * 1.0) / 8, 6.0)
+
+
+def test_an_objective_without_any_weight_is_not_a_number():
+    assert math.isnan(objective({OBJECTIVE: None}, {}))

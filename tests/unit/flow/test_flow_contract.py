@@ -1,0 +1,109 @@
+"""What every flow has: finding it, its options, its helpers, its messages. No process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_wrap.core.flow import (
+    FlowContext,
+    FlowOptions,
+    MegatronWrapFlowEntry,
+    MegatronWrapGPTModelFlow,
+    MegatronWrapGPTModelSFTFlow,
+    MegatronWrapMinimalMockFlow,
+    MegatronWrapTrainingFlowBase,
+)
+from megatron_wrap.errors import ConfigError, FlowError
+
+
+def context(**changes: object) -> FlowContext:
+    settings = {
+        "micro_batch_size": 2,
+        "seq_length": 16,
+        "vocab_size": 50,
+        "cp_size": 1,
+        "sum_on_cp_group": lambda part: part,
+        "average_across_dp_ranks": lambda value: value,
+        "tokenizer": None,
+    }
+    return FlowContext(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def mock(vary_length: bool = True, **changes: object) -> MegatronWrapMinimalMockFlow:
+    options = FlowOptions("minimal_mock", {"vary_length": vary_length})
+    return MegatronWrapMinimalMockFlow(options, context(**changes))
+
+
+def test_flows_are_found_by_key_by_path_and_by_decorator():
+    found = MegatronWrapFlowEntry.get_flow_class
+    assert found("gpt_sft") is MegatronWrapGPTModelSFTFlow
+    assert found("minimal_mock") is MegatronWrapMinimalMockFlow
+    assert found("megatron_wrap.core.flow.sft:MegatronWrapGPTModelSFTFlow") is MegatronWrapGPTModelSFTFlow
+
+    @MegatronWrapFlowEntry.register("of_this_test")
+    class OfThisTest(MegatronWrapMinimalMockFlow):
+        pass
+
+    assert found("of_this_test") is OfThisTest
+
+
+def test_a_wrong_key_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="gpt_sft"):
+        MegatronWrapFlowEntry.get_flow_class("gpt_stf")
+    with pytest.raises(FlowError, match="not a subclass of MegatronWrapTrainingFlowBase"):
+        MegatronWrapFlowEntry.get_flow_class("megatron_wrap.errors:FlowError")
+
+
+def test_options_are_attributes_and_an_absent_one_is_named():
+    options = FlowOptions("mine", {"beta": 0.1})
+    assert (options.flow_key, options.beta) == ("mine", 0.1)
+    with pytest.raises(FlowError, match=r"key 'gamma', but megatron_wrap\.flow has only: beta, flow_key"):
+        _ = options.gamma
+
+
+def test_token_mean_ignores_what_stands_where_the_mask_is_0():
+    per_token = torch.tensor([[1.0, float("nan"), 3.0], [float("inf"), 5.0, 6.0]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]])
+    share = mock().token_mean(per_token, mask)
+    share.backward()
+    assert share.item() == 1.0 + 1.5 + 5.0
+    assert torch.equal(per_token.grad, mask)
+
+
+def test_sequence_mean_shares_what_every_context_parallel_rank_has():
+    per_sequence = torch.tensor([1.0, 2.0, 6.0])
+    assert sum(float(mock(cp_size=3).sequence_mean(per_sequence)) for _ in range(3)) == 9.0
+
+
+def test_a_flow_without_outputs_says_so():
+    with pytest.raises(FlowError, match=r"MegatronWrapMinimalMockFlow does not define calculate_outputs"):
+        mock().calculate_outputs({}, torch.zeros(1))
+
+
+def test_the_documented_inheritance_and_representation():
+    assert issubclass(MegatronWrapMinimalMockFlow, MegatronWrapGPTModelFlow)
+    assert issubclass(MegatronWrapGPTModelSFTFlow, MegatronWrapGPTModelFlow)
+    assert issubclass(MegatronWrapGPTModelFlow, MegatronWrapTrainingFlowBase)
+    assert str(mock()) == "MegatronWrapMinimalMockFlow(flow_key=minimal_mock, seq_length=16, micro_batch_size=2)"
+
+
+def test_a_mock_sample_is_a_function_of_its_index():
+    flow = mock()
+    inputs, loss_inputs = flow.collate_data_micro_batch(iter([{"index": 3}, {"index": 4}]))
+    torch.manual_seed(99)
+    again, _ = mock().collate_data_micro_batch(iter([{"index": 4}, {"index": 3}]))
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    assert lengths == again["attention_mask"].sum(dim=1).tolist()[::-1]
+    assert inputs["input_ids"][0, : lengths[0]].tolist() == again["input_ids"][1, : lengths[0]].tolist()
+    assert all(4 <= length <= 16 for length in lengths)
+    assert int(inputs["input_ids"].max()) < 50
+    assert torch.equal(loss_inputs["loss_mask"], inputs["attention_mask"])
+    assert flow.get_loss_weight(loss_inputs) == sum(lengths)
+
+
+def test_mock_samples_of_one_length_and_placeholders():
+    flow = mock(vary_length=False)
+    inputs, _ = flow.collate_data_micro_batch(iter([None, None, None]))  # takes micro_batch_size of them
+    assert inputs["input_ids"].shape == (2, 16)
+    assert inputs["attention_mask"].all()

@@ -1,0 +1,159 @@
+"""Supervised fine-tuning: what is learned of a conversation, shifted, padded and cut. No process group."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.core.flow import sft as sft_module
+from megatron_wrap.data.tokenizer import load_tokenizer
+from megatron_wrap.errors import DataError, FlowError
+
+ROOT = Path(__file__).parents[3]
+SEQ_LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The sample data set and tokenizer."""
+    output = tmp_path_factory.mktemp("sft") / "generated"
+    build = [sys.executable, str(ROOT / "examples/data/build.py"), "--output", str(output)]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    return output
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Any:
+    return load_tokenizer(folder / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def conversations(folder) -> list[dict[str, Any]]:
+    with open(folder / "validation.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines][:40]
+
+
+def flow(
+    tokenizer: Any = None,
+    micro_batch_size: int = 2,
+    seq_length: int = SEQ_LENGTH,
+    vocab_size: int = 4096,
+    **options: str,
+) -> MegatronWrapGPTModelSFTFlow:
+    settings = {"collate_type": "variable_length", "truncation": "right", **options}
+    context = FlowContext(
+        micro_batch_size, seq_length, vocab_size, 1, lambda part: part, lambda value: value, tokenizer
+    )
+    return MegatronWrapGPTModelSFTFlow(FlowOptions("gpt_sft", settings), context)
+
+
+def test_exactly_the_assistant_s_turns_are_learned(tokenizer, conversations):
+    """What the masked labels decode to is each assistant's text with the token that ends its turn."""
+    for conversation in conversations:
+        _, loss_inputs = flow(tokenizer, 1, seq_length=4096).collate_data_micro_batch(iter([conversation]))
+        learned = loss_inputs["labels"][0][loss_inputs["loss_mask"][0] == 1].tolist()
+        answers = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
+        text = tokenizer.decode(learned)
+        for answer in answers:
+            assert answer.strip() in text
+        ends = text.count(tokenizer.eos_token)
+        assert ends == len(answers)
+        remaining = text.replace(tokenizer.eos_token, "")
+        assert remaining.replace("\n", "").strip() == "".join(a.strip() for a in answers).replace("\n", "")
+
+
+def test_labels_are_the_ids_of_the_chat_template_shifted_by_one(tokenizer, conversations):
+    for conversation in conversations[:10]:
+        ids = tokenizer.apply_chat_template(conversation["messages"], tokenize=True, return_dict=False)
+        inputs, loss_inputs = flow(tokenizer, 1, seq_length=4096).collate_data_micro_batch(iter([conversation]))
+        assert inputs["input_ids"][0].tolist() == ids[:-1]
+        assert loss_inputs["labels"][0].tolist() == ids[1:]
+        assert inputs["position_ids"][0].tolist() == list(range(len(ids) - 1))
+
+
+@pytest.mark.parametrize("collate_type", ["fixed_length", "variable_length"])
+def test_padding_stands_on_the_right_and_counts_nothing(tokenizer, conversations, collate_type):
+    pair = sorted(conversations[:6], key=lambda sample: len(str(sample)))[:2]
+    made = flow(tokenizer, seq_length=512, collate_type=collate_type)
+    inputs, loss_inputs = made.collate_data_micro_batch(iter(pair))
+    lengths = [len(tokenizer.apply_chat_template(s["messages"], return_dict=False)) - 1 for s in pair]
+    width = 512 if collate_type == "fixed_length" else max(lengths)
+    for row, length in enumerate(lengths):
+        assert inputs["attention_mask"][row].tolist() == [1] * length + [0] * (width - length)
+        assert inputs["input_ids"][row, length:].tolist() == [tokenizer.pad_token_id] * (width - length)
+        assert not loss_inputs["loss_mask"][row, length:].any()
+    assert made.get_pad_values() == {"input_ids": tokenizer.pad_token_id}
+    assert made.get_loss_weight(loss_inputs) == float(loss_inputs["loss_mask"].sum()) > 0
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end_token(tokenizer):
+    class NoPad:
+        pad_token_id, eos_token_id = None, 7
+
+    assert flow(NoPad()).get_pad_values() == {"input_ids": 7}
+    assert flow(None).get_pad_values() == {"input_ids": 0}
+
+
+def token_sample(count: int) -> dict[str, list[int]]:
+    return {"input_ids": list(range(count)), "loss_mask": [0, *[1] * (count - 1)]}
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("right", range(0, 9)), ("left", range(3, 12))])
+def test_a_long_sample_is_cut_by_the_rule_and_counted(rule, kept):
+    """seq_length inputs need seq_length + 1 tokens: twelve tokens lose three."""
+    made = flow(seq_length=8, truncation=rule)
+    inputs, loss_inputs = made.collate_data_micro_batch(iter([token_sample(12), token_sample(9)]))
+    assert inputs["input_ids"].tolist() == [list(kept)[:-1], list(range(8))]
+    assert loss_inputs["labels"].tolist() == [list(kept)[1:], list(range(1, 9))]
+    assert loss_inputs["truncated"].tolist() == [1.0, 0.0]
+
+
+def test_a_long_sample_is_refused_where_truncation_is():
+    with pytest.raises(DataError, match="a sample has 12 tokens, 3 more than the 9 that fit"):
+        flow(seq_length=8, truncation="refuse").collate_data_micro_batch(iter([token_sample(12)]))
+
+
+def test_loss_is_the_cross_entropy_of_the_masked_tokens(monkeypatch):
+    class OneRank:
+        size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
+
+    real = sft_module.token_log_probs
+    monkeypatch.setattr(sft_module, "token_log_probs", lambda logits, ids: real(logits, ids, OneRank()))
+    made = flow(seq_length=8)
+    _, loss_inputs = made.collate_data_micro_batch(iter([token_sample(12), token_sample(5)]))
+    logits = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    output = made.calculate_loss(loss_inputs, logits)
+    labels = torch.where(loss_inputs["loss_mask"] == 1, loss_inputs["labels"], -100)
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(output.loss_sum, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (output.loss_sum, expected)))
+    truncated = output.metrics["truncated_samples"]
+    assert isinstance(truncated, Total)
+    assert float(truncated.value) == 1.0
+    log_probs = made.calculate_outputs(loss_inputs, logits.detach())["log_probs"]
+    picked = logits.detach().log_softmax(dim=-1).gather(2, loss_inputs["labels"][..., None]).squeeze(-1)
+    torch.testing.assert_close(log_probs, picked)
+    assert made.get_fields_and_seqdims()["log_probs"] == 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_sample_too_short_to_predict_anything_is_all_padding(count):
+    made = flow(seq_length=8)
+    inputs, loss_inputs = made.collate_data_micro_batch(
+        iter([token_sample(4), {"input_ids": [5] * count, "loss_mask": [1] * count}])
+    )
+    assert inputs["attention_mask"].sum(dim=1).tolist() == [3, 0]
+    assert not loss_inputs["loss_mask"][1].any()
+
+
+def test_an_unknown_collate_type_is_refused():
+    with pytest.raises(FlowError, match=r"it is fixed_length .* or variable_length"):
+        flow(collate_type="packed")
