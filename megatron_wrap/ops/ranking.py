@@ -71,14 +71,17 @@ class _TopK(torch.autograd.Function):
             del best, places
         ctx.save_for_backward(ids)
         ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # else torch makes zeros of the ids' size for them
         ctx.columns, ctx.group = columns, group
         return values, ids
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         outer = grad_outputs[0]
+        if outer is None:
+            return None, None, None
         grad = outer.new_empty(*ids.shape[:-1], ctx.columns)
         # on a CPU torch's scatter_add makes copies of half-precision tensors; in fp32 it makes none
         dtype = compute_dtype(outer)

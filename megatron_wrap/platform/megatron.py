@@ -226,6 +226,11 @@ def repair(replacements: Replacements) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 binds the name only if Transformer Engine imports, and reads it always (`moe_utils.py`, router GEMM).
         replacements.set(moe_utils, "te_general_gemm", None)
+    checkpointing = importlib.import_module("megatron.core.tensor_parallel.random")
+    constructor = checkpointing.CheckpointWithoutOutput.__init__
+    if not checkpointing.HAVE_TE and constructor.__defaults__ == (False,):
+        # its default False counts as fp8 (`self.fp8 = fp8 is not None`), which calls Transformer Engine
+        replacements.set(constructor, "__defaults__", (None,))
     _replace_results_queue(replacements)
     _replace_gradient_norm(replacements)
     for text, logger in _NOISE.items():

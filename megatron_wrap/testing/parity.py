@@ -359,7 +359,7 @@ def _overrides(config: str | Path, overrides: Sequence[str], flow: str | None, s
 
 
 def _tiny(config: RunConfig) -> list[str]:
-    """The same kind of model in little: its ratio of query to key heads, its kinds of norm, activation and positions."""
+    """The same kind of model in little: its ratio of query to key heads, its norms, activation and positions."""
     arch = config.arch
     groups = arch.num_query_groups or arch.num_attention_heads
     few_groups = groups if groups < 2 else 2

@@ -12,7 +12,7 @@ run() {  # NAME COMMAND...: results to results.txt, the rest to NAME.log
 }
 speed() { run "$1" torchrun --nproc-per-node "$2" --log-dir "$out" scripts/benchmark/train_speed.py --name "$1" "${@:3}"; }
 one() {
-  run tests python3 -m pytest -q tests/gpu
+  run tests timeout 150 python3 -m pytest -q tests/gpu
   for implementation in torch transformer_engine; do
     impl=$arch.transformer_impl=$implementation
     speed tiny-$implementation 1 scripts/benchmark/overhead.yaml --steps 8 $impl

@@ -96,15 +96,8 @@ class Shortcut(MegatronWrapGPTModelSFTFlow):
         return super().calculate_loss(loss_inputs, model_forward_output)
 
 
-class Detached(MegatronWrapGPTModelSFTFlow):
-    """Cuts the graph."""
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        return super().calculate_loss(loss_inputs, model_forward_output.detach())
-
-
 class NotANumber(MegatronWrapGPTModelSFTFlow):
-    """A loss that is nan, and with it the gradients; only in a micro-batch with `poison` among the tokens."""
+    """A loss that is nan, and with it the gradients."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum * float("nan"))

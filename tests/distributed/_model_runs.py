@@ -34,7 +34,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
     Returns:
         For each step losses, grad_norms, loss_scales, skipped, samples and, with lone_token, whether weights changed;
         digests of all initial weights by global name; digests after training of this rank's own copies of the word
-        embedding.
+        embedding; on rank 0, in fp32, the whole gradients of the first step.
     """
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.core.model.initial_weights import global_names
@@ -51,6 +51,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
         if lone_token:
             for place, sample in enumerate(batches[size : 2 * size]):
                 sample["loss_mask"] = [int(place == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
+        gradients = {} if state.transformer_config.fp16 or state.transformer_config.bf16 else _gradients(wrap, batches)
         metrics, changed = [], []
         for step in range(steps):
             before = _weights(wrap) if lone_token else []
@@ -73,7 +74,20 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
         "changed": changed,
         "initial": initial,
         "embeddings": embeddings,
+        "gradients": gradients if state.parallel.world.rank == 0 else {},
     }
+
+
+def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
+    """Global name -> whole gradient of the first batch as numpy array; no weight changes."""
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    state = wrap._ready()
+    micro_batches = collate_share(state, batches[: wrap.global_batch_size], first_sample=0)
+    compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+    return {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
 
 
 def _weights(wrap: Any) -> list[str]:

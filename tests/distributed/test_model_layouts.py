@@ -68,7 +68,7 @@ FULL = _overrides(
 )
 BLOCK = _overrides(RECOMPUTE, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1})
 SELECTIVE = _overrides(RECOMPUTE, {"recompute_granularity": "selective"})
-MODULES = (*SELECTIVE, f"{RECOMPUTE}recompute_modules=[core_attn,mlp]")
+MODULES = (*SELECTIVE, f"{RECOMPUTE}recompute_modules=[core_attn,mlp,layernorm]")
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,15 @@ def one_rank(ranks, tmp_path_factory):
 
 
 def _of_all_ranks(ranks: Any, case: Case, folder: Any, *overrides: str, lone_token: bool = False) -> dict[str, Any]:
-    """What the ranks of a layout found, which is the same on each, and the digests of every copy of the embedding."""
+    """What the ranks of a layout found, which is the same on each; the digests of every copy of the embedding, and
+    whole gradients."""
     arguments = ((*_overrides(ARCH, MODELS[case.model]), *case.overrides, *overrides), str(folder))
     of_ranks = ranks(case.processes).run(_model_runs.train, *arguments, lone_token)
     embeddings = [of_rank.pop("embeddings") for of_rank in of_ranks]
+    gradients = [of_rank.pop("gradients") for of_rank in of_ranks]
     for other in of_ranks[1:]:
         assert other == of_ranks[0]
-    return {**of_ranks[0], "embeddings": embeddings}
+    return {**of_ranks[0], "embeddings": embeddings, "gradients": gradients[0]}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -153,6 +155,10 @@ def test_a_model_is_the_same_in_every_layout(case: Case, one_rank, ranks, tmp_pa
     assert found["initial"] == expected["initial"]  # digests of all bits
     numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
     numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=1e-5)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        difference = numpy.linalg.norm(found["gradients"][name] - gradient)
+        assert difference <= 1e-5 * numpy.linalg.norm(gradient), name
     if "tp2" not in case.layout and "tp4" not in case.layout:
         # one set of weights after training too, on the first and the last stage and on all replicas
         assert len({digest for of_rank in found["embeddings"] for digest in of_rank}) == 1

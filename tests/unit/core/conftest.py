@@ -34,11 +34,12 @@ def _imported() -> None:
     platform = choose_platform("cpu")
     platform.install()
     try:
+        from megatron.core.models.gpt import GPTModel  # noqa: F401
+        from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+
         import megatron_wrap.core.wrap
         import megatron_wrap.engine.build
         import megatron_wrap.engine.forward  # noqa: F401
-        from megatron.core.models.gpt import GPTModel  # noqa: F401
-        from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
     finally:
         platform.uninstall()
 

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,9 @@ def test_a_failed_initialize_leaves_nothing_changed(in_fork, monkeypatch):
 # ---- steps ----
 
 STEP_NAMES = (
-    "iteration loss grad_norm learning_rate loss_scale consumed_samples consumed_tokens skipped_iterations elapsed_time "
-    "tokens_per_second tokens_per_second_per_device tflops throughput memory_allocated memory_reserved memory_max"
+    "iteration loss grad_norm learning_rate loss_scale consumed_samples consumed_tokens skipped_iterations "
+    "elapsed_time tokens_per_second tokens_per_second_per_device tflops throughput "
+    "memory_allocated memory_reserved memory_max"
 )
 
 

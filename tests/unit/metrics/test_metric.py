@@ -53,7 +53,7 @@ def test_metrics_hold_no_graph_and_are_not_changed_by_later_sums():
     sums.add({"pair": (value, value)}, weight=1.0)
     sums.add({"pair": (value, value)}, weight=1.0)
     assert not any(number.requires_grad for number in sums.vector(sums.names))
-    assert float(value) == 2.0
+    assert value.item() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,16 @@ def known(tokens: tuple[int, ...], columns: int, k: int, dtype: torch.dtype = to
     return ops.TopK(torch.randn(*tokens, k, dtype=dtype), ids.view(*tokens, k))
 
 
-def operations(tokens, columns, dtype):
+def operations(tokens, columns, dtype, k=3):
     """name -> (function of the logits that require a gradient, how many logits it takes)"""
-    ids = torch.randint(0, columns, (*tokens, 3))
-    teacher = known(tokens, columns, 4, dtype)
+    ids = torch.randint(0, columns, (*tokens, k))
+    teacher = known(tokens, columns, k + 1, dtype)
     table = {
         "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
         "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
         "entropy": (lambda x: ops.entropy(x, ONE), 1),
         "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
-        "top_k": (lambda x: ops.top_k(x, 3, ONE).values, 1),
+        "top_k": (lambda x: ops.top_k(x, k, ONE).values, 1),
     }
     for kind in KINDS:
         table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 1.5, ONE), 2)
@@ -131,11 +131,11 @@ def test_divergence_of_equal_logits_is_nothing_and_jensen_shannon_is_bounded():
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_stays_under_its_bound_at_any_length(name, monkeypatch):
     """What torch's allocator holds at most beyond inputs and outputs, and in the backward one gradient per input."""
-    columns, chunk = 1024, 2**17
+    columns, k, chunk = 1024, 96, 2**17
     monkeypatch.setattr(vocabulary, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk)
     for length in (128, 512):
-        operation, count = operations((2, length), columns, torch.float32)[name]
+        operation, count = operations((2, length), columns, torch.float32, k)[name]
         logits = [torch.randn(2, length, columns, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
         outer = torch.ones_like(operation(*logits))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
@@ -143,7 +143,7 @@ def test_memory_stays_under_its_bound_at_any_length(name, monkeypatch):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
             result.backward(outer)
         gradients = sum(x.grad.nbytes for x in logits)
-        ids = 3 * 8 * 2 * length if name == "top_k" else 0  # the other output
+        ids = k * 8 * 2 * length if name == "top_k" else 0  # the other output
         assert gradients > 2 * chunk  # else a whole copy would stay under the bound
         bound = chunk + TOKEN_BYTES * 2 * length
         assert 0 < peak_bytes(forward) - result.nbytes - ids <= bound

@@ -1,0 +1,70 @@
+"""Training on one GPU with both implementations, and checkpoints between them; skipped where there is no GPU."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import numpy
+
+from megatron_wrap.core import MegatronWrap
+
+CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+IMPLEMENTATIONS = ["torch", pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_TE, reason="not here"))]
+
+
+def samples(count: int) -> list[dict]:
+    """Random tokens that fill the context of 256."""
+    tokens = numpy.random.default_rng(3).integers(0, 4096, (count, 257))
+    return [{"input_ids": row.tolist(), "loss_mask": [1] * 257} for row in tokens]
+
+
+def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", save: bool = False) -> tuple:
+    """(losses of the steps taken, loss of an evaluation before them)."""
+    overrides = [
+        f"megatron_lm.model.arch.transformer_impl={implementation}",
+        f"megatron_lm.train.dtype.__select__={dtype}",
+        f"megatron_lm.train.common.save={folder}/checkpoints",
+        f"megatron_wrap.logger.output_dir={folder}",
+    ]
+    with MegatronWrap(CONFIG, overrides=overrides) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        data = samples(64)
+        before = wrap.evaluate({"some": data[:8]})["eval/some/loss"]
+        size, first = wrap.global_batch_size, wrap.iteration
+        batches = [data[step * size : (step + 1) * size] for step in range(first, first + steps)]
+        losses = [wrap.train(batch)["loss"] for batch in batches]
+        if save:
+            wrap.save()
+    return losses, before
+
+
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not here")
+def test_the_two_implementations_agree(tmp_path):
+    ours, _ = train(tmp_path / "torch", "torch", 4)
+    theirs, _ = train(tmp_path / "te", "transformer_engine", 4)
+    numpy.testing.assert_allclose(ours, theirs, rtol=0.01)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_resumed_run_goes_on(tmp_path, implementation):
+    straight, _ = train(tmp_path / "straight", implementation, 6)
+    first, _ = train(tmp_path / "cut", implementation, 3, save=True)
+    second, _ = train(tmp_path / "cut", implementation, 3)
+    numpy.testing.assert_allclose(first + second, straight, rtol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not here")
+@pytest.mark.parametrize(("saves", "loads"), [("torch", "transformer_engine"), ("transformer_engine", "torch")])
+def test_a_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, saves, loads):
+    straight, start = train(tmp_path / "straight", saves, 6)
+    train(tmp_path / "cut", saves, 3, save=True)
+    second, before = train(tmp_path / "cut", loads, 3)
+    numpy.testing.assert_allclose(second, straight[3:], rtol=0.01)
+    assert before < start  # the trained weights were there before the first resumed step
