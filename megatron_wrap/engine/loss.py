@@ -82,6 +82,11 @@ class LossLaw:
                 f"{name} returns {type(returned).__name__}; return LossOutput(loss_sum, metrics), or (loss, metrics) "
                 "as older flows do"
             )
+        if not micro_batch.says_weight:
+            raise FlowError(
+                f"{type(self.flow).__name__}: the loss inputs have no 'loss_mask'; define get_loss_weight(loss_inputs) "
+                "to say what the loss is a mean over"
+            )
         given = returned.loss_sum
         terms = dict(given) if isinstance(given, Mapping) else {DEFAULT_TERM: given}
         if terms.keys() != micro_batch.weights.keys():

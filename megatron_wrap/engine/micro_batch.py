@@ -35,6 +35,8 @@ class MicroBatch:
     """Sequence length of the collated tensors."""
     counted: bool = True
     """False for a filler that keeps an idle replica in step; it adds nothing to any sum."""
+    says_weight: bool = True
+    """False where the flow does not say what its loss is a mean over; the micro-batch then counts as 1."""
 
     @property
     def num_samples(self) -> int:
@@ -81,7 +83,8 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         # Attention is causal and padding stands on the right, where no token sees it: no mask is needed, and the
         # fast kernels take none.
         inputs["attention_mask"] = None
-    weight = flow.get_loss_weight(loss_inputs)
+    said = flow.get_loss_weight(loss_inputs)
+    weight = 1.0 if said is None else said
     weights = dict(weight) if isinstance(weight, Mapping) else {DEFAULT_TERM: weight}
     for term, value in weights.items():
         weights[term] = float(value)
@@ -90,7 +93,7 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
                 f"{type(flow).__name__}.get_loss_weight gives {value} for term {term or 'loss'!r}; a weight is a "
                 "finite number, 0 or larger"
             )
-    return MicroBatch(inputs, dict(loss_inputs), weights, lengths, width)
+    return MicroBatch(inputs, dict(loss_inputs), weights, lengths, width, says_weight=said is not None)
 
 
 def _checked(flow: MegatronWrapTrainingFlowBase, collated: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -104,15 +104,11 @@ class MegatronWrapTrainingFlowBase(ABC):
         Every process of a replica collates the same samples with equally seeded random generators.
         """
 
-    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float] | None:
         """What the loss is a mean over, counted on the full collated micro-batch: tokens, pairs, sums of sample
-        weights; a dictionary for several terms. Default: the number of tokens with `loss_mask`."""
-        if "loss_mask" not in loss_inputs:
-            raise FlowError(
-                f"{type(self).__name__}: the loss inputs have no 'loss_mask'; define get_loss_weight(loss_inputs) "
-                "to say what the loss is a mean over"
-            )
-        return float(loss_inputs["loss_mask"].sum())
+        weights; a dictionary for several terms. Default: the number of tokens with `loss_mask`; without one None,
+        which suits the older two-value return alone."""
+        return float(loss_inputs["loss_mask"].sum()) if "loss_mask" in loss_inputs else None
 
     def get_loss_coefficients(self) -> dict[str, float]:
         """Coefficient of each named term; a term not listed has 1."""

@@ -153,3 +153,11 @@ def test_metrics_of_each_kind_and_the_loss_scalar_weight():
 
 def test_an_objective_without_any_weight_is_not_a_number():
     assert math.isnan(objective({OBJECTIVE: None}, {}))
+
+
+def test_a_sum_without_a_weight_is_refused_and_the_older_return_needs_none():
+    silent = MicroBatch({}, {}, {"": 1.0}, torch.tensor([4, 4]), 4, says_weight=False)
+    with pytest.raises(FlowError, match=r"no 'loss_mask'; define get_loss_weight"):
+        law(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})(silent, output())
+    loss, _, _ = law(Flow(lambda out: (out.mean(), {})), {"": 1.0})(silent, output())
+    assert loss.item() == pytest.approx(2.0)

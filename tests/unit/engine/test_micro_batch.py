@@ -128,9 +128,10 @@ def test_a_weight_is_a_finite_number_from_0_on(weight):
         collate(Flow(weight=weight), SAMPLES, seed=0)
 
 
-def test_without_a_loss_mask_the_flow_has_to_say_what_its_loss_is_a_mean_over():
-    with pytest.raises(FlowError, match=r"no 'loss_mask'; define get_loss_weight"):
-        collate(Flow(lambda inputs, loss: (inputs, {})), SAMPLES, seed=0)
+def test_without_a_loss_mask_a_micro_batch_counts_as_one_and_says_no_weight():
+    micro_batch = collate(Flow(lambda inputs, loss: (inputs, {})), SAMPLES, seed=0)
+    assert micro_batch.weights == {"": 1.0}
+    assert not micro_batch.says_weight
 
 
 def parallel(cp: int = 1, cp_rank: int = 0, tp: int = 1) -> ParallelState:
