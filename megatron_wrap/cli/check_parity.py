@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from pathlib import Path
 
 
@@ -27,8 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.data.jsonl import JsonLines
     from megatron_wrap.testing.parity import check_parity
 
-    sys.path.insert(0, "")  # my_module:MyFlow of the working folder, as for `python -m`
-    os.environ.setdefault("CONSOLE_LOG_LEVEL", "WARNING")
     report = check_parity(
         arguments.config,
         arguments.overrides,

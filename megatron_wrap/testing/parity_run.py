@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,10 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
     from megatron_wrap.metrics.metric import MetricSums
     from megatron_wrap.testing.gradients import gather_gradients
 
+    # of this rank's process alone: my_module:MyFlow of the working folder, as for `python -m`, and a quiet console
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    os.environ.setdefault("CONSOLE_LOG_LEVEL", "WARNING")
     with MegatronWrap(config) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
