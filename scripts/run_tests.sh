@@ -23,6 +23,7 @@ if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
       --only-binary=:all: megatron-core==0.19.2
     touch "$newer/.installed"
   fi
+  export PYTHONPATH=$PWD  # the first environment's editable installation is not read through beside.pth
   "$newer/bin/python" -m pytest tests/distributed tests/unit/platform
   folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT
   "$PYTHON" tests/distributed/cross_version.py save "$folder/older"
