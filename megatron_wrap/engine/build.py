@@ -8,6 +8,8 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
 from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
@@ -26,7 +28,7 @@ from megatron_wrap.platform.megatron import accepts
 def build_training_state(
     config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any, new_weights: bool = True
 ) -> TrainingState:
-    """Build everything a run holds; weights are the initial ones.
+    """Build everything a run holds; weights are those of `model_provider.hf_path`, else the initial ones.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
@@ -116,6 +118,7 @@ def build_chunks(
 
     provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
     padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
+    start = weight_source(config) if new_weights else None
     chunks = []
     for stage in range(parallel.virtual_size or 1):
         virtual_stage = stage if parallel.virtual_size else None
@@ -133,7 +136,10 @@ def build_chunks(
         )
         chunk = provider(request)
         chunk.to(platform.device)
-        if new_weights:
+        if start is not None:
+            family, source = start
+            load_weights(chunk, family, config.arch, source, parallel.tp)
+        elif new_weights:
             fill_initial_weights(chunk, config.arch, vocab_size, config.train.seed, parallel.tp)
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)

@@ -55,7 +55,8 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith("-base")],
+    # bases leave sizes open, and hugging-face leaves them to a folder
+    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith(("-base", "hugging-face"))],
     ids=lambda path: path.stem,
 )
 def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
