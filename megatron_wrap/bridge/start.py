@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import PICKLE_FILES, WEIGHT_FILES, WeightSource
 from megatron_wrap.core.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config, resolve_folder
 from megatron_wrap.core.config.schema import RunConfig
 from megatron_wrap.errors import CheckpointError
+
+
+def check_hugging_face(config: RunConfig) -> None:
+    """What can be said of a local folder's weights from their headers, before any process starts. Those of a hub id are
+    fetched and checked when the model is built.
+
+    Raises:
+        ConfigError, CheckpointError: as `weight_source`.
+    """
+    path = config.model_provider.hf_path
+    if path is not None and Path(path).expanduser().is_dir():
+        weight_source(config)
 
 
 def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:

@@ -94,8 +94,13 @@ class WeightStream:
 
     def blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[Tensor | None]:
         """Blocks of rows of a tensor, first to last, on the CPU of global rank `to_rank`; None on the others."""
+        for _, block in self.numbered_blocks(tensor, to_rank):
+            yield block
+
+    def numbered_blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[tuple[int, Tensor | None]]:
+        """`blocks`, each with the number of its first row."""
         for region in blocks(tuple((0, size) for size in tensor.shape), self.dtype.itemsize):
-            yield self._gather(tensor, region, to_rank)
+            yield region[0][0], self._gather(tensor, region, to_rank)
 
     def whole(self, tensor: WholeTensor) -> Tensor:
         """A whole tensor on every rank, on the device of the model."""

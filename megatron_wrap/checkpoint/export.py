@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,6 +141,15 @@ def upload(folder: Path, repo_id: str, private: bool | None, message: str) -> st
     if failure is not None:
         raise CheckpointError(f"{folder} could not be uploaded to {repo_id}: {failure}; the folder is whole") from cause
     return address
+
+
+def prune_exports(folder: Path, keep: int | None) -> None:
+    """Remove all but the `keep` newest `hf_ITERATION` folders; None keeps all. On global rank 0 alone."""
+    if keep is None or torch.distributed.get_rank() != 0:
+        return
+    exports = sorted(path for path in folder.glob("hf_*") if re.fullmatch(r"hf_\d{7,}", path.name))
+    for old in exports[: -max(1, keep)]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -63,4 +64,5 @@ def precheck(config: RunConfig, world_size: int) -> None:
     check_layout(config, world_size)
     check_data(config)
     check_checkpoints(config)
+    check_hugging_face(config)
     check_lengths(config)

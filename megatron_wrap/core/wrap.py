@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -50,6 +51,7 @@ class MegatronWrap:
         self.config = config if isinstance(config, RunConfig) else load_run_config(config, overrides)
         check_run(self.config)
         check_checkpoints(self.config)
+        check_hugging_face(self.config)
         self._session: LoggerSession | None = None
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
@@ -59,6 +61,7 @@ class MegatronWrap:
         self._last_report: StepReport | None = None
         self._recorded_iteration: int | None = None
         self._resumed_from: int | None = None
+        self._started_from_hugging_face = False
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
 
@@ -128,6 +131,20 @@ class MegatronWrap:
         Raises:
             PlatformError: Megatron-Core cannot build this model here. CheckpointError: see `load`.
         """
+        self._set_up(training=True)
+        if self._started_from_hugging_face and self.config.model_provider.verify_hf:
+            self._refuse_unverified()
+        self._open_metric_loggers()
+
+    def setup_model(self) -> None:
+        """Build the model alone, with the weights it would train from: to evaluate, look at or export it. Collective.
+
+        No gradient buffers, no optimizer: a third of the memory or less. `train` and `save` need
+        `setup_model_and_optimizer`.
+        """
+        self._set_up(training=False)
+
+    def _set_up(self, training: bool) -> None:
         parallel = self._initialized()
         from megatron_wrap.engine.build import build_training_state
 
@@ -135,10 +152,21 @@ class MegatronWrap:
             from megatron_wrap.data.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
-        self._state = build_training_state(self.config, self.platform, parallel, self.tokenizer)
+        # of a run that goes on, or begins from a checkpoint, the folder gives the architecture alone
+        from_hugging_face = self.config.model_provider.hf_path is not None and not self._has_checkpoint()
+        self._state = build_training_state(
+            self.config,
+            self.platform,
+            parallel,
+            self.tokenizer,
+            from_hugging_face=from_hugging_face,
+            training=training,
+        )
+        self._started_from_hugging_face = from_hugging_face
         self._describe_model()
-        self._restore()
-        self._open_metric_loggers()
+        if from_hugging_face:
+            logger.info_rank_0(f"weights of {self.config.model_provider.hf_path}")
+        self._restore(weights_only=not training)
 
     def close(self) -> None:
         """End loggers, process groups that this object made, and what `initialize` changed of the host program."""
@@ -186,7 +214,7 @@ class MegatronWrap:
             TrainingError: the run has taken all `train_iters` steps, or a loss is not finite.
             DataError: the batch has another size.
         """
-        state = self._ready()
+        state = self._trainable()
         if self.iteration >= self.train_iters:
             raise TrainingError(
                 f"iteration {self.iteration} of megatron_lm.train.common.train_iters {self.train_iters} is done; write "
@@ -292,13 +320,18 @@ class MegatronWrap:
         """
         from megatron_wrap.checkpoint import save_checkpoint
 
-        state = self._ready()
+        state = self._trainable()
         if self.config.train.save is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
         folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
         logger.info_rank_0(
             f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
         )
+        if self.config.checkpoint.export_hf:
+            from megatron_wrap.checkpoint.export import prune_exports
+
+            self.save_pretrained(folder.parent / f"hf_{self.iteration:07d}")
+            prune_exports(folder.parent, self.config.checkpoint.keep)
         return folder
 
     def save_pretrained(
@@ -405,7 +438,24 @@ class MegatronWrap:
         layout = " saved on another layout" if report.other_layout else ""
         logger.info_rank_0(f"loaded {', '.join(report.loaded)} of {folder}{layout}{skipped}")
 
-    def _restore(self) -> None:
+    def _has_checkpoint(self) -> bool:
+        from megatron_wrap.checkpoint import find_checkpoint
+
+        folders = (self.config.train.save, self.config.train.load)
+        return any(find_checkpoint(folder) is not None for folder in folders if folder is not None)
+
+    def _refuse_unverified(self) -> None:
+        from megatron_wrap.checkpoint.verify import verify_hugging_face
+
+        verdict = verify_hugging_face(self._ready(), self.tokenizer)
+        logger.info_rank_0(verdict.table())
+        if not verdict.agrees:
+            raise CheckpointError(
+                f"megatron_wrap.model_provider.verify_hf: the model is not that of {verdict.folder}: "
+                f"{verdict.first_difference}; nothing was trained"
+            )
+
+    def _restore(self, weights_only: bool = False) -> None:
         train = self.config.train
         if train.save is None and train.load is None:
             return
@@ -418,11 +468,11 @@ class MegatronWrap:
                     f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
                     "folder, or resume: auto"
                 )
-            self.load(train.save)
+            self.load(train.save, weights_only=weights_only)
             self._resumed_from = self.iteration
             logger.info_rank_0(f"resuming from iteration {self.iteration} of {train.save}")
         elif train.load is not None:
-            self.load(train.load, weights_only=train.finetune)
+            self.load(train.load, weights_only=train.finetune or weights_only)
 
     # ---- what it knows ----
 
@@ -450,6 +500,11 @@ class MegatronWrap:
     def output_dir(self) -> Path:
         """Folder of metrics.jsonl and other records of the run."""
         return Path(self.config.logger.output_dir or f"outputs/{self.config.name}")
+
+    @property
+    def state(self) -> TrainingState:
+        """Everything the run holds, for tools that look inside."""
+        return self._ready()
 
     tp_size = property(lambda self: self._initialized().tp.size, doc="Tensor-parallel size.")
     tp_rank = property(lambda self: self._initialized().tp.rank, doc="Tensor-parallel rank of this process.")
@@ -498,6 +553,12 @@ class MegatronWrap:
         if self._state is None:
             raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
         return self._state
+
+    def _trainable(self) -> TrainingState:
+        state = self._ready()
+        if state.optimizer is None:
+            raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
+        return state
 
     def _describe_model(self) -> None:
         state = self._ready()

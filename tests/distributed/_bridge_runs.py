@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
     ),
+    "llama-four-layers": ("LlamaForCausalLM", {"num_hidden_layers": 4}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
@@ -104,3 +105,68 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
         if wrap._initialized().world.rank == 0:
             return numpy.stack([row.numpy() for row in found])
     return None
+
+
+def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """The verdict on the folder's model, that on the model with one weight of layer 2 changed, and before that all
+    weights as they are streamed, name -> numpy array, on rank 0."""
+    import torch
+
+    from megatron_wrap.checkpoint.verify import verify_hugging_face
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.testing.gradients import unwrapped
+
+    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_wrap.model_provider.verify_hf=true"]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        good = verify_hugging_face(wrap.state)
+        streamed = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
+        with torch.no_grad():
+            for chunk in wrap.state.chunks:
+                for name, parameter in global_names(unwrapped(chunk), tied=False):
+                    if name == "decoder.layers.2.mlp.linear_fc2.weight" and wrap.tp_rank == 0:
+                        parameter[3, 5] += 0.5
+        bad = verify_hugging_face(wrap.state)
+    return good.to_json(), bad.to_json(), streamed
+
+
+def train_twice(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Losses of steps 3 and 4 of a run that goes on from its checkpoint of step 2, those without a stop, and the last
+    weights as the model alone, set up from the second checkpoint, streams and exports them."""
+    import shutil
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.parallel.collectives import broadcast_object
+
+    tokens = token_ids(16, 40)
+    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in tokens]
+    settings = [
+        *overrides,
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.save={outputs}/checkpoints",
+        "megatron_lm.train.common.save_interval=2",
+    ]
+
+    def run(stop: int) -> list[float]:
+        losses = []
+        with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+            wrap.initialize()
+            wrap.setup_model_and_optimizer()
+            for batch in wrap.batches(samples):
+                losses.append(wrap.train(batch)["loss"])
+                if wrap.iteration == stop:
+                    break
+        return losses
+
+    whole = run(4)[2:]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        exported = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
+        wrap.save_pretrained(f"{outputs}/out")
+        if wrap.state.parallel.world.rank == 0:  # back to the checkpoint of step 2
+            shutil.rmtree(f"{outputs}/checkpoints/iter_0000004")
+        broadcast_object(None, source_rank=0)
+    return whole, run(4), exported
