@@ -6,6 +6,7 @@ from megatron_wrap.core.flow.base import (
     LossOutput,
     MegatronWrapTrainingFlowBase,
 )
+from megatron_wrap.core.flow.dpo import MegatronWrapGPTModelDPOFlow
 from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.core.flow.mock import MegatronWrapMinimalMockFlow
@@ -17,6 +18,7 @@ __all__ = [
     "FlowOptions",
     "LossOutput",
     "MegatronWrapFlowEntry",
+    "MegatronWrapGPTModelDPOFlow",
     "MegatronWrapGPTModelFlow",
     "MegatronWrapGPTModelSFTFlow",
     "MegatronWrapMinimalMockFlow",
