@@ -19,7 +19,7 @@ from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape
-from megatron_wrap.parallel.collectives import average_detached, sum_on_group
+from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
 from megatron_wrap.platform.megatron import accepts
@@ -103,6 +103,7 @@ def build_flow(
         sum_on_cp_group=lambda partial: sum_on_group(partial, parallel.cp.group),
         average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
         tokenizer=tokenizer,
+        gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
     return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
 

@@ -54,6 +54,9 @@ class FlowContext:
     """Mean over the data-parallel group, detached."""
     tokenizer: PreTrainedTokenizerBase | None
     """The tokenizer of the run, None where there is none."""
+    gather_on_cp_group: Callable[[Tensor, int], Tensor] = lambda part, dim: part
+    """(part, dim) -> the whole sequence from the context-parallel ranks' parts, with its true adjoint; default: that of
+    one rank."""
 
 
 class FlowOptions:
@@ -145,6 +148,12 @@ class MegatronWrapTrainingFlowBase(ABC):
     def sum_on_cp_group(self, partial: Tensor) -> Tensor:
         """Sum over the context-parallel group; its backward is the true adjoint."""
         return self.context.sum_on_cp_group(partial)
+
+    def gather_on_cp_group(self, part: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence in its order, [B, S, ...], from this rank's part [B, S/cp, ...] of it along `dim`, on every
+        context-parallel rank; its backward is the true adjoint. For a loss that looks along a sequence: a sum of what is
+        to come, a neighbour, a sort. S includes padding. Share the result with `sequence_mean`."""
+        return self.context.gather_on_cp_group(part, dim)
 
     def average_loss_across_dp_ranks(self, value: Tensor) -> Tensor:
         """Mean of a metric over data-parallel ranks, detached, as older flows used it."""
