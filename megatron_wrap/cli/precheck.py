@@ -52,16 +52,17 @@ def check_lengths(config: RunConfig) -> None:
 
 
 def check_flow(config: RunConfig) -> None:
-    """Imports the flow's module and holds its class against the contract.
+    """Imports the flow's module, holds its class against the contract and its keys against the class's `Config`.
 
     Raises:
-        ConfigError: there is no such flow. FlowError: it is an incomplete one.
+        ConfigError: there is no such flow, or it has no such keys. FlowError: it is an incomplete one.
     """
+    from megatron_wrap.core.flow.config import decode_flow_config
     from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
 
     if "" not in sys.path:  # my_module:MyFlow of the working folder, as the processes find it (`python -m`)
         sys.path.insert(0, "")
-    MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
+    decode_flow_config(MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key), config)
 
 
 def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
-from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow.config import decode_flow_config
 from megatron_wrap.core.model.initial_weights import fill_initial_weights
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
@@ -105,7 +106,7 @@ def build_flow(
         tokenizer=tokenizer,
         gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
-    return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
+    return flow_class(decode_flow_config(flow_class, config), context)
 
 
 def build_chunks(

@@ -4,6 +4,7 @@ from megatron_wrap.core.flow.base import (
     FlowContext,
     FlowOptions,
     LossOutput,
+    MegatronWrapFlowConfig,
     MegatronWrapTrainingFlowBase,
 )
 from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
@@ -16,6 +17,7 @@ __all__ = [
     "FlowContext",
     "FlowOptions",
     "LossOutput",
+    "MegatronWrapFlowConfig",
     "MegatronWrapFlowEntry",
     "MegatronWrapGPTModelFlow",
     "MegatronWrapGPTModelSFTFlow",

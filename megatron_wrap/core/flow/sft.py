@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow.base import FlowContext, FlowOptions, LossOutput
+from megatron_wrap.core.flow.base import FlowContext, LossOutput, MegatronWrapFlowConfig
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.data.chat import encode_sample, truncate
 from megatron_wrap.data.tokenizer import pad_token_id
-from megatron_wrap.errors import FlowError
 from megatron_wrap.metrics.metric import Total
 from megatron_wrap.ops.log_probs import token_log_probs
 
@@ -26,13 +26,17 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelFlow):
     more than seq_length + 1 tokens is cut by the rule `truncation`, and counted in the metric `truncated_samples`.
     """
 
-    def __init__(self, flow_config: FlowOptions, context: FlowContext) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapFlowConfig):
+        """Keys of `megatron_wrap.flow`."""
+
+        collate_type: Literal["variable_length", "fixed_length"] = "variable_length"
+        """variable_length: pad to the longest sample of the micro-batch; fixed_length: pad to seq_length."""
+        truncation: Literal["right", "left", "refuse"] = "right"
+        """A sample longer than seq_length: drop its end, drop its start, or refuse it."""
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)
-        if flow_config.collate_type not in ("fixed_length", "variable_length"):
-            raise FlowError(
-                f"megatron_wrap.flow.collate_type is {flow_config.collate_type!r}; it is fixed_length (pad to "
-                "seq_length) or variable_length (pad to the longest sample of the micro-batch)"
-            )
         self.pad_id = 0 if context.tokenizer is None else pad_token_id(context.tokenizer)
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -55,7 +55,7 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith("-base")],
+    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith(("-base", "custom"))],
     ids=lambda path: path.stem,
 )
 def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
@@ -65,6 +65,20 @@ def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
 
 
 @pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
+def test_a_flow_of_one_s_own_names_itself_and_has_any_keys(write_run: Write) -> None:
+    run = write_run("__select__: minimal_mock", "__select__: custom")
+    assert refusal(run).startswith(
+        "run.yaml megatron_wrap.flow.flow_key: not given; it must be a string; write flow_key under "
+        "megatron_wrap.flow.__override__, or select a file that gives it (custom leaves it open at "
+    )
+    config = load_run_config(run, ["megatron_wrap.flow.flow_key=a.b:C", "megatron_wrap.flow.beta=0.5"])
+    assert config.flow.options == {"beta": 0.5}
+    assert config.undeclared == {"megatron_wrap.flow.beta"}
+    assert refusal(run, "megatron_wrap.flow.beta=0.5").startswith(
+        "command line megatron_wrap.flow.beta: unknown key; the keys are flow_key"
+    )
+
+
 def test_a_base_is_not_selected_by_accident(base: str, write_run: Write) -> None:
     message = refusal(write_run(), f"megatron_lm.model.arch.__select__={base}")
     assert message.startswith(

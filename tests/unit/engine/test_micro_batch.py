@@ -143,7 +143,9 @@ def test_a_trial_holds_two_micro_batches_against_each_other():
     assert flow.sizes == [2, 1]
     with pytest.raises(FlowError, match=r"the terms \['a', 'b'\] in one micro-batch and \['a'\] in another"):
         try_flow(ByContent(), [*SAMPLES, [9], [8]], seed=0)
-    with pytest.raises(FlowError, match="get_loss_coefficients names 'typo', but get_loss_weight has the terms 'a', 'b"):
+    with pytest.raises(
+        FlowError, match="get_loss_coefficients names 'typo', but get_loss_weight has the terms 'a', 'b"
+    ):
         try_flow(ByContent(), SAMPLES, seed=0)
 
 
