@@ -75,8 +75,8 @@ def test_a_flow_of_an_installed_package_runs_with_its_own_keys(command, tmp_path
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("fcator: 0.5", "run.yaml:18 megatron_wrap.flow.fcator: unknown key; did you mean factor?"),
-        ("factor: half", "run.yaml:18 megatron_wrap.flow.factor: must be a number, not the string 'half'"),
+        ("fcator: 0.5", "run.yaml:17 megatron_wrap.flow.fcator: unknown key; did you mean factor?"),
+        ("factor: half", "run.yaml:17 megatron_wrap.flow.factor: must be a number, not the string 'half'"),
         ("vary_length: true", "megatron_wrap.flow.factor is missing and Halved.Config has no default for it"),
     ],
 )
@@ -89,3 +89,20 @@ def test_a_wrong_key_is_one_line_and_no_process(command, tmp_path, line, message
     assert said.startswith("error: ")
     assert message in said
     assert "INFO" not in ended.out + ended.err
+
+
+def test_a_new_flow_passes_its_test(command, tmp_path):
+    assert command("megatron_wrap.cli.main", "new-flow", "my_loss", "--folder", "flows").code == 0
+    test = tmp_path / "flows/test_my_loss.py"
+    written = test.read_text()
+    test.write_text(written.replace("LAYOUTS = None", 'LAYOUTS = ["tp2-sp", "cp2"]'))  # all take longer, and pass
+    ended = command("pytest", "-q", "-p", "no:cacheprovider", "flows/test_my_loss.py", timeout=600)
+    assert ended.code == 0, ended.out + ended.err
+    assert "1 passed" in ended.out
+    # the test would see a mistake: the flow multiplied by the context-parallel size
+    flow = tmp_path / "flows/my_loss.py"
+    flow.write_text(flow.read_text().replace("LossOutput(loss_sum,", "LossOutput(loss_sum * self.context.cp_size,"))
+    test.write_text(written.replace("LAYOUTS = None", 'LAYOUTS = ["cp2"]'))
+    ended = command("pytest", "-q", "-p", "no:cacheprovider", "flows/test_my_loss.py")
+    assert ended.code == 1
+    assert "= the context-parallel size" in ended.out

@@ -38,8 +38,7 @@ def decode_flow_config(
     for key, value in given.items():
         if key not in hints:
             raise ConfigError(
-                f"{_where(config, key)}: unknown key{nearest(key, hints) or _keys(hints)}; add it to the dataclass "
-                f"Config of {flow_class.__name__} if the flow is to have it"
+                f"{_where(config, key)}: unknown key{nearest(key, hints) or _keys(flow_class.__name__, hints)}"
             )
         try:
             values[key] = check_value(value, hints[key])
@@ -83,5 +82,5 @@ def _where(config: RunConfig, key: str) -> str:
     return f"{config.sources.get(path, '').partition(' (')[0]} {path}".strip()
 
 
-def _keys(hints: dict[str, Any]) -> str:
-    return f"; the keys are {', '.join(hints)}" if hints else "; the flow has no keys"
+def _keys(name: str, hints: dict[str, Any]) -> str:
+    return f"; the fields of {name}.Config are {', '.join(hints) or 'none'}; declare it there"

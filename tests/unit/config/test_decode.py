@@ -64,7 +64,6 @@ def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
     load_run_config(write_run(), [f"{section}.__select__={file.stem}"] if in_a_selection else [])
 
 
-@pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
 def test_a_flow_of_one_s_own_names_itself_and_has_any_keys(write_run: Write) -> None:
     run = write_run("__select__: minimal_mock", "__select__: custom")
     assert refusal(run).startswith(
@@ -79,6 +78,7 @@ def test_a_flow_of_one_s_own_names_itself_and_has_any_keys(write_run: Write) -> 
     )
 
 
+@pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
 def test_a_base_is_not_selected_by_accident(base: str, write_run: Write) -> None:
     message = refusal(write_run(), f"megatron_lm.model.arch.__select__={base}")
     assert message.startswith(

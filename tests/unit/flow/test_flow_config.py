@@ -101,7 +101,10 @@ def test_a_flow_registered_by_decorator(read: Read) -> None:
             ["exponent: 1", "exponnet: 2"],
             "run.yaml:13 megatron_wrap.flow.exponnet: unknown key; did you mean exponent?",
         ),
-        (["exponent: 1", "zz: 2"], "run.yaml:13 megatron_wrap.flow.zz: unknown key; the keys are collate_type, trunca"),
+        (
+            ["exponent: 1", "zz: 2"],
+            "run.yaml:13 megatron_wrap.flow.zz: unknown key; the fields of Focal.Config are coll",
+        ),
         (["exponent: much"], "run.yaml:12 megatron_wrap.flow.exponent: must be a number, not the string 'much'"),
         (
             ["exponent: 1", "truncation: up"],
