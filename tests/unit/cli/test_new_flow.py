@@ -11,11 +11,14 @@ from megatron_wrap.cli.main import main
 from megatron_wrap.core.config import load_run_config
 
 
-def test_it_writes_a_flow_its_run_and_its_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new-flow", "reward_flow", "--folder", str(tmp_path / "mine")]) == 0
+def test_it_writes_a_flow_its_run_and_its_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-flow", "reward_flow", "--folder", "mine"]) == 0
     files = {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()}
     assert sorted(files) == ["reward_flow.py", "reward_flow.yaml", "test_reward_flow.py"]
-    assert str(tmp_path / "mine/test_reward_flow.py") in capsys.readouterr().out
+    assert "mine/test_reward_flow.py" in capsys.readouterr().out
     classes = [node.name for node in ast.parse(files["reward_flow.py"]).body if isinstance(node, ast.ClassDef)]
     assert classes == ["RewardFlow"]
     flow = load_run_config(tmp_path / "mine/reward_flow.yaml").flow
