@@ -10,15 +10,18 @@ import torch
 
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
-from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow.config import decode_flow_config
 from megatron_wrap.core.model.initial_weights import fill_initial_weights
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
+from megatron_wrap.data.sources import first_training_samples
+from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape
-from megatron_wrap.parallel.collectives import average_detached, sum_on_group
+from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
 from megatron_wrap.platform.megatron import accepts
@@ -27,7 +30,8 @@ from megatron_wrap.platform.megatron import accepts
 def build_training_state(
     config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any, new_weights: bool = True
 ) -> TrainingState:
-    """Build everything a run holds; weights are the initial ones.
+    """Build everything a run holds; weights are the initial ones. The flow is tried on the head of the training data
+    first.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
@@ -36,6 +40,7 @@ def build_training_state(
     seed_everything(config.train.seed, parallel)
     vocab_size = resolve_vocab_size(config, tokenizer)
     flow = build_flow(config, parallel, tokenizer, vocab_size)
+    try_flow(flow, first_training_samples(config.data, 2 * config.train.micro_batch_size), config.train.seed)
     model_config = transformer_config(config, parallel, platform)
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights)
     chunks = wrap_chunks(config, model_config, bare)
@@ -102,8 +107,9 @@ def build_flow(
         sum_on_cp_group=lambda partial: sum_on_group(partial, parallel.cp.group),
         average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
         tokenizer=tokenizer,
+        gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
-    return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
+    return flow_class(decode_flow_config(flow_class, config), context)
 
 
 def build_chunks(

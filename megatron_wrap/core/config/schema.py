@@ -338,7 +338,7 @@ class FlowConfig:
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
     options: Mapping[str, Any]
-    """The flow's own keys, as the tree's file declares them."""
+    """The flow's own keys; held against its dataclass `Config`, where it has one, when the flow is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +394,8 @@ class RunConfig:
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Dotted path -> where its value was set, for messages: `configs/run.yaml:7 (override)`."""
+    undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Dotted paths that the view alone sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
 
 
 SECTION_PATHS: dict[str, str] = {

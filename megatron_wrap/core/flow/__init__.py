@@ -4,6 +4,7 @@ from megatron_wrap.core.flow.base import (
     FlowContext,
     FlowOptions,
     LossOutput,
+    MegatronWrapFlowConfig,
     MegatronWrapTrainingFlowBase,
 )
 from megatron_wrap.core.flow.dpo import MegatronWrapGPTModelDPOFlow
@@ -17,6 +18,7 @@ __all__ = [
     "FlowContext",
     "FlowOptions",
     "LossOutput",
+    "MegatronWrapFlowConfig",
     "MegatronWrapFlowEntry",
     "MegatronWrapGPTModelDPOFlow",
     "MegatronWrapGPTModelFlow",

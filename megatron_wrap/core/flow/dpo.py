@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
     `reference_rejected_log_probs`: what `wrap.forward` gave for it. A micro-batch of B pairs has 2B sequences, the
     chosen ones first.
     """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelTextFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        beta: float = 0.1
+        """How strongly the policy is held to the reference model."""
+        label_smoothing: float = 0.0
+        """Probability that a pair's labels are swapped, 0 to 0.5."""
+
+        def __post_init__(self) -> None:
+            if self.beta <= 0:
+                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
+            if not 0 <= self.label_smoothing < 0.5:
+                raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = list(itertools.islice(iterator, self.micro_batch_size))

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow.base import FlowContext, FlowOptions
+from megatron_wrap.core.flow.base import FlowContext, MegatronWrapFlowConfig
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.data.chat import ChatTokens, truncate
 from megatron_wrap.data.tokenizer import pad_token_id
-from megatron_wrap.errors import FlowError
 
 
 class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
-    """Its options `collate_type` (fixed_length: pad to seq_length, variable_length: to the longest sequence of the
-    micro-batch) and `truncation` (right, left or refuse) say what becomes of short and long sequences."""
+    """Its keys say what becomes of short and long sequences."""
 
-    def __init__(self, flow_config: FlowOptions, context: FlowContext) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapFlowConfig):
+        """Keys of `megatron_wrap.flow`."""
+
+        collate_type: Literal["variable_length", "fixed_length"] = "variable_length"
+        """variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length."""
+        truncation: Literal["right", "left", "refuse"] = "right"
+        """A sequence longer than seq_length: drop its end, drop its start, or refuse it."""
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)
-        if flow_config.collate_type not in ("fixed_length", "variable_length"):
-            raise FlowError(
-                f"megatron_wrap.flow.collate_type is {flow_config.collate_type!r}; it is fixed_length (pad to "
-                "seq_length) or variable_length (pad to the longest sample of the micro-batch)"
-            )
         self.pad_id = 0 if context.tokenizer is None else pad_token_id(context.tokenizer)
 
     def collate_tokens(self, sequences: Sequence[ChatTokens]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
