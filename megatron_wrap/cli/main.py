@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "check-parity": "show that a flow trains alike on every parallel layout",
     "export-hf": "write a Hugging Face folder from a run's checkpoint",
     "verify-hf": "compare our model of a Hugging Face folder with transformers",
+    "new-flow": "write a flow to start from: one file, its run and its parity test",
     "explain": "say what a configuration's values are, mean, and where they were set",
 }
 """Subcommand -> help. `cli/NAME.py` (dashes as underscores) has `add_arguments(parser)` and `run(args) -> int`."""

@@ -14,14 +14,18 @@ from megatron_wrap.bridge.start import weight_source
 from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
-from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow.config import decode_flow_config
 from megatron_wrap.core.model.initial_weights import fill_initial_weights
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
+from megatron_wrap.data.sources import first_training_samples
+from megatron_wrap.engine.micro_batch import try_flow
+from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape
-from megatron_wrap.parallel.collectives import average_detached, sum_on_group
+from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
 from megatron_wrap.platform.megatron import accepts
@@ -36,7 +40,8 @@ def build_training_state(
     from_hugging_face: bool = True,
     training: bool = True,
 ) -> TrainingState:
-    """Build everything a run holds; weights are those of `model_provider.hf_path`, else the initial ones.
+    """Build everything a run holds; weights are those of `model_provider.hf_path`, else the initial ones. The flow is
+    tried on the head of the training data first.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
@@ -47,11 +52,14 @@ def build_training_state(
     seed_everything(config.train.seed, parallel)
     vocab_size = resolve_vocab_size(config, tokenizer)
     flow = build_flow(config, parallel, tokenizer, vocab_size)
+    if training:
+        try_flow(flow, first_training_samples(config.data, 2 * config.train.micro_batch_size), config.train.seed)
     model_config = transformer_config(config, parallel, platform)
     hugging_face = weight_source(config) if new_weights and from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights, hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks) if training else None
+    with_reference = training and config.models.reference is not None
     return TrainingState(
         config=config,
         platform=platform,
@@ -62,6 +70,7 @@ def build_training_state(
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer) if training else None,
         shape=model_shape(config, vocab_size),
+        reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
 
 
@@ -112,8 +121,9 @@ def build_flow(
         sum_on_cp_group=lambda partial: sum_on_group(partial, parallel.cp.group),
         average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
         tokenizer=tokenizer,
+        gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
-    return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
+    return flow_class(decode_flow_config(flow_class, config), context)
 
 
 def build_chunks(
@@ -159,6 +169,15 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
     return chunks
+
+
+def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> ReferenceModel:
+    """A frozen model of the policy's shape, in evaluation mode; its weights are not yet those of any model."""
+    model_config = transformer_config(config, parallel, platform)
+    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights=False)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    return ReferenceModel(chunks, model_config)
 
 
 def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

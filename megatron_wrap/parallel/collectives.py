@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_wrap.parallel import context
+
 
 class _SumOnGroup(torch.autograd.Function):
     """All-reduce (sum) forward and backward: every rank's output depends on every rank's input with weight 1."""
@@ -60,6 +62,19 @@ def gather_on_group(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     context-parallel ranks hold are zig-zag: `parallel.context.merge` puts the parts into the sequence's order.
     """
     return tensor if group.size() == 1 else _GatherOnGroup.apply(tensor, dim, group)
+
+
+def gather_sequence(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The whole sequence in its order from each context-parallel rank's zig-zag part, on every rank of `group`.
+
+    Args:
+        part: local; 1 / group.size() of the sequence along `dim`, as `parallel.context.split` cuts it.
+
+    Returns:
+        As long along `dim` as the padded sequence is; the backward is the adjoint, as for `gather_on_group`.
+    """
+    size = group.size()
+    return part if size == 1 else context.merge(gather_on_group(part, dim, group).chunk(size, dim=dim), dim)
 
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

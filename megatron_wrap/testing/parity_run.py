@@ -37,8 +37,10 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         extra_padding: tokens by which every sequence is padded further.
     """
     from megatron_wrap.core.wrap import MegatronWrap
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.engine.micro_batch import try_flow
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step, train_step
     from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.parallel.collectives import gather_objects
     from megatron_wrap.testing.gradients import gather_gradients
 
     # of this rank's process alone: my_module:MyFlow of the working folder, as for `python -m`, and a quiet console
@@ -49,6 +51,7 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         state = wrap._ready()
+        try_flow(state.flow, samples[: wrap.global_batch_size], config.train.seed)
         state.extra_padding = extra_padding
         kinds = _record_kinds(state.flow)
         size = wrap.global_batch_size
@@ -57,14 +60,10 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         objectives, metrics = [], []
-        from megatron_wrap.engine.step import train_step
-
         for step in range(steps):
             report = train_step(state, samples[step * size : (step + 1) * size])
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
-        from megatron_wrap.parallel.collectives import gather_objects
-
         two_values = any(gather_objects(any(kinds)))
     return CaseResult(objectives, metrics, gradients, two_values, len(micro_batches), undeclared)
 

@@ -330,13 +330,22 @@ class ProviderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """`megatron_wrap.models`: models beside the one that is trained."""
+
+    reference: Literal["copy"] | None
+    """copy: a frozen copy of the starting policy; what the flow's calculate_outputs makes of it reaches its loss as
+    reference_*. null: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlowConfig:
     """`megatron_wrap.flow`: the algorithm."""
 
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
     options: Mapping[str, Any]
-    """The flow's own keys, as the tree's file declares them."""
+    """The flow's own keys; held against its dataclass `Config`, where it has one, when the flow is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,6 +395,7 @@ class RunConfig:
     init: InitConfig
     logger: LoggerConfig
     model_provider: ProviderConfig
+    models: ModelsConfig
     flow: FlowConfig
     data: DataConfig
     checkpoint: CheckpointConfig
@@ -393,6 +403,8 @@ class RunConfig:
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Dotted path -> where its value was set, for messages: `configs/run.yaml:7 (override)`."""
+    undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Dotted paths that the view alone sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
 
 
 SECTION_PATHS: dict[str, str] = {
@@ -407,6 +419,7 @@ SECTION_PATHS: dict[str, str] = {
     "init": "megatron_wrap.init",
     "logger": "megatron_wrap.logger",
     "model_provider": "megatron_wrap.model_provider",
+    "models": "megatron_wrap.models",
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",
     "checkpoint": "megatron_wrap.checkpoint",
