@@ -27,6 +27,8 @@ class Deviation:
     gradients_agree: bool
     worst_metric: str
     """The metric that disagrees most, empty where all agree."""
+    metric_ratio: float = math.nan
+    """Its value over the reference's."""
 
 
 def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], bool]) -> str:
@@ -93,8 +95,9 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
         )
     if case.cp > 1:
         return (
-            "likely cause: a step over whole sequences on a part of each; sum the parts with self.sum_on_cp_group "
-            "before a non-linear step, and share the result with self.sequence_mean"
+            "likely cause: a mean, or another step that is no sum, over this process's part of the sequence; return "
+            "the sum, or for a step over whole sequences sum the parts with self.sum_on_cp_group first and share the "
+            "result with self.sequence_mean"
         )
     return ""
 
@@ -116,6 +119,11 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
         return (
             f"likely cause: metric {name!r} counts on each context-parallel rank what is complete and equal on all of "
             "them; give this rank's share, self.sequence_mean of it"
+        )
+    if kind == "number" and case.cp > 1 and abs(deviation.metric_ratio * case.cp - 1) < SAME_FACTOR:
+        return (
+            f"likely cause: metric {name!r} is a bare number, but a share; a bare number is complete and equal on "
+            "every context-parallel rank, a share goes into a pair (sum, weight) or a Total"
         )
     if kind == "number":
         return (

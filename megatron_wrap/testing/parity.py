@@ -1,7 +1,7 @@
 """`check_parity`: a flow that is right on one process is right on every layout, shown by running it on them.
 
 A layout agrees when the objective of each step, every metric of the flow and the whole gradient of every parameter are
-those of one process. All ranks are gloo processes on this machine, forked once.
+those of one process. All ranks are processes on this machine, started once for each world size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.diagnosis import Deviation, likely_cause
 from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, LayoutCase, parse_layout
 from megatron_wrap.testing.parity_run import CaseResult, run_case
+from megatron_wrap.testing.pools import Pools
+from megatron_wrap.testing.ranks import RankPool
 
 OBJECTIVE_TOLERANCE = 1e-5
 """Largest relative difference of an objective, dense models in fp32."""
@@ -70,6 +72,7 @@ class ParityReport:
     flow: str
     rows: list[LayoutVerdict]
     notes: list[str] = field(default_factory=list)
+    platform: str = "cpu"
 
     @property
     def agrees(self) -> bool:
@@ -78,7 +81,8 @@ class ParityReport:
 
     def table(self) -> str:
         """The report as a person reads it."""
-        lines = [f"parity of {self.flow} with one process", ""]
+        where = "" if self.platform == "cpu" else f", on {self.platform}"
+        lines = [f"parity of {self.flow} with one process{where}", ""]
         lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}  ")
         for row in self.rows:
             mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
@@ -108,7 +112,7 @@ class ParityReport:
             }
             for row in map(asdict, self.rows)
         ]
-        return {"flow": self.flow, "agrees": self.agrees, "rows": rows, "notes": self.notes}
+        return {"flow": self.flow, "platform": self.platform, "agrees": self.agrees, "rows": rows, "notes": self.notes}
 
 
 def check_parity(
@@ -120,6 +124,8 @@ def check_parity(
     steps: int = 2,
     samples: Sequence[Any] | None = None,
     shrink: bool = True,
+    platform: str = "cpu",
+    ranks: Callable[[int], RankPool] | None = None,
 ) -> ParityReport:
     """Run a flow on one process and on each layout, and compare.
 
@@ -132,60 +138,34 @@ def check_parity(
         steps: optimizer steps of each run.
         samples: take these; default: the head of the configuration's training data.
         shrink: make the model tiny, of the same kind; False leaves its sizes.
+        platform: "cpu" (gloo processes) or "cuda": each process on a GPU of this machine, over NCCL, in fp32 without
+            TF32; layouts of more processes than GPUs are left out. The tolerances are the same: both round in fp32.
+        ranks: world size -> pool of ranks to use, for many checks in one process; default: pools of its own.
 
     Raises:
         MegatronWrapError: the configuration, the samples or the flow cannot run on one process.
     """
-    from megatron_wrap.platform import choose_platform
-
     with tempfile.TemporaryDirectory() as folder:
-        base = _overrides(config, overrides, flow, shrink, folder)
+        base = _overrides(config, overrides, flow, shrink, folder, platform)
         reference_config = load_run_config(config, base)
         check_run(reference_config)
-        choose_platform("cpu").install()
         taken = _samples(reference_config, samples, steps)
-        with _Pools() as pools:
-            reference = pools.run(1, reference_config, taken, steps)
-            again = pools.run(1, reference_config, taken, steps)
+        with Pools(platform, ranks) as pools:
+            reference = pools.run(1, run_case, reference_config, taken, steps)
+            again = pools.run(1, run_case, reference_config, taken, steps)
             notes, broken = _of_the_flow_itself(reference, again)
             rows = [broken] if broken else []
-            rounded = again if broken else pools.run(1, reference_config, taken, steps, noise=ROUNDING)
+            rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
             comparison = _Comparison(config, base, taken, steps, reference, rounded, pools)
             for case in map(parse_layout, [] if broken else layouts or DEFAULT_LAYOUTS):
                 rows.append(comparison.verdict(case, max_processes))
-    return ParityReport(reference_config.flow.flow_key, rows, notes)
+    return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
 
 
 def assert_layout_invariant(config: str | Path, **arguments: Any) -> None:
     """For pytest: `check_parity`, and an AssertionError with its table where a layout disagrees."""
     report = check_parity(config, **arguments)
     assert report.agrees, "\n" + report.table()
-
-
-class _Pools:
-    """Forked ranks, started once for each world size."""
-
-    def __enter__(self) -> _Pools:
-        self._pools: dict[int, Any] = {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pool in self._pools.values():
-            pool.close(kill=True)
-
-    def run(
-        self, processes: int, config: RunConfig, samples: list[Any], steps: int, padding: int = 0, noise: float = 0.0
-    ) -> CaseResult:
-        from megatron_wrap.testing.ranks import RankError, RankPool
-
-        if processes not in self._pools:
-            self._pools[processes] = RankPool(processes)
-        try:
-            return self._pools[processes].run(run_case, config, samples, steps, padding, noise)[0]
-        except RankError as error:
-            del self._pools[processes]
-            user_error = error.user_error
-            raise FlowError(user_error or str(error)) from error
 
 
 @dataclass
@@ -199,7 +179,7 @@ class _Comparison:
     reference: CaseResult
     rounded: CaseResult
     """The reference with noise on the model's outputs."""
-    pools: _Pools
+    pools: Pools
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
@@ -226,6 +206,8 @@ class _Comparison:
 
         if case.processes > max_processes:
             return left_out(f"takes {case.processes} processes, more than {max_processes}")
+        if self.pools.devices is not None and case.processes > self.pools.devices:
+            return left_out(f"takes {case.processes} processes, each on a GPU; this machine has {self.pools.devices}")
         if self.reference.seen.two_values and case.micro_batch_size is not None:
             return left_out(
                 "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how the batch is cut; "
@@ -239,7 +221,7 @@ class _Comparison:
             return left_out(f"does not fit: {error}")
         padding = EXTRA_PADDING if case.extra_padding else 0
         try:
-            found = self.pools.run(case.processes, config, self.samples, self.steps, padding)
+            found = self.pools.run(case.processes, run_case, config, self.samples, self.steps, padding)
         except FlowError as error:
             return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}")
         return self._compared(case, config, found)
@@ -254,10 +236,11 @@ class _Comparison:
         ratio = gradient_ratio(found.gradients, reference.gradients)
         objective_agrees = objective <= OBJECTIVE_TOLERANCE
         gradients_agree = differences[worst] <= GRADIENT_TOLERANCE
-        worst_metric, shown = "", ""
+        worst_metric, shown, metric_ratio = "", "", math.nan
         if metric > METRIC_TOLERANCE:
             worst_metric = max(metrics, key=lambda name: metrics[name][0])
             _, value, expected = metrics[worst_metric]
+            metric_ratio = value / expected if expected else math.nan
             shown = f"{worst_metric}: {value:.6g}, on one process {expected:.6g}"
         elif found.seen.over_tp:  # the report is right only because tensor-parallel rank 0 speaks
             worst_metric = next(iter(found.seen.over_tp))
@@ -265,7 +248,9 @@ class _Comparison:
         agrees = objective_agrees and gradients_agree and not worst_metric
         note = ""
         if not agrees:
-            deviation = Deviation(case, found, reference, ratio, objective_agrees, gradients_agree, worst_metric)
+            deviation = Deviation(
+                case, found, reference, ratio, objective_agrees, gradients_agree, worst_metric, metric_ratio
+            )
             note = likely_cause(deviation, lambda: self._agrees_on_equal_samples(case, config))
         return LayoutVerdict(
             case.name,
@@ -286,11 +271,11 @@ class _Comparison:
         size = config.train.global_batch_size
         for sample in self.samples[:size]:
             repeated = [sample] * size
-            reference = self.pools.run(1, reference_config, repeated, 1)
+            reference = self.pools.run(1, run_case, reference_config, repeated, 1)
             if reference.objectives[0]:
                 break
         padding = EXTRA_PADDING if case.extra_padding else 0
-        found = self.pools.run(case.processes, config, repeated, 1, padding)
+        found = self.pools.run(case.processes, run_case, config, repeated, 1, padding)
         differences = gradient_differences(found.gradients, reference.gradients)
         return relative(found.objectives[0], reference.objectives[0]) <= OBJECTIVE_TOLERANCE and (
             max(differences.values()) <= GRADIENT_TOLERANCE
@@ -385,7 +370,9 @@ def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> li
     return [source[place % len(source)] for place in range(needed)]
 
 
-def _overrides(config: str | Path, overrides: Sequence[str], flow: str | None, shrink: bool, folder: str) -> list[str]:
+def _overrides(
+    config: str | Path, overrides: Sequence[str], flow: str | None, shrink: bool, folder: str, platform: str = "cpu"
+) -> list[str]:
     """What the check itself sets: fp32 without dropout, small batches, nothing saved; the user's words come last."""
     train = "megatron_lm.train.common"
     values = [
@@ -404,7 +391,7 @@ def _overrides(config: str | Path, overrides: Sequence[str], flow: str | None, s
         }.items()
     ]
     values += [
-        "megatron_wrap.init.platform=cpu",
+        f"megatron_wrap.init.platform={platform}",
         "megatron_lm.train.dtype.__select__=fp32",
         "megatron_wrap.logger.progress_bar=false",
         "megatron_wrap.logger.enable_wandb=false",

@@ -30,7 +30,9 @@ class CaseResult:
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
 
 
-def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: int, noise: float = 0.0) -> CaseResult:
+def run_case(
+    config: RunConfig, samples: list[Any], steps: int, extra_padding: int = 0, noise: float = 0.0
+) -> CaseResult:
     """Take `steps` steps from initial weights on this process's layout; collective over all ranks.
 
     Args:
