@@ -271,11 +271,13 @@ class MegatronWrap:
         Returns:
             The checkpoint's folder. Saving one iteration twice changes nothing.
         """
-        from megatron_wrap.checkpoint import save_checkpoint
+        from megatron_wrap.checkpoint import save_checkpoint, save_reference
 
         state = self._ready()
         if self.config.train.save is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
+        if state.reference is not None:
+            save_reference(state, self.config.train.save)
         folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
         logger.info_rank_0(
             f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
@@ -283,22 +285,26 @@ class MegatronWrap:
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
-        """Load a checkpoint of this model, saved on any layout. Collective.
+        """Load a checkpoint of this model, saved on any layout, and the reference model beside it. Collective.
 
         Args:
             folder: a folder of checkpoints (its newest is taken) or one checkpoint; default: `save`, then `load` of
                 the configuration.
-            weights_only: leave iteration, optimizer, schedule and random generators as they are.
+            weights_only: leave iteration, optimizer, schedule, random generators and reference model as they are.
 
         Raises:
             CheckpointError: missing, of an unknown form, or of another model.
         """
-        from megatron_wrap.checkpoint import load_checkpoint
-
-        state, train = self._ready(), self.config.train
-        folder = folder or train.save or train.load
+        folder = folder or self.config.train.save or self.config.train.load
         if folder is None:
             raise CheckpointError("wrap.load: give a folder, or set megatron_lm.train.common.load")
+        self._load(folder, weights_only)
+
+    def _load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
+        """`load`; whether a reference model was loaded."""
+        from megatron_wrap.checkpoint import load_checkpoint, load_reference
+
+        state, train = self._ready(), self.config.train
         report = load_checkpoint(
             state,
             folder,
@@ -306,28 +312,37 @@ class MegatronWrap:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
+        with_reference = state.reference is not None and not weights_only and load_reference(state, folder)
+        parts = [*report.loaded, *(["reference model"] if with_reference else [])]
         skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
         layout = " saved on another layout" if report.other_layout else ""
-        logger.info_rank_0(f"loaded {', '.join(report.loaded)} of {folder}{layout}{skipped}")
+        logger.info_rank_0(f"loaded {', '.join(parts)} of {folder}{layout}{skipped}")
+        return with_reference
 
     def _restore(self) -> None:
-        train = self.config.train
-        if train.save is None and train.load is None:
-            return
-        from megatron_wrap.checkpoint import find_checkpoint
+        from megatron_wrap.checkpoint import copy_policy, find_checkpoint
 
+        train, with_reference = self.config.train, False
         found = find_checkpoint(train.save) if train.save is not None else None
-        if found is not None:
+        if found is not None and train.save is not None:
             if self.config.checkpoint.resume == "never":
                 raise CheckpointError(
                     f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
                     "folder, or resume: auto"
                 )
-            self.load(train.save)
+            with_reference = self._load(train.save, weights_only=False)
             self._resumed_from = self.iteration
             logger.info_rank_0(f"resuming from iteration {self.iteration} of {train.save}")
         elif train.load is not None:
-            self.load(train.load, weights_only=train.finetune)
+            with_reference = self._load(train.load, weights_only=train.finetune)
+        if self._ready().reference is not None and not with_reference:
+            if self._resumed_from is not None:
+                raise CheckpointError(
+                    f"{train.save} holds no reference model to resume with: it was saved without "
+                    "megatron_wrap.models.reference; set that to null, or start a new save folder from these weights "
+                    "with train.common.load and finetune: true"
+                )
+            copy_policy(self._ready())
 
     # ---- what it knows ----
 

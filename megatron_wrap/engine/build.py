@@ -17,6 +17,7 @@ from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelR
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
 from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.micro_batch import try_flow
+from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape
@@ -43,6 +44,7 @@ def build_training_state(
     model_config = transformer_config(config, parallel, platform)
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights)
     chunks = wrap_chunks(config, model_config, bare)
+    with_reference = config.models.reference is not None
     optimizer = build_optimizer(config, model_config, chunks)
     return TrainingState(
         config=config,
@@ -54,6 +56,7 @@ def build_training_state(
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         shape=model_shape(config, vocab_size),
+        reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
 
 
@@ -144,6 +147,15 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
     return chunks
+
+
+def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> ReferenceModel:
+    """A frozen model of the policy's shape, in evaluation mode; its weights are not yet those of any model."""
+    model_config = transformer_config(config, parallel, platform)
+    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights=False)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    return ReferenceModel(chunks, model_config)
 
 
 def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

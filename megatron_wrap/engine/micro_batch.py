@@ -29,17 +29,21 @@ class MicroBatch:
     loss_inputs: dict[str, Tensor]
     weights: dict[str, float]
     """Loss weight of each term, on the whole micro-batch."""
+    num_samples: int
+    """Samples that it was made of."""
     lengths: Tensor
-    """[B] tokens of each sample, without padding."""
+    """[B] tokens of each sequence, without padding; a flow may make several sequences of a sample."""
     width: int
     """Sequence length of the collated tensors."""
+    padded_width: int = 0
+    """Sequence length on the layout, over all context-parallel ranks; 0 before `localize`."""
     counted: bool = True
     """False for a filler that keeps an idle replica in step; it adds nothing to any sum."""
     says_weight: bool = True
     """False where the flow does not say what its loss is a mean over; the micro-batch then counts as 1."""
 
     @property
-    def num_samples(self) -> int:
+    def num_sequences(self) -> int:
         """B."""
         return self.lengths.shape[0]
 
@@ -97,7 +101,7 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         inputs["attention_mask"] = None
     said = flow.get_loss_weight(loss_inputs)
     weights = _weights(flow, 1.0 if said is None else said)
-    return MicroBatch(inputs, dict(loss_inputs), weights, lengths, width, says_weight=said is not None)
+    return MicroBatch(inputs, dict(loss_inputs), weights, len(samples), lengths, width, says_weight=said is not None)
 
 
 def _weights(flow: MegatronWrapTrainingFlowBase, said: Any) -> dict[str, float]:
@@ -224,6 +228,7 @@ def localize(
     loss_inputs = {field: local(field, tensor) for field, tensor in micro_batch.loss_inputs.items()}
     return replace(
         micro_batch,
+        padded_width=width,
         model_inputs={field: local(field, tensor) for field, tensor in micro_batch.model_inputs.items()},
         loss_inputs={field: tensor for field, tensor in loss_inputs.items() if tensor is not None},
     )

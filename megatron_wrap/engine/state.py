@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from megatron_wrap.core.config.schema import RunConfig
     from megatron_wrap.core.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.engine.reference import ReferenceModel
     from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base import Platform
@@ -46,6 +47,8 @@ class TrainingState:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     shape: ModelShape
+    reference: ReferenceModel | None = None
+    """The frozen model of `megatron_wrap.models.reference`."""
     progress: Progress = field(default_factory=Progress)
     agreed: dict[str, Any] = field(default_factory=dict)
     """What all ranks agreed on once: names of metrics for each kind of step, who gives the samples."""

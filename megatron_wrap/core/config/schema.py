@@ -323,6 +323,15 @@ class ProviderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """`megatron_wrap.models`: models beside the one that is trained."""
+
+    reference: Literal["copy"] | None
+    """copy: a frozen copy of the starting policy; what the flow's calculate_outputs makes of it reaches its loss as
+    reference_*. null: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlowConfig:
     """`megatron_wrap.flow`: the algorithm."""
 
@@ -377,6 +386,7 @@ class RunConfig:
     init: InitConfig
     logger: LoggerConfig
     model_provider: ProviderConfig
+    models: ModelsConfig
     flow: FlowConfig
     data: DataConfig
     checkpoint: CheckpointConfig
@@ -400,6 +410,7 @@ SECTION_PATHS: dict[str, str] = {
     "init": "megatron_wrap.init",
     "logger": "megatron_wrap.logger",
     "model_provider": "megatron_wrap.model_provider",
+    "models": "megatron_wrap.models",
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",
     "checkpoint": "megatron_wrap.checkpoint",

@@ -7,6 +7,7 @@ from megatron_wrap.core.flow.base import (
     MegatronWrapFlowConfig,
     MegatronWrapTrainingFlowBase,
 )
+from megatron_wrap.core.flow.dpo import MegatronWrapGPTModelDPOFlow
 from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.core.flow.mock import MegatronWrapMinimalMockFlow
@@ -19,6 +20,7 @@ __all__ = [
     "LossOutput",
     "MegatronWrapFlowConfig",
     "MegatronWrapFlowEntry",
+    "MegatronWrapGPTModelDPOFlow",
     "MegatronWrapGPTModelFlow",
     "MegatronWrapGPTModelSFTFlow",
     "MegatronWrapMinimalMockFlow",

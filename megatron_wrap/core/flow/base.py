@@ -144,9 +144,15 @@ class MegatronWrapTrainingFlowBase(ABC):
         equal on every context-parallel rank; it depends on how the batch is cut into micro-batches."""
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """Forward only, for `wrap.forward`: named tensors [B, ...]; one with a sequence dimension is named in
-        `get_fields_and_seqdims`."""
-        raise FlowError(f"{type(self).__name__} does not define calculate_outputs, which wrap.forward needs")
+        """Forward only, for `wrap.forward` and for a reference model: named tensors with one row for each sample of
+        the micro-batch; one with a sequence dimension is named in `get_fields_and_seqdims`.
+
+        With `megatron_wrap.models.reference` the reference model's outputs are among the loss inputs of
+        `calculate_loss`, `reference_` before their names, and like them this context-parallel rank's part.
+        """
+        raise FlowError(
+            f"{type(self).__name__} does not define calculate_outputs, which wrap.forward and a reference model need"
+        )
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Raise `FlowError` when the inputs are not what the model takes; any are right unless a flow says so."""

@@ -15,6 +15,7 @@ _FLOWS: Registry[type[MegatronWrapTrainingFlowBase]] = Registry(
     {
         "minimal_mock": "megatron_wrap.core.flow.mock:MegatronWrapMinimalMockFlow",
         "gpt_sft": "megatron_wrap.core.flow.sft:MegatronWrapGPTModelSFTFlow",
+        "gpt_dpo": "megatron_wrap.core.flow.dpo:MegatronWrapGPTModelDPOFlow",
     },
 )
 
