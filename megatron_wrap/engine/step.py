@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.engine.loss import LossLaw
-from megatron_wrap.engine.micro_batch import MicroBatch, collate, localize, padded_width
+from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, collate, localize, padded_width
 from megatron_wrap.engine.reduce import ReducedMetrics, parameter_square_sum, reduce_metrics
+from megatron_wrap.engine.router_losses import router_losses
 from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
 from megatron_wrap.engine.state import StepReport, TrainingState
 from megatron_wrap.errors import DataError, FlowError, TrainingError
@@ -26,6 +27,9 @@ _WAYS_OUT_OF_NOT_FINITE = (
     "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false goes "
     "on all the same"
 )
+
+
+PARAMS_NORM = "params_norm"
 
 
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
@@ -65,8 +69,10 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     if updated:
         state.scheduler.step(increment=len(batch))
 
-    square_sum = parameter_square_sum(state) if state.config.logger.add_params_norm_to_metrics else None
-    reduced = reduce_metrics(state, sums, "train", square_sum)
+    of_all_ranks = router_losses(state, len(micro_batches))
+    if state.config.logger.add_params_norm_to_metrics:
+        of_all_ranks[PARAMS_NORM] = parameter_square_sum(state)
+    reduced = reduce_metrics(state, sums, "train", of_all_ranks)
     metrics = _metrics(state, reduced, counts, grad_norm, num_zeros, learning_rate, time.perf_counter() - started)
     if updated and state.config.train.check_for_nan_in_loss_and_grad:
         _refuse_not_finite(metrics)
@@ -98,6 +104,7 @@ def compute_gradients(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    router_losses(state, len(micro_batches))  # what an earlier pass left there is not this step's
     law = LossLaw(state.flow, state.parallel, counts.weights, len(micro_batches), sums)
     try:
         run_schedule(state, micro_batches, law, forward_only=False)
@@ -131,7 +138,10 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return model(**micro_batch.model_inputs, **options), partial(loss_function, micro_batch)
+        inputs = micro_batch.model_inputs
+        if model is not state.chunks[0] or state.parallel.pp.rank > 0:
+            inputs = _later_stage_inputs(state, inputs)
+        return model(**inputs, **options), partial(loss_function, micro_batch)
 
     # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
     iterators = [iter(local) for _ in state.chunks]
@@ -148,6 +158,15 @@ def run_schedule(
     )
 
 
+def _later_stage_inputs(state: TrainingState, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other does
+    (models/gpt/gpt_model.py, _preprocess)."""
+    mask, tp = inputs.get(PADDING_MASK), state.parallel.tp
+    if mask is None or not state.transformer_config.sequence_parallel:
+        return inputs
+    return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}
+
+
 def _localized(state: TrainingState, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
     """The micro-batches on this device, padded; within a pipeline all to one length, so that its stages need not tell
     each other shapes, which would wait for the device in each micro-batch."""
@@ -155,9 +174,10 @@ def _localized(state: TrainingState, micro_batches: list[MicroBatch]) -> tuple[l
     if state.parallel.pp.size > 1:
         lengths = [max(lengths)] * len(lengths)
     sequence_parallel = state.transformer_config.sequence_parallel
+    has_experts = state.config.arch.num_experts is not None
     widths = [padded_width(length, state.parallel, sequence_parallel) for length in lengths]
     local = [
-        localize(micro_batch, state.flow, width, state.parallel, state.platform.device)
+        localize(micro_batch, state.flow, width, state.parallel, state.platform.device, with_padding_mask=has_experts)
         for micro_batch, width in zip(micro_batches, widths, strict=True)
     ]
     return local, max(widths)
@@ -203,8 +223,7 @@ def _metrics(
     }
     if logger.add_num_zeros_in_grad_to_metrics:
         metrics["num_zeros_in_grad"] = num_zeros
-    if reduced.params_norm is not None:
-        metrics["params_norm"] = reduced.params_norm
+    metrics |= {name: math.sqrt(total) if name == PARAMS_NORM else total for name, total in reduced.sums.items()}
     metrics |= {
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,

@@ -129,7 +129,17 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
         for owner, name in places:
             if getattr(getattr(owner, name, None), "__name__", "") in ("WrappedTorchNorm", "FusedLayerNorm"):
                 setattr(owner, name, norm)
+    if arguments.get("num_experts") is not None:
+        # Transformer Engine's layers keep the norm before experts apart from them, so checkpoints do too
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return spec
+
+
+def expert_submodules(layer: Any) -> Any:
+    """The `MoESubmodules` (router, experts, shared_experts) of a layer spec with experts: 0.16 keeps them in a
+    ModuleSpec, 0.19 in a partial."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def te_layer_spec(**arguments: Any) -> Any:
@@ -150,6 +160,24 @@ def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> A
         if argument not in known:
             raise ConfigError(f"{argument}: megatron-core {version()} has no such argument of {name}")
     return getattr(specs, name)(**arguments)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def take_router_losses() -> dict[str, Any]:
+    """Name -> this process's shares of the routers' losses without their coefficients, [layers], added up since the
+    last call; they are zeroed. 0.16 keeps them in a dictionary, 0.19 in an object."""
+    try:
+        tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
+        kept = {name: entry.values for name, entry in tracker.metrics.items()}
+    except ModuleNotFoundError:
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        kept = {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    taken = {name: values.clone() for name, values in kept.items()}
+    for values in kept.values():
+        values.zero_()
+    return taken
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.refusal import divisors, refuse, value_of
+from megatron_wrap.core.config.expert_checks import check_experts
+from megatron_wrap.core.config.refusal import divisors, refuse
 from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import LayoutError
 
@@ -17,8 +18,8 @@ def check_model(config: RunConfig) -> None:
     """
     _check_attention(config)
     _check_model(config)
+    check_experts(config)
     _check_sharding(config)
-    _check_experts(config)
     _check_pipeline(config)
 
 
@@ -89,18 +90,21 @@ def _check_model(config: RunConfig) -> None:
 def _check_sharding(config: RunConfig) -> None:
     arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
     key = "parallel.tensor_model_parallel_size"
-    for name, count in (
-        ("num_attention_heads", arch.num_attention_heads),
-        ("num_query_groups", derived.num_query_groups(arch)),
-        ("ffn_hidden_size", derived.ffn_hidden_size(arch)),
-    ):
+    split = {
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(arch),
+    }
+    if 0 in derived.moe_layer_pattern(arch):
+        split["ffn_hidden_size"] = derived.ffn_hidden_size(arch)
+    if arch.num_experts is not None and arch.moe_shared_expert_intermediate_size is not None:
+        split["moe_shared_expert_intermediate_size"] = arch.moe_shared_expert_intermediate_size
+    for name, count in split.items():
         if count % tensor:
-            common = math.gcd(arch.num_attention_heads, derived.num_query_groups(arch), derived.ffn_hidden_size(arch))
             refuse(
                 config,
                 [key, f"arch.{name}"],
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
-                f"legal sizes for this model: {divisors(common)}",
+                f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
                 LayoutError,
             )
     if config.parallel.sequence_parallel and tensor == 1:
@@ -108,31 +112,6 @@ def _check_sharding(config: RunConfig) -> None:
             config,
             ["parallel.sequence_parallel"],
             "true needs tensor_model_parallel_size > 1, which is 1; raise that, or write false or null",
-            LayoutError,
-        )
-
-
-def _check_experts(config: RunConfig) -> None:
-    size, experts = config.parallel.expert_model_parallel_size, config.arch.upstream.get("num_moe_experts")
-    if experts is None:
-        for name, given in (
-            ("expert_model_parallel_size", size > 1),
-            ("expert_tensor_parallel_size", config.parallel.expert_tensor_parallel_size is not None),
-        ):
-            if given:
-                refuse(
-                    config,
-                    [f"parallel.{name}"],
-                    f"{value_of(config, f'parallel.{name}')} needs a model with experts; give "
-                    f"{SECTION_PATHS['arch']}.num_moe_experts, or leave it at "
-                    f"{'1' if name == 'expert_model_parallel_size' else 'null'}",
-                    LayoutError,
-                )
-    elif experts % size:
-        refuse(
-            config,
-            ["parallel.expert_model_parallel_size"],
-            f"{size} does not divide num_moe_experts {experts}; legal sizes: {divisors(experts)}",
             LayoutError,
         )
 

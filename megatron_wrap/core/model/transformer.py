@@ -60,6 +60,7 @@ def transformer_config(config: RunConfig, state: ParallelState, platform: Platfo
     transformer_engine = use_transformer_engine(config, platform)
     settings: dict[str, Any] = {
         **_architecture(config.arch),
+        **_experts(config, platform, transformer_engine),
         **_parallelism(config),
         **_recompute(config),
         "params_dtype": parameter_dtype(config),
@@ -122,6 +123,32 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
         # the fused form of GELU is the tanh one whatever is asked for (fusions/fused_bias_gelu.py)
         "bias_activation_fusion": arch.swiglu,
         "bias_dropout_fusion": True,
+    }
+
+
+def _experts(config: RunConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+    arch = config.arch
+    if arch.num_experts is None:
+        return {}
+    grouped = transformer_engine if arch.moe_grouped_gemm is None else arch.moe_grouped_gemm
+    dispatcher = arch.moe_token_dispatcher_type
+    platform.refuse_unsafe({"moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}, transformer_engine)
+    same = (
+        *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+        *("moe_router_bias_update_rate", "moe_router_dtype", "moe_z_loss_coeff", "moe_shared_expert_gate"),
+        *("moe_shared_expert_intermediate_size",),
+    )
+    kinds, coefficients = arch.moe_router_load_balancing_type, arch.moe_aux_loss_coeff
+    return {
+        **{name: getattr(arch, name) for name in same},
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(arch),
+        "moe_layer_freq": list(derived.moe_layer_pattern(arch)),
+        "moe_router_load_balancing_type": list(kinds) if isinstance(kinds, tuple) else kinds,
+        "moe_aux_loss_coeff": list(coefficients) if isinstance(coefficients, tuple) else coefficients,
+        "moe_grouped_gemm": grouped,
+        "moe_token_dispatcher_type": dispatcher,
     }
 
 

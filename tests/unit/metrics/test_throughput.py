@@ -3,9 +3,10 @@ import dataclasses
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from megatron_wrap.metrics.throughput import (
+    ExpertShape,
     ModelShape,
     forward_flops,
     sum_of_squares,
@@ -33,6 +34,41 @@ GPT2 = ModelShape(
     vocab_size=96,
     gated_linear_unit=False,
 )
+
+
+QWEN2_MOE = ModelShape(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=88,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=96,
+    gated_linear_unit=True,
+    experts=ExpertShape(
+        num_layers=2, num_experts=6, topk=3, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
+    ),
+)
+
+
+def make_qwen2_moe():
+    experts = QWEN2_MOE.experts
+    config = Qwen2MoeConfig(
+        hidden_size=QWEN2_MOE.hidden_size,
+        intermediate_size=QWEN2_MOE.ffn_hidden_size,
+        num_hidden_layers=QWEN2_MOE.num_layers,
+        num_attention_heads=QWEN2_MOE.num_attention_heads,
+        num_key_value_heads=QWEN2_MOE.num_query_groups,
+        vocab_size=QWEN2_MOE.vocab_size,
+        mlp_only_layers=[0],
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.topk,
+        moe_intermediate_size=experts.ffn_hidden_size,
+        shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return Qwen2MoeForCausalLM(config)
 
 
 def make_llama():
@@ -75,7 +111,7 @@ def count(model, batch_size, length, backward):
     return counter.get_total_flops() - rotary
 
 
-@pytest.mark.parametrize(("make", "shape"), [(make_llama, LLAMA), (make_gpt2, GPT2)])
+@pytest.mark.parametrize(("make", "shape"), [(make_llama, LLAMA), (make_gpt2, GPT2), (make_qwen2_moe, QWEN2_MOE)])
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
 def test_equals_what_torch_counts_in_transformers(make, shape, batch_size, length):
     tokens, squares = batch_size * length, sum_of_squares([length] * batch_size)

@@ -16,10 +16,13 @@ from transformers import (
     GlmForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    MixtralForCausalLM,
     NemotronForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
     StableLmForCausalLM,
 )
 
@@ -38,6 +41,9 @@ GPT2: dict[str, Any] = {
     "num_query_groups": 6,
     **TIED,
 }
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 6}
 
 
 def rope(kind: str = "default", base: float = 10000.0, **settings: Any) -> dict[str, Any]:
@@ -106,6 +112,35 @@ FAMILIES = [
             "kv_channels": 12,
         },
         rope(partial_rotary_factor=0.5),
+    ),
+    Family("mixtral", MixtralForCausalLM, EXPERTS, {**rope(), "num_local_experts": 6, "num_experts_per_tok": 2}),
+    Family(
+        "qwen2-moe",
+        Qwen2MoeForCausalLM,
+        {
+            **EXPERTS,
+            "moe_ffn_hidden_size": 40,
+            "moe_router_topk": 3,
+            "moe_layer_freq": "[0,1,1]",
+            "moe_router_pre_softmax": "true",
+            "moe_shared_expert_intermediate_size": 56,
+            "moe_shared_expert_gate": "true",
+            "add_qkv_bias": "true",
+        },
+        {
+            **rope(),
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    Family(
+        "qwen3-moe",
+        Qwen3MoeForCausalLM,
+        {**EXPERTS, "moe_ffn_hidden_size": 40, "moe_router_topk": 4, "qk_layernorm": "true", "kv_channels": 12},
+        {**rope(), "num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True},
     ),
     Family("gpt2", GPT2LMHeadModel, GPT2, {"activation_function": "gelu_new"}, hf.to_gpt2),
     Family(
