@@ -1,7 +1,7 @@
 """The losses of the experts' routers as metrics, under Megatron-LM's names.
 
-The routers attach them to the backward pass themselves (core/model/router.py), where the schedule gives each micro-batch
-of each replica the same weight; they are no part of the objective that the step reports.
+The routers attach them to the backward pass themselves (core/model/router.py), where the schedule gives each
+micro-batch of each replica the same weight; they are no part of the objective that the step reports.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def _check_layers(config: RunConfig) -> None:
         refuse(
             config,
             [*key, "arch.num_layers"],
-            f"says {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is {arch.num_layers}; "
-            "write 0 (dense) or 1 for each layer, and at least one 1",
+            f"says {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
+            f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
         )
     if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
         refuse(config, ["arch.moe_shared_expert_gate"], "true needs moe_shared_expert_intermediate_size")
@@ -100,8 +100,8 @@ def _check_router(config: RunConfig) -> None:
         refuse(
             config,
             ["arch.moe_router_num_groups", "arch.moe_router_group_topk"],
-            f"{chosen} of {groups} groups of {experts} experts do not hold moe_router_topk {topk}; the number of groups "
-            "must divide num_experts, and moe_router_group_topk of them must hold enough",
+            f"{chosen} of {groups} groups of {experts} experts do not hold moe_router_topk {topk}; the number of "
+            "groups must divide num_experts, and moe_router_group_topk of them must hold enough",
         )
     score_experts = arch.moe_router_group_score_experts
     if score_experts is None and topk < chosen:
@@ -134,7 +134,8 @@ def _check_losses(config: RunConfig) -> None:
         refuse(
             config,
             ["arch.moe_aux_loss_coeff"],
-            f"{coefficients} has no meaning for moe_router_load_balancing_type {kinds}; set it to 0, or choose aux_loss",
+            f"{coefficients} has no meaning for moe_router_load_balancing_type {kinds}; set it to 0, or choose "
+            "aux_loss",
         )
 
 

@@ -92,7 +92,9 @@ def is_expert(name: str) -> bool:
 
 def split_dim(name: str, parameter: Tensor) -> int | None:
     """Dimension along which a parameter is cut over its tensor-parallel axis; None: not at all."""
-    if is_expert(name):  # Transformer Engine does not mark them (extensions/transformer_engine.py, explicit_expert_comm)
+    if is_expert(
+        name
+    ):  # Transformer Engine does not mark them (extensions/transformer_engine.py, explicit_expert_comm)
         return 0 if ".linear_fc1." in name else 1 if name.endswith("weight") else None
     return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 

@@ -59,9 +59,7 @@ def test_load_balancing_loss_is_that_of_transformers(tmp_path: Path):
 
 
 def test_sequence_loss_is_the_mean_of_each_sequence_by_itself(tmp_path: Path):
-    metrics, logits, _ = step(
-        tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="seq_aux_loss"
-    )
+    metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="seq_aux_loss")
     of_each = [
         load_balancing_loss_func((row[:length],), EXPERTS, TOPK) / TOPK
         for row, length in zip(logits, LENGTHS, strict=True)
