@@ -43,7 +43,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
         LayoutError: the processes are no multiple of a model replica, or a batch does not divide.
     """
     parallel, train = config.parallel, config.train
-    replica = processes_needed(config)
+    replica = derived.replica_processes(config)
     sizes = (
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x "
         f"CP {parallel.context_parallel_size}"

@@ -1,6 +1,7 @@
 """Numbers that follow from a configuration by arithmetic alone; nothing here refuses anything."""
 
 import ast
+import math
 
 from megatron_wrap.core.config.schema import ArchConfig, ParallelConfig, RunConfig
 
@@ -85,10 +86,16 @@ def sequence_parallel(parallel: ParallelConfig) -> bool:
     return parallel.tensor_model_parallel_size > 1 if given is None else given
 
 
-def processes_needed(config: RunConfig) -> int:
-    """Processes of one model replica, TP * PP * CP: the fewest that can run the configuration."""
+def replica_processes(config: RunConfig) -> int:
+    """Processes of one model replica, TP * PP * CP."""
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def processes_needed(config: RunConfig) -> int:
+    """The fewest processes that can run the configuration: whole replicas of the model and of its experts."""
+    replica = replica_processes(config)
+    return replica if config.arch.num_experts is None else math.lcm(replica, expert_processes(config.parallel))
 
 
 def expert_processes(parallel: ParallelConfig) -> int:
