@@ -20,6 +20,7 @@ from megatron_wrap.ops.vocabulary import (
     check_logits,
     compute_dtype,
     exponentials,
+    finite_max,
     log_normalizer,
     normalizer_parts,
     owned_logits,
@@ -79,14 +80,20 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup) -> Tensor:
         columns = logits.shape[-1]
         local_ids = ids.long() - group.rank() * columns
-        kernels = _kernels(logits)
+        kernels, kept = _kernels(logits), None
         if kernels:
             flat = logits.detach().view(-1, columns)
             parts = kernels.normalizer_parts(flat, local_ids.reshape(-1).contiguous())
             highest, total, picked = (part.view(ids.shape) for part in parts)
         else:
             dtype = compute_dtype(logits)
-            highest, total = normalizer_parts(logits, dtype, limit=CHUNK_BYTES)
+            if ctx.needs_input_grad[0] and logits.dtype == dtype and logits.nbytes <= CHUNK_BYTES:
+                # small enough to stay: they become the gradient, which spares the backward its own
+                highest = finite_max(logits, dtype)
+                kept = exponentials(logits, highest)
+                total = kept.sum(dim=-1)
+            else:
+                highest, total = normalizer_parts(logits, dtype, limit=CHUNK_BYTES)
             places, owned = owned_places(ids.unsqueeze(-1), columns, group)
             picked = owned_logits(logits, places, owned, dtype).squeeze(-1)
         highest_anywhere = highest.clone()
@@ -94,20 +101,25 @@ class _TokenLogProbs(torch.autograd.Function):
         sums = torch.stack((total * (highest - highest_anywhere).exp(), picked))
         reduce_in_place(sums, "sum", group)
         log_normalizer = highest_anywhere + sums[0].log()
-        ctx.save_for_backward(logits, local_ids, log_normalizer)
+        ctx.save_for_backward(logits, local_ids, highest, log_normalizer)
+        ctx.kept = kept
         return sums[1] - log_normalizer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        logits, local_ids, log_normalizer = ctx.saved_tensors
+        logits, local_ids, highest, log_normalizer = ctx.saved_tensors
         grad_out = grad_outputs[0].to(log_normalizer.dtype)
         kernels = _kernels(logits)
         if kernels:
             flat = logits.detach().view(-1, logits.shape[-1])
             rows = (tensor.reshape(-1).contiguous() for tensor in (local_ids, log_normalizer, grad_out))
             return kernels.log_prob_gradient(flat, *rows).view(logits.shape), None, None
-        return _log_prob_gradient(logits, local_ids, log_normalizer, grad_out), None, None
+        kept, ctx.kept = ctx.kept, None  # a second backward through the same graph makes its own
+        factor = (highest - log_normalizer).exp_().mul_(-grad_out)
+        if kept is not None:
+            return _add_one_hot(kept.mul_(factor.unsqueeze(-1)), local_ids, grad_out), None, None
+        return _log_prob_gradient(logits, local_ids, highest, factor, grad_out), None, None
 
 
 def _kernels(logits: Tensor) -> Any:
@@ -121,18 +133,22 @@ def _kernels(logits: Tensor) -> Any:
     return triton_log_probs
 
 
-def _log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
-    """onehot * g - softmax * g, for this rank's columns."""
-    columns, dtype = logits.shape[-1], log_normalizer.dtype
+def _log_prob_gradient(logits: Tensor, local_ids: Tensor, highest: Tensor, factor: Tensor, grad_out: Tensor) -> Tensor:
+    """onehot * g - softmax * g, for this rank's columns, where exp(logit - highest) * factor is the second part."""
     grad = torch.empty_like(logits)
-    owned = (local_ids >= 0) & (local_ids < columns)
-    one_hot = grad_out.masked_fill(~owned, 0.0).unsqueeze(-1)
-    places = local_ids.clamp(0, columns - 1).unsqueeze(-1)
-    for block in token_blocks(local_ids.shape, columns * dtype.itemsize, CHUNK_BYTES):
-        part = exponentials(logits[block], log_normalizer[block]).mul_(-grad_out[block].unsqueeze(-1))
-        grad[block] = part.scatter_add_(-1, places[block], one_hot[block])
+    for block in token_blocks(local_ids.shape, logits.shape[-1] * factor.dtype.itemsize, CHUNK_BYTES):
+        part = exponentials(logits[block], highest[block]).mul_(factor[block].unsqueeze(-1))
+        grad[block] = _add_one_hot(part, local_ids[block], grad_out[block])
         del part  # not held while the next block is made
     return grad
+
+
+def _add_one_hot(part: Tensor, local_ids: Tensor, values: Tensor) -> Tensor:
+    """In place: add each token's value in the column of its id, where this rank has it."""
+    columns = part.shape[-1]
+    owned = (local_ids >= 0) & (local_ids < columns)
+    places = local_ids.clamp(0, columns - 1).unsqueeze(-1)
+    return part.scatter_add_(-1, places, values.masked_fill(~owned, 0.0).unsqueeze(-1))
 
 
 class _GatherLogProbs(torch.autograd.Function):

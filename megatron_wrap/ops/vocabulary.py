@@ -72,13 +72,17 @@ def normalizer_parts(
     logits: Tensor, dtype: torch.dtype, temperature: float = 1.0, limit: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """This rank's maximum of logits / temperature and the sum of exp(logits / temperature - maximum), each [...]."""
-    highest = logits.amax(dim=-1).to(dtype).div_(temperature)
-    highest.clamp_(min=torch.finfo(dtype).min / 2)  # a shard of -inf must give 0, not NaN
+    highest = finite_max(logits, dtype, temperature)
     total = torch.empty_like(highest)
     for block in token_blocks(total.shape, logits.shape[-1] * dtype.itemsize, limit):
         # no name for the block: it would be held while the next is made
         total[block] = exponentials(logits[block], highest[block], temperature).sum(dim=-1)
     return highest, total
+
+
+def finite_max(logits: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
+    """[..., C] -> [...]: maximum of logits / temperature; finite for a shard of -inf, which then adds 0, not NaN."""
+    return logits.amax(dim=-1).to(dtype).div_(temperature).clamp_(min=torch.finfo(dtype).min / 2)
 
 
 def join_normalizer(highest: Tensor, total: Tensor, group: ProcessGroup) -> Tensor:
@@ -103,7 +107,9 @@ def scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
 
 def exponentials(logits: Tensor, subtrahend: Tensor, temperature: float = 1.0) -> Tensor:
     """exp(logits / temperature - subtrahend), [n, C] and [n] -> [n, C] in the subtrahend's type."""
-    return scaled(logits, subtrahend.dtype, temperature).sub_(subtrahend.unsqueeze(-1)).exp_()
+    if temperature != 1.0 or logits.dtype != subtrahend.dtype:  # torch.sub would convert into a second buffer
+        return scaled(logits, subtrahend.dtype, temperature).sub_(subtrahend.unsqueeze(-1)).exp_()
+    return torch.sub(logits, subtrahend.unsqueeze(-1)).exp_()
 
 
 def floored(log_probs: Tensor) -> Tensor:

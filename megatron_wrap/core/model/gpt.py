@@ -20,10 +20,10 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
 
     Logits are [B, S/cp, V/tp]; entries past the true vocabulary have a value so low that they get no probability.
     """
-    from megatron.core.models.gpt import GPTModel
+    from megatron_wrap.core.model.batch_first import BatchFirstGPTModel
 
     arch = request.config.arch
-    model = GPTModel(
+    model = BatchFirstGPTModel(
         config=request.transformer_config,
         transformer_layer_spec=_block_spec(request),
         vocab_size=request.padded_vocab_size,
