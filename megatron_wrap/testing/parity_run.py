@@ -25,6 +25,8 @@ class CaseResult:
     two_values: bool
     """The flow returns (loss, metrics), a mean over the micro-batch."""
     num_microbatches: int
+    router_losses: list[dict[str, float]]
+    """The experts' auxiliary losses of each step, without their coefficients; empty where there are none."""
     undeclared_fields: list[str] = field(default_factory=list)
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
 
@@ -37,6 +39,7 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         extra_padding: tokens by which every sequence is padded further.
     """
     from megatron_wrap.core.wrap import MegatronWrap
+    from megatron_wrap.engine.router_losses import router_loss_names
     from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
     from megatron_wrap.metrics.metric import MetricSums
     from megatron_wrap.testing.gradients import gather_gradients
@@ -56,17 +59,19 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         undeclared = _undeclared_fields(state.flow, micro_batches[0])
         compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
-        objectives, metrics = [], []
+        objectives, metrics, router_losses = [], [], []
+        of_routers = router_loss_names(config.arch)
         from megatron_wrap.engine.step import train_step
 
         for step in range(steps):
             report = train_step(state, samples[step * size : (step + 1) * size])
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
+            router_losses.append({name: report.metrics[name] for name in of_routers})
         from megatron_wrap.parallel.collectives import gather_objects
 
         two_values = any(gather_objects(any(kinds)))
-    return CaseResult(objectives, metrics, gradients, two_values, len(micro_batches), undeclared)
+    return CaseResult(objectives, metrics, gradients, two_values, len(micro_batches), router_losses, undeclared)
 
 
 def _record_kinds(flow: Any) -> list[bool]:
