@@ -17,6 +17,8 @@ def check_model(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other.
     """
     _check_attention(config)
+    if config.arch.multi_latent_attention:
+        _check_latent_attention(config)
     _check_model(config)
     check_experts(config)
     _check_sharding(config)
@@ -48,11 +50,47 @@ def _check_attention(config: RunConfig) -> None:
             f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; "
             f"legal num_query_groups: {divisors(heads)}",
         )
-    if arch.position_embedding_type == "rope" and derived.kv_channels(arch) % 2:
+    if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         refuse(
             config,
             ["arch.kv_channels", "arch.hidden_size"],
             f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even",
+        )
+
+
+def _check_latent_attention(config: RunConfig) -> None:
+    arch, key = config.arch, "arch.multi_latent_attention"
+    for name, wanted in (
+        ("num_query_groups", (None, arch.num_attention_heads)),
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+        ("rotary_interleaved", (False,)),
+        ("rotary_percent", (1.0,)),
+        ("add_qkv_bias", (False,)),
+        ("add_bias_linear", (False,)),
+        ("window_size", (None,)),
+    ):
+        if getattr(arch, name) not in wanted:
+            words = " or ".join("null" if value is None else str(value).lower() for value in wanted)
+            refuse(
+                config,
+                [f"arch.{name}", key],
+                f"multi_latent_attention takes {name} {words}, not {str(getattr(arch, name)).lower()}",
+            )
+    if arch.qk_pos_emb_head_dim % 2:
+        refuse(
+            config,
+            ["arch.qk_pos_emb_head_dim", key],
+            f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even",
+        )
+    if config.parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(config.parallel):
+        # multi_latent_attention.py: without it each process would keep the gradient of its own heads alone
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "false with tensor_model_parallel_size > 1 is not there for multi_latent_attention; write true or null",
+            LayoutError,
         )
 
 
@@ -94,6 +132,9 @@ def _check_sharding(config: RunConfig) -> None:
         "num_attention_heads": arch.num_attention_heads,
         "num_query_groups": derived.num_query_groups(arch),
     }
+    if arch.multi_latent_attention:  # MLASelfAttention cuts them first, whatever takes their place later
+        split["kv_lora_rank + qk_pos_emb_head_dim"] = arch.kv_lora_rank + arch.qk_pos_emb_head_dim
+        split["q_lora_rank"] = arch.q_lora_rank or 0
     if 0 in derived.moe_layer_pattern(arch):
         split["ffn_hidden_size"] = derived.ffn_hidden_size(arch)
     if arch.num_experts is not None and arch.moe_shared_expert_intermediate_size is not None:
@@ -102,7 +143,7 @@ def _check_sharding(config: RunConfig) -> None:
         if count % tensor:
             refuse(
                 config,
-                [key, f"arch.{name}"],
+                [key, f"arch.{name.split()[0]}"],
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
                 f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
                 LayoutError,

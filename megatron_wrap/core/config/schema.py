@@ -80,6 +80,38 @@ class ArchConfig:
     """Softmax of attention in fp32."""
     fp32_residual_connection: bool
     """Residual stream in fp32."""
+    window_size: tuple[int, int] | None
+    """Sliding window of attention, [before, after] a token's own position, -1: no bound; null: none. transformers'
+    sliding_window W (Mistral) is [W - 1, 0]."""
+    window_attn_skip_freq: int | tuple[int, ...] | None
+    """With window_size, layers without it: each N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    multi_latent_attention: bool
+    """Keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); the keys below it, to
+    mscale_all_dim, mean nothing without it. qk_layernorm then normalises the latents."""
+    q_lora_rank: int | None
+    """Width of the queries' latent vector; null: queries straight from the residual stream."""
+    kv_lora_rank: int
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int
+    """Width of the part of a query's and key's head without positions."""
+    qk_pos_emb_head_dim: int
+    """Width of the rotated part of a head."""
+    v_head_dim: int
+    """Width of a value's head."""
+    rope_type: Literal["rope", "yarn"]
+    """Rotary frequencies as they are, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
+    rotary_scaling_factor: float
+    """YaRN: by how much the context grew."""
+    original_max_position_embeddings: int
+    """YaRN: the context before, tokens."""
+    beta_fast: float
+    """YaRN: rotations within the original context from which on a frequency is left alone."""
+    beta_slow: float
+    """YaRN: rotations below which a frequency is divided by the whole factor."""
+    mscale: float
+    """YaRN: strength of the scaling of the rotated parts with the context's growth."""
+    mscale_all_dim: float
+    """YaRN: strength of the scaling of all attention scores; 0: none."""
     num_experts: int | None
     """Experts of each mixture-of-experts layer; null: a dense model, for which the moe_ keys mean nothing."""
     moe_layer_freq: int | tuple[int, ...] | str

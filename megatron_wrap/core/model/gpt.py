@@ -70,6 +70,8 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
     arch = request.config.arch
     arguments: dict[str, Any] = {"qk_layernorm": arch.qk_layernorm, "num_experts": None}
+    if arch.multi_latent_attention:
+        arguments["multi_latent_attention"] = True
     if with_experts:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
@@ -81,6 +83,11 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         layer = versions.local_layer_spec(
             norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
         )
+    if arch.multi_latent_attention:
+        from megatron_wrap.core.model.latent_attention import LatentAttention, LocalLatentAttention
+
+        attention = LatentAttention if request.transformer_engine else LocalLatentAttention
+        layer.submodules.self_attention.module = attention
     if with_experts:
         from megatron_wrap.core.model.router import Router
 

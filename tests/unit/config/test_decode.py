@@ -178,7 +178,8 @@ def test_values_of_the_right_type(write_run: Write) -> None:
     )
     assert type(config.learning_rate.lr) is float
     assert config.train.rampup_batch_size == (4, 2, 100)
-    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01, "window_size": (128, 0)}
+    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01}
+    assert config.arch.window_size == (128, 0)
     assert (config.arch.num_experts, config.arch.moe_aux_loss_coeff) == (4, 0.01)
     assert config.arch.moe_layer_freq == (0, 1, 1, 1)
     assert config.optimizer.upstream == {"decoupled_weight_decay": False}

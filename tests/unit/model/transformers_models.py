@@ -4,6 +4,7 @@ the same way as weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 
 def to_llama_like(
-    ours: Mapping[str, Tensor], config: RunConfig, joined_gate: bool = False, shared: str = "shared_expert"
+    ours: Mapping[str, Tensor],
+    config: RunConfig,
+    joined_gate: bool = False,
+    shared: str = "shared_expert",
+    other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Named:
     """Names of Llama, Qwen2, Qwen3, StableLM, Nemotron, Mixtral, Qwen2-MoE, Qwen3-MoE, and of GLM, which keeps gate and
     up in one matrix."""
@@ -46,6 +51,7 @@ def to_llama_like(
         "self_attention.k_layernorm": "self_attn.k_norm",
         "mlp.linear_fc2": "mlp.down_proj",
         "mlp.router": "mlp.gate",
+        **other_names,
     }
     experts: dict[str, dict[int, Tensor]] = {}
     for number, module, kind, tensor in _by_module(ours):
@@ -77,6 +83,22 @@ def to_llama_like(
     for name, by_number in experts.items():
         theirs[name] = torch.stack([by_number[number] for number in sorted(by_number)])
     return theirs
+
+
+DEEPSEEK = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+
+
+def to_deepseek(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
+    """Names of DeepSeek V2 and V3."""
+    return to_llama_like(ours, config, shared="shared_experts", other_names=DEEPSEEK)
 
 
 def to_glm(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
