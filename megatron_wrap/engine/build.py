@@ -16,7 +16,7 @@ from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelR
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import ExpertShape, ModelShape
+from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.parallel.collectives import average_detached, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
@@ -276,6 +276,15 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
             shared_ffn_hidden_size=arch.moe_shared_expert_intermediate_size or 0,
             shared_gate=arch.moe_shared_expert_gate,
         )
+    latent = None
+    if arch.multi_latent_attention:
+        latent = LatentAttentionShape(
+            q_lora_rank=arch.q_lora_rank,
+            kv_lora_rank=arch.kv_lora_rank,
+            qk_head_dim=arch.qk_head_dim + arch.qk_pos_emb_head_dim,
+            qk_pos_emb_head_dim=arch.qk_pos_emb_head_dim,
+            v_head_dim=arch.v_head_dim,
+        )
     return ModelShape(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -286,4 +295,5 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         vocab_size=vocab_size,
         gated_linear_unit=arch.swiglu,
         experts=experts,
+        latent_attention=latent,
     )

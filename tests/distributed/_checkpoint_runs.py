@@ -30,6 +30,11 @@ EXPERTS = (
     *(f"{ARCH}.moe_shared_expert_intermediate_size=64", f"{ARCH}.moe_shared_expert_gate=true"),
 )
 EP2 = (*EXPERTS, f"{PARALLEL}.expert_model_parallel_size=2")
+MLA = (
+    *(f"{ARCH}.multi_latent_attention=true", f"{ARCH}.num_query_groups=null", f"{ARCH}.qk_layernorm=true"),
+    *(f"{ARCH}.q_lora_rank=16", f"{ARCH}.kv_lora_rank=16", f"{ARCH}.qk_head_dim=8"),
+    *(f"{ARCH}.qk_pos_emb_head_dim=8", f"{ARCH}.v_head_dim=8"),
+)
 ETP1 = (f"{PARALLEL}.expert_tensor_parallel_size=1",)
 TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
 DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")

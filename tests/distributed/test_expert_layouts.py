@@ -47,6 +47,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_group_score_experts": 2,
     },
 }
+DEEPSEEK = {
+    "multi_latent_attention": "true",
+    "qk_layernorm": "true",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 10,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale_all_dim": 0.5,
+}
+MODELS |= {
+    "deepseek-v3": {**MODELS["deepseek-v3-router"], **DEEPSEEK},
+    "deepseek-v2-lite": {
+        **MODELS["qwen2-moe"],
+        **DEEPSEEK,
+        "q_lora_rank": "null",
+        "rope_type": "rope",
+        "moe_shared_expert_gate": "false",
+    },
+    "mistral": {"window_size": "[5,0]", "num_query_groups": 2},
+}
 LOSSES: dict[str, dict[str, Any]] = {
     "aux": {"moe_aux_loss_coeff": 0.1},
     "seq": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
@@ -120,7 +144,10 @@ LAYOUTS = {
         *("dp2-pp2-vpp2-ep2", "cp2-ep2", "dp2-cp2-ep2", "pp2-tp2"),
     ),
     "qwen2-moe": ("dp2-ep2", "tp2-ep2-etp1", "tp2", "pp2", "dp2-pp2-ep2", "cp2-ep2", "pp2-tp2-etp1"),
-    "deepseek-v3-router": ("dp2-ep2", "tp2-ep2-etp1", "pp2", "cp2-ep2", "dp4-ep4"),
+    "deepseek-v3-router": ("dp2-ep2", "dp4-ep4"),
+    "deepseek-v3": ("tp2", "tp2-ep2-etp1", "pp2", "cp2-ep2", "dp2-pp2-ep2", "pp2-tp2", "cp2-tp2"),
+    "deepseek-v2-lite": ("tp2", "pp2", "cp2", "dp2-ep2"),
+    "mistral": ("tp2", "cp2", "pp2"),
 }
 
 

@@ -15,6 +15,7 @@ from _checkpoint_runs import (
     ETP1,
     EXPERTS,
     FP16,
+    MLA,
     OVERLAP,
     PP2,
     PP2_VPP2,
@@ -50,6 +51,7 @@ OTHER_LAYOUT = {
     "ep2-to-1": ((2, EP2), (1, EXPERTS)),
     "1-to-ep2": ((1, EXPERTS), (2, EP2)),
     "ep2-distributed-to-1": ((2, (*EP2, *DISTRIBUTED)), (1, (*EXPERTS, *DISTRIBUTED))),
+    "latent-tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1, *MLA)), (2, (*PP2, *EXPERTS, *MLA))),
     "tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1)), (2, (*PP2, *EXPERTS))),
 }
 

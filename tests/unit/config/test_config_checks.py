@@ -223,6 +223,23 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "3 chunks do not divide a stage of 2 layers; legal: 1, 2",
         ),
         (
+            ["arch.multi_latent_attention=true"],
+            "multi_latent_attention takes num_query_groups null or 8, not 4",
+        ),
+        (
+            ["arch.multi_latent_attention=true", "arch.num_query_groups=null", "arch.qk_pos_emb_head_dim=7"],
+            "rope rotates pairs, and the rotated part of a head is 7 wide; make it even",
+        ),
+        (
+            [
+                "arch.multi_latent_attention=true",
+                "arch.num_query_groups=null",
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=false",
+            ],
+            "false with tensor_model_parallel_size > 1 is not there for multi_latent_attention; write true or null",
+        ),
+        (
             ["arch.num_experts=4", "arch.moe_layer_freq=([0]*2+[1]*3)"],
             "says 5 layers, 3 of them with experts, and num_layers is 4; write 0 (dense) or 1 for each layer, and at "
             "least one 1",
