@@ -1,7 +1,8 @@
 """Makes the example's data set and tokenizer: `python examples/data/build.py [--output FOLDER] [--force]`.
 
-Writes train.jsonl, validation.jsonl, their preference pairs, tokenizer/ and manifest.json, which is written last: a folder with a manifest is
-whole. A whole folder is left as it is, also by another Python, so that a run that resumes finds the data it began with.
+Writes train.jsonl, validation.jsonl, preference pairs of both, tokenizer/ and manifest.json, which is written last: a
+folder with a manifest is whole. A whole folder is left as it is, also by another Python, so that a run that resumes
+finds the data it began with.
 """
 
 import argparse

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy
 
-from megatron_wrap.core.config import RunConfig, load_run_config
+from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.core.config.schema import ArchConfig
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.diagnosis import Deviation, likely_cause
-from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, LayoutCase, parse_layout
+from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
 from megatron_wrap.testing.parity_run import CaseResult, run_case
 from megatron_wrap.testing.pools import Pools
 from megatron_wrap.testing.ranks import RankPool
@@ -29,6 +30,9 @@ OBJECTIVE_TOLERANCE = 1e-5
 """Largest relative difference of an objective, dense models in fp32."""
 METRIC_TOLERANCE = 1e-4
 """The same of a metric, which may be a small difference of large numbers."""
+EXPERTS_TOLERANCE = 1e-4
+"""The objective's, and ten times that a metric's, for models with experts, whose sums have another order in each
+layout."""
 GRADIENT_TOLERANCE = 1e-4
 """Largest norm of a gradient's difference over the norm of the gradient."""
 GRADIENT_FLOOR = 1e-6
@@ -62,6 +66,8 @@ class LayoutVerdict:
     """The metric that disagrees most and both values; empty where all agree."""
     gradient_ratio: float = math.nan
     """Least-squares factor between this layout's whole gradient and the reference's; 1 where they agree."""
+    router_loss_difference: float = math.nan
+    """Of the experts' auxiliary losses, which are no part of the objective; nan where there are none."""
     note: str = ""
 
 
@@ -88,7 +94,8 @@ class ParityReport:
             mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
             numbers = [row.objective_difference, row.metric_difference, row.gradient_difference]
             shown = "  ".join(f"{'-' if math.isnan(number) else format(number, '.1e'):>9}" for number in numbers)
-            lines.append(f"{row.layout:<14} {row.processes:>5}  {shown}  {mark}")
+            routers = "" if math.isnan(row.router_loss_difference) else f"; routers' {row.router_loss_difference:.1e}"
+            lines.append(f"{row.layout:<14} {row.processes:>5}  {shown}  {mark}{routers}")
             if row.agrees is False and row.worst_parameter:
                 lines.append(f"{'':>14} worst: {row.worst_parameter}; gradient ratio {row.gradient_ratio:.6g}")
             if row.worst_metric:
@@ -133,7 +140,7 @@ def check_parity(
         config: the run's YAML; its flow, options and data are taken.
         overrides: `a.b.c=value` strings.
         flow: registered key or `my_package.my_module:MyFlow`, in place of the configuration's.
-        layouts: names for `parse_layout`; default: `DEFAULT_LAYOUTS`.
+        layouts: names for `parse_layout`; default: `default_layouts`.
         max_processes: layouts of more are left out.
         steps: optimizer steps of each run.
         samples: take these; default: the head of the configuration's training data.
@@ -157,7 +164,7 @@ def check_parity(
             rows = [broken] if broken else []
             rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
             comparison = _Comparison(config, base, taken, steps, reference, rounded, pools)
-            for case in map(parse_layout, [] if broken else layouts or DEFAULT_LAYOUTS):
+            for case in map(parse_layout, [] if broken else layouts or default_layouts(reference_config.arch)):
                 rows.append(comparison.verdict(case, max_processes))
     return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
 
@@ -219,6 +226,9 @@ class _Comparison:
             check_layout(config, case.processes)
         except MegatronWrapError as error:
             return left_out(f"does not fit: {error}")
+        reason = expert_reason(config.arch, case)
+        if reason:
+            return left_out(reason)
         padding = EXTRA_PADDING if case.extra_padding else 0
         try:
             found = self.pools.run(case.processes, run_case, config, self.samples, self.steps, padding)
@@ -228,16 +238,20 @@ class _Comparison:
 
     def _compared(self, case: LayoutCase, config: RunConfig, found: CaseResult) -> LayoutVerdict:
         reference = self.reference
+        has_experts = config.arch.num_experts is not None
+        tolerance = EXPERTS_TOLERANCE if has_experts else OBJECTIVE_TOLERANCE
         objective = max(map(relative, found.objectives, reference.objectives, self.objective_floors))
         metrics = metric_differences(found.metrics, reference.metrics, self.metric_floors)
         metric = max((difference for difference, _, _ in metrics.values()), default=0.0)
+        routers = metric_differences(found.router_losses, reference.router_losses, [{}] * len(reference.router_losses))
+        router_loss = max((difference for difference, _, _ in routers.values()), default=math.nan)
         differences = gradient_differences(found.gradients, reference.gradients)
         worst = max(differences, key=lambda name: differences[name])
         ratio = gradient_ratio(found.gradients, reference.gradients)
-        objective_agrees = objective <= OBJECTIVE_TOLERANCE
+        objective_agrees = objective <= tolerance
         gradients_agree = differences[worst] <= GRADIENT_TOLERANCE
         worst_metric, shown, metric_ratio = "", "", math.nan
-        if metric > METRIC_TOLERANCE:
+        if metric > (10 * tolerance if has_experts else METRIC_TOLERANCE):
             worst_metric = max(metrics, key=lambda name: metrics[name][0])
             _, value, expected = metrics[worst_metric]
             metric_ratio = value / expected if expected else math.nan
@@ -245,7 +259,7 @@ class _Comparison:
         elif found.seen.over_tp:  # the report is right only because tensor-parallel rank 0 speaks
             worst_metric = next(iter(found.seen.over_tp))
             shown = f"{worst_metric}: {found.seen.over_tp[worst_metric]} on two ranks"
-        agrees = objective_agrees and gradients_agree and not worst_metric
+        agrees = objective_agrees and gradients_agree and not worst_metric and not router_loss > tolerance
         note = ""
         if not agrees:
             deviation = Deviation(
@@ -262,6 +276,7 @@ class _Comparison:
             worst_parameter="" if gradients_agree else worst,
             worst_metric=shown,
             gradient_ratio=ratio,
+            router_loss_difference=router_loss,
             note=note,
         )
 
@@ -333,6 +348,9 @@ def gradient_ratio(found: dict[str, Any], reference: dict[str, Any]) -> float:
 def _of_the_flow_itself(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
     """Notes on the reference runs, and a row that ends the check where they cannot serve as one."""
     notes = []
+    if first.router_losses[0]:
+        told = ", ".join(f"{name} {value:.6g}" for name, value in first.router_losses[0].items())
+        notes.append(f"losses of the experts' routers, no part of the objective, without coefficients: {told}")
     silent = [name for name, gradient in first.gradients.items() if not gradient.any()]
     if silent:
         notes.append(f"{len(silent)} parameters get no gradient, such as {silent[0]}")
@@ -415,6 +433,7 @@ def _overrides(
 def _tiny(config: RunConfig) -> list[str]:
     """The same kind of model in little: its ratio of query to key heads, its norms, activation and positions."""
     arch = config.arch
+    experts = {} if arch.num_experts is None else _tiny_experts(arch)
     groups = arch.num_query_groups or arch.num_attention_heads
     few_groups = groups if groups < 2 else 2
     heads = few_groups * min(arch.num_attention_heads // groups, 4)
@@ -426,6 +445,28 @@ def _tiny(config: RunConfig) -> list[str]:
         "kv_channels": 16,
         "hidden_size": 64,
         "ffn_hidden_size": 128,
+        **experts,
     }
     values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
     return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]
+
+
+def _tiny_experts(arch: ArchConfig) -> dict[str, Any]:
+    """Few experts of the same kind: the same router, groups and shared experts, a dense layer where there are some."""
+    grouped = arch.moe_router_num_groups is not None
+    experts, topk = 8 if grouped else 4, min(arch.moe_router_topk, 2)
+    pattern = derived.moe_layer_pattern(arch)[:4]
+    sizes: dict[str, Any] = {
+        "num_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": 64,
+        "moe_layer_freq": list(pattern) if len(pattern) == 4 and 1 in pattern else [int(1 in pattern[:1]), 1, 1, 1],
+        "moe_shared_expert_intermediate_size": "null" if arch.moe_shared_expert_intermediate_size is None else 64,
+    }
+    if grouped:
+        sizes |= {"moe_router_num_groups": 4, "moe_router_group_topk": min(arch.moe_router_group_topk or 1, topk)}
+        if arch.moe_router_group_score_experts is not None:
+            sizes["moe_router_group_score_experts"] = min(arch.moe_router_group_score_experts, 2)
+    if "moe_input_jitter_eps" in arch.upstream:
+        sizes["moe_input_jitter_eps"] = "null"  # random, as dropout is
+    return sizes

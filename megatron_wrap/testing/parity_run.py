@@ -26,6 +26,8 @@ class CaseResult:
     seen: Seen
     """What the ranks' calls of the flow have shown."""
     num_microbatches: int
+    router_losses: list[dict[str, float]]
+    """The experts' auxiliary losses of each step, without their coefficients; empty where there are none."""
     undeclared_fields: list[str] = field(default_factory=list)
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
 
@@ -42,6 +44,7 @@ def run_case(
     """
     from megatron_wrap.core.wrap import MegatronWrap
     from megatron_wrap.engine.micro_batch import try_flow
+    from megatron_wrap.engine.router_losses import router_loss_names
     from megatron_wrap.engine.step import collate_share, compute_gradients, count_step, train_step
     from megatron_wrap.metrics.metric import MetricSums
     from megatron_wrap.testing.gradients import gather_gradients
@@ -64,12 +67,14 @@ def run_case(
         compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
         seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
-        objectives, metrics = [], []
+        objectives, metrics, router_losses = [], [], []
+        of_routers = router_loss_names(config.arch)
         for step in range(steps):
             report = train_step(state, samples[step * size : (step + 1) * size])
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
-    return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), undeclared)
+            router_losses.append({name: report.metrics[name] for name in of_routers})
+    return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared)
 
 
 def _undeclared_fields(flow: Any, micro_batch: Any) -> list[str]:

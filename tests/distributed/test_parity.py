@@ -86,3 +86,47 @@ def test_layout_names():
     case = parse_layout("tp2-sp-pp2-vpp2")
     assert case.processes == 4
     assert "megatron_lm.model.parallel.sequence_parallel=true" in case.overrides()
+
+
+MIXTRAL = ("megatron_lm.model.arch.__select__=tiny-mixtral",)
+DEEPSEEK_ROUTER = (
+    *("num_experts=16", "moe_router_topk=4", "moe_layer_freq=[0,0,1,1]", "moe_shared_expert_intermediate_size=128"),
+    *("moe_router_score_function=sigmoid", "moe_router_enable_expert_bias=true", "moe_router_num_groups=8"),
+    *("moe_router_group_topk=3", "moe_router_group_score_experts=2", "moe_router_topk_scaling_factor=2.5"),
+    *("moe_router_load_balancing_type=seq_aux_loss", "moe_aux_loss_coeff=0.1"),
+)
+
+
+def test_a_model_with_experts_runs_in_expert_parallel_layouts_too(samples):
+    report = check_parity(CONFIG, MIXTRAL, samples=samples, layouts=("mbs1", "padded", "tp2", "ep2", "tp2-sp-ep2-etp1"))
+    assert report.agrees, report.table()
+    rows = {row.layout: row for row in report.rows}
+    assert "load_balancing_loss" not in rows["ep2"].note
+    assert rows["mbs1"].agrees is None
+    assert rows["mbs1"].note == (
+        "aux_loss of the experts' routers is taken over a micro-batch, so it depends on how the batch is cut"
+    )
+    assert rows["tp2"].agrees is None  # without sequence parallelism
+    for layout in ("padded", "ep2", "tp2-sp-ep2-etp1"):
+        assert rows[layout].router_loss_difference < 1e-4
+    assert rows["ep2"].processes == 2
+    (note,) = report.notes
+    assert note.startswith("losses of the experts' routers, no part of the objective, without coefficients: load_bal")
+    assert "routers' " in report.table()
+
+
+def test_tiny_experts_are_of_the_same_kind(samples):
+    overrides = [f"megatron_lm.model.arch.{text}" for text in DEEPSEEK_ROUTER]
+    report = check_parity(CONFIG, overrides, samples=samples, layouts=("mbs1", "cp2-ep2"), steps=1)
+    assert report.agrees, report.table()
+    assert [row.agrees for row in report.rows] == [True, True]  # a loss of each sequence does not depend on the cut
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "dp"),
+    [("ep2", 2, 2), ("dp4-ep2", 4, 4), ("tp2-sp-ep2", 4, 2), ("tp2-sp-ep2-etp1", 2, 1), ("pp2-ep2", 4, 2),
+     ("cp2-ep2", 2, 1), ("ep4", 4, 4)],
+)  # fmt: skip
+def test_experts_take_their_processes_out_of_the_others(name, processes, dp):
+    case = parse_layout(name)
+    assert (case.processes, case.dp) == (processes, dp)
