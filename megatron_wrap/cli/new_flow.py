@@ -56,7 +56,7 @@ class CLASS(MegatronWrapGPTModelSFTFlow):
 _RUN = """\
 # A small Llama with the flow of NAME.py, whose folder has to be on PYTHONPATH:
 #   PYTHONPATH=FOLDER megatron-wrap train FOLDER/NAME.yaml megatron_wrap.data.__select__=jsonl \\
-#     megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER_FOLDER
+#     megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER
 megatron_lm:
   model:
     arch:

@@ -16,7 +16,7 @@ from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
 from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.core.flow.config import decode_flow_config
-from megatron_wrap.core.model.initial_weights import fill_initial_weights
+from megatron_wrap.core.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
 from megatron_wrap.data.sources import first_training_samples
@@ -24,7 +24,7 @@ from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import ModelShape
+from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
@@ -161,11 +161,14 @@ def build_chunks(
         )
         chunk = provider(request)
         chunk.to(platform.device)
+        _mark_experts(chunk)
         if hugging_face is not None:
             family, source = hugging_face
-            load_weights(chunk, family, config.arch, source, parallel.tp)
+            load_weights(chunk, family, config.arch, source, parallel)
         elif new_weights:
-            fill_initial_weights(chunk, config.arch, vocab_size, config.train.seed, parallel.tp)
+            fill_initial_weights(
+                chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
+            )
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
     return chunks
@@ -178,6 +181,17 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     return ReferenceModel(chunks, model_config)
+
+
+def _mark_experts(chunk: torch.nn.Module) -> None:
+    """Experts have gradient buffers and optimizer states of their own also where one process holds all of them.
+
+    Megatron-Core marks them only where EP > 1 (tensor_parallel/layers.py); then a checkpoint of EP 1 differs in form
+    from others, and with expert TP below TP the copies of an expert would not reduce their gradients.
+    """
+    for name, parameter in chunk.named_parameters():
+        if is_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -292,6 +306,25 @@ def samples_of_iterations(config: RunConfig, iterations: float) -> float:
 def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
     """The sizes that count the model's floating-point operations."""
     arch = config.arch
+    experts = None
+    if arch.num_experts is not None:
+        experts = ExpertShape(
+            num_layers=sum(derived.moe_layer_pattern(arch)),
+            num_experts=arch.num_experts,
+            topk=arch.moe_router_topk,
+            ffn_hidden_size=derived.moe_ffn_hidden_size(arch),
+            shared_ffn_hidden_size=arch.moe_shared_expert_intermediate_size or 0,
+            shared_gate=arch.moe_shared_expert_gate,
+        )
+    latent = None
+    if arch.multi_latent_attention:
+        latent = LatentAttentionShape(
+            q_lora_rank=arch.q_lora_rank,
+            kv_lora_rank=arch.kv_lora_rank,
+            qk_head_dim=arch.qk_head_dim + arch.qk_pos_emb_head_dim,
+            qk_pos_emb_head_dim=arch.qk_pos_emb_head_dim,
+            v_head_dim=arch.v_head_dim,
+        )
     return ModelShape(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -301,4 +334,6 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         kv_channels=derived.kv_channels(arch),
         vocab_size=vocab_size,
         gated_linear_unit=arch.swiglu,
+        experts=experts,
+        latent_attention=latent,
     )

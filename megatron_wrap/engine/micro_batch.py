@@ -21,6 +21,10 @@ DEFAULT_TERM = ""
 """Name of the one term of a flow whose `get_loss_weight` gives a number."""
 
 
+PADDING_MASK = "padding_mask"
+"""Model input of a model with experts: bool [B, S], True on padding, which the routers leave out of their losses."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of this replica, whole after `collate`, this process's part of it after `localize`."""
@@ -211,8 +215,13 @@ def localize(
     width: int,
     parallel: ParallelState,
     device: torch.device,
+    with_padding_mask: bool = False,
 ) -> MicroBatch:
-    """Pad to `width`, take this context-parallel rank's part and move it to the device, without waiting for it."""
+    """Pad to `width`, take this context-parallel rank's part and move it to the device, without waiting for it.
+
+    Args:
+        with_padding_mask: add PADDING_MASK to the model's inputs.
+    """
     seqdims, pad_values = flow.get_fields_and_seqdims(), flow.get_pad_values()
 
     def local(field: str, tensor: Tensor | None) -> Tensor | None:
@@ -221,14 +230,21 @@ def localize(
         if field in seqdims:
             tensor = context.pad_to(tensor, seqdims[field], width, pad_values.get(field, 0))
             tensor = context.split(tensor, seqdims[field], parallel.cp.size, parallel.cp.rank)
+        return on_device(tensor)
+
+    def on_device(tensor: Tensor) -> Tensor:
         if device.type == "cuda":
             tensor = tensor.contiguous().pin_memory()
         return tensor.to(device, non_blocking=True)
 
     loss_inputs = {field: local(field, tensor) for field, tensor in micro_batch.loss_inputs.items()}
+    model_inputs = {field: local(field, tensor) for field, tensor in micro_batch.model_inputs.items()}
+    if with_padding_mask:
+        mask = torch.arange(width)[None] >= micro_batch.lengths[:, None]
+        model_inputs[PADDING_MASK] = on_device(context.split(mask, 1, parallel.cp.size, parallel.cp.rank))
     return replace(
         micro_batch,
         padded_width=width,
-        model_inputs={field: local(field, tensor) for field, tensor in micro_batch.model_inputs.items()},
+        model_inputs=model_inputs,
         loss_inputs={field: tensor for field, tensor in loss_inputs.items() if tensor is not None},
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,17 +24,18 @@ class ReducedMetrics:
     loss: float
     """The objective; nan where nothing had weight."""
     flow_metrics: dict[str, float]
-    params_norm: float | None
+    sums: dict[str, float]
+    """The engine's own numbers, summed over all ranks."""
 
 
 def reduce_metrics(
-    state: TrainingState, sums: MetricSums, kind: str, square_sum: Tensor | None = None
+    state: TrainingState, sums: MetricSums, kind: str, of_all_ranks: Mapping[str, Tensor] = MappingProxyType({})
 ) -> ReducedMetrics:
-    """Sum over ranks; only the last pipeline stage's tensor-parallel rank 0 has sums to add.
+    """Sum over ranks; of the flow's metrics only the last pipeline stage's tensor-parallel rank 0 has sums to add.
 
     Args:
         kind: "train" or "evaluate NAME"; the names of its metrics are agreed on at its first call.
-        square_sum: this rank's part of the squared norm of the parameters, see `parameter_square_sum`.
+        of_all_ranks: further numbers, to which each rank has a part to add; the same names on all ranks.
 
     Raises:
         FlowError: a rank reports other metrics than in its first step.
@@ -40,17 +43,20 @@ def reduce_metrics(
     names, totals = _agreed_names(state, sums, kind)
     mine = sums if state.parallel.counts_once else MetricSums(state.platform.device)
     numbers = mine.vector(names)
-    numbers.append(torch.zeros((), device=state.platform.device) if square_sum is None else square_sum)
-    vector = torch.stack([number.double() for number in numbers])
-    reduce_in_place(vector, "sum", state.parallel.world.group)
-    reduced = vector.tolist()
-    values = read_reduced(names, totals, reduced[:-1])
+    first = len(numbers)
+    numbers += of_all_ranks.values()
+    reduced: list[float] = []
+    if numbers:  # on all ranks alike
+        vector = torch.stack([number.double() for number in numbers])
+        reduce_in_place(vector, "sum", state.parallel.world.group)
+        reduced = vector.tolist()
+    values = read_reduced(names, totals, reduced[:first])
     loss = objective(values, state.flow.get_loss_coefficients())
     values.pop("loss", None)  # older flows report the loss among their metrics; the objective stands for it
     return ReducedMetrics(
         loss=loss,
         flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
-        params_norm=None if square_sum is None else math.sqrt(reduced[-1]),
+        sums=dict(zip(of_all_ranks, reduced[first:], strict=True)),
     )
 
 
@@ -79,12 +85,14 @@ def parameter_square_sum(state: TrainingState) -> Tensor:
     """This rank's part of the squared norm of all parameters, each parameter counted once over all ranks."""
     parallel = state.parallel
     total = torch.zeros((), dtype=torch.float64, device=state.platform.device)
-    if parallel.dp_cp.rank != 0:
-        return total
     for chunk in state.chunks:
         for parameter in chunk.parameters():
-            is_slice = getattr(parameter, "tensor_model_parallel", False)
-            is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
-            if (is_slice or parallel.tp.rank == 0) and not is_copy:
+            if not getattr(parameter, "allreduce", True):  # of an expert; see build.py
+                counts = parallel.expert_dp.rank == 0
+            else:
+                is_slice = getattr(parameter, "tensor_model_parallel", False)
+                is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
+                counts = parallel.dp_cp.rank == 0 and (is_slice or parallel.tp.rank == 0) and not is_copy
+            if counts:
                 total += torch.linalg.vector_norm(parameter, dtype=torch.float64) ** 2
     return total

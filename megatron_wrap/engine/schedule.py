@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.micro_batch import MicroBatch, localize, padded_width
+from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, localize, padded_width
 from megatron_wrap.engine.state import TrainingState
 
 
@@ -21,9 +21,10 @@ def localize_all(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> l
     if state.parallel.pp.size > 1:
         lengths = [max(lengths)] * len(lengths)
     sequence_parallel = state.transformer_config.sequence_parallel
+    has_experts = state.config.arch.num_experts is not None
     widths = [padded_width(length, state.parallel, sequence_parallel) for length in lengths]
     return [
-        localize(micro_batch, state.flow, width, state.parallel, state.platform.device)
+        localize(micro_batch, state.flow, width, state.parallel, state.platform.device, with_padding_mask=has_experts)
         for micro_batch, width in zip(micro_batches, widths, strict=True)
     ]
 
@@ -52,7 +53,10 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        return model(**micro_batch.model_inputs, **options), partial(loss_function, micro_batch)
+        inputs = micro_batch.model_inputs
+        if model is not chunks[0] or state.parallel.pp.rank > 0:
+            inputs = _later_stage_inputs(state, inputs)
+        return model(**inputs, **options), partial(loss_function, micro_batch)
 
     # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
     iterators = [iter(local) for _ in chunks]
@@ -68,3 +72,12 @@ def run_schedule(
         decoder_seq_length=width,
         forward_only=forward_only,
     )
+
+
+def _later_stage_inputs(state: TrainingState, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other does
+    (models/gpt/gpt_model.py, _preprocess)."""
+    mask, tp = inputs.get(PADDING_MASK), state.parallel.tp
+    if mask is None or not state.transformer_config.sequence_parallel:
+        return inputs
+    return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}

@@ -12,6 +12,7 @@ from megatron_wrap.engine.loss import LossLaw
 from megatron_wrap.engine.micro_batch import MicroBatch, collate
 from megatron_wrap.engine.reduce import ReducedMetrics, parameter_square_sum, reduce_metrics
 from megatron_wrap.engine.reference import add_reference_outputs
+from megatron_wrap.engine.router_losses import router_losses
 from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
 from megatron_wrap.engine.schedule import localize_all, run_schedule
 from megatron_wrap.engine.state import StepReport, TrainingState
@@ -24,6 +25,9 @@ _WAYS_OUT_OF_NOT_FINITE = (
     "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false goes "
     "on all the same"
 )
+
+
+PARAMS_NORM = "params_norm"
 
 
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
@@ -63,8 +67,10 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     if updated:
         state.scheduler.step(increment=len(batch))
 
-    square_sum = parameter_square_sum(state) if state.config.logger.add_params_norm_to_metrics else None
-    reduced = reduce_metrics(state, sums, "train", square_sum)
+    of_all_ranks = router_losses(state, len(micro_batches))
+    if state.config.logger.add_params_norm_to_metrics:
+        of_all_ranks[PARAMS_NORM] = parameter_square_sum(state)
+    reduced = reduce_metrics(state, sums, "train", of_all_ranks)
     metrics = _metrics(state, reduced, counts, grad_norm, num_zeros, learning_rate, time.perf_counter() - started)
     if updated and state.config.train.check_for_nan_in_loss_and_grad:
         _refuse_not_finite(metrics)
@@ -96,6 +102,7 @@ def compute_gradients(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    router_losses(state, len(micro_batches))  # what an earlier pass left there is not this step's
     law = LossLaw(state.flow, state.parallel, counts.weights, len(micro_batches), sums)
     local = add_reference_outputs(state, localize_all(state, micro_batches))
     try:
@@ -149,8 +156,7 @@ def _metrics(
     }
     if logger.add_num_zeros_in_grad_to_metrics:
         metrics["num_zeros_in_grad"] = num_zeros
-    if reduced.params_norm is not None:
-        metrics["params_norm"] = reduced.params_norm
+    metrics |= {name: math.sqrt(total) if name == PARAMS_NORM else total for name, total in reduced.sums.items()}
     metrics |= {
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,

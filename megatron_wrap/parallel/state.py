@@ -35,6 +35,10 @@ class ParallelState:
     cp: Axis
     ep: Axis
     dp_cp: Axis
+    expert_tp: Axis
+    """Processes that share the matrices of an expert."""
+    expert_dp: Axis
+    """Processes that hold the same slices of the same experts: what is left of tp x cp x dp after ep and expert_tp."""
     virtual_size: int | None
     """Model chunks on each pipeline stage of an interleaved pipeline; None: one, not interleaved."""
 
@@ -91,6 +95,8 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
         cp=axis(mpu.get_context_parallel_group()),
         ep=axis(mpu.get_expert_model_parallel_group()),
         dp_cp=axis(mpu.get_data_parallel_group(with_context_parallel=True)),
+        expert_tp=axis(mpu.get_expert_tensor_parallel_group()),
+        expert_dp=axis(mpu.get_expert_data_parallel_group()),
         virtual_size=virtual_size,
     )
 

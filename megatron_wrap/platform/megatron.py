@@ -104,6 +104,16 @@ def accepts(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
 # --- layer specs -----------------------------------------------------------------------------------------------------
 
 
+_NORMS_OF_ATTENTION: dict[bool, dict[str, str]] = {
+    False: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    True: {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    },
+}
+"""Whether attention is multi-latent -> prefixes of parameters in local layers and in Transformer Engine's."""
+
+
 def local_layer_spec(*, norm: type | None = None, core_attention: type | None = None, **arguments: Any) -> Any:
     """A decoder layer of Megatron-Core's own modules.
 
@@ -129,7 +139,20 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
         for owner, name in places:
             if getattr(getattr(owner, name, None), "__name__", "") in ("WrappedTorchNorm", "FusedLayerNorm"):
                 setattr(owner, name, norm)
+    # parameters are saved under the names that they have in Transformer Engine's layers, which keep a norm inside the
+    # product after it, but not before experts and not at the input of multi-latent attention
+    layer.sharded_state_dict_keys_map = {
+        **_NORMS_OF_ATTENTION[bool(arguments.get("multi_latent_attention"))],
+        **({} if arguments.get("num_experts") is not None else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+    }
     return spec
+
+
+def expert_submodules(layer: Any) -> Any:
+    """The `MoESubmodules` (router, experts, shared_experts) of a layer spec with experts: 0.16 keeps them in a
+    ModuleSpec, 0.19 in a partial."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def te_layer_spec(**arguments: Any) -> Any:
@@ -150,6 +173,24 @@ def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> A
         if argument not in known:
             raise ConfigError(f"{argument}: megatron-core {version()} has no such argument of {name}")
     return getattr(specs, name)(**arguments)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def take_router_losses() -> dict[str, Any]:
+    """Name -> this process's shares of the routers' losses without their coefficients, [layers], added up since the
+    last call; they are zeroed. 0.16 keeps them in a dictionary, 0.19 in an object."""
+    try:
+        tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
+        kept = {name: entry.values for name, entry in tracker.metrics.items()}
+    except ModuleNotFoundError:
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        kept = {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    taken = {name: values.clone() for name, values in kept.items()}
+    for values in kept.values():
+        values.zero_()
+    return taken
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -226,6 +267,10 @@ def repair(replacements: Replacements) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 binds the name only if Transformer Engine imports, and reads it always (`moe_utils.py`, router GEMM).
         replacements.set(moe_utils, "te_general_gemm", None)
+    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    if latent_attention.HAVE_TE and not isinstance(latent_attention.TELinear, type):
+        # 0.16 imports stand-ins of Transformer Engine's classes without it, and asks isinstance of them
+        replacements.set(latent_attention, "HAVE_TE", False)
     checkpointing = importlib.import_module("megatron.core.tensor_parallel.random")
     constructor = checkpointing.CheckpointWithoutOutput.__init__
     if not checkpointing.HAVE_TE and constructor.__defaults__ == (False,):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.model.initial_weights import global_names
+from megatron_wrap.core.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 
@@ -37,20 +37,24 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
     Args:
         read: what to take of a parameter: a tensor of its shape, the same slice of the whole. Collective, like this.
     """
-    arch, tp = state.config.arch, state.parallel.tp
+    arch, parallel = state.config.arch, state.parallel
     mine: dict[str, Tensor] = {}
     for chunk in state.chunks:
         for name, parameter in global_names(unwrapped(chunk), tied=not arch.untie_embeddings_and_output_weights):
             value = read(parameter).detach().float()
-            if getattr(parameter, "tensor_model_parallel", False):
-                gated = arch.swiglu and ".linear_fc1." in name
-                value = join_slices(gather_tensors(value, tp.group), getattr(parameter, "partition_dim"), gated)  # noqa: B009
+            tp, copies = (parallel.tp, parallel.dp_cp)
+            if is_expert(name):
+                tp, copies = parallel.expert_tp, parallel.expert_dp
+            dim = split_dim(name, parameter)
+            if dim is not None:
+                value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1." in name)
+            if tp.rank or copies.rank:
+                continue  # another process speaks
             if name.startswith(("embedding.word_embeddings", "output_layer")):
                 value = value[: state.flow.vocab_size]
             mine[name] = value.cpu()
-    speaks = tp.rank == 0 and state.parallel.dp_cp.rank == 0
     whole: dict[str, Tensor] = {}
-    for of_rank in gather_objects(mine if speaks else {}):
+    for of_rank in gather_objects(mine):
         whole |= of_rank
     return whole
 

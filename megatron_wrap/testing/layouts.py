@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_wrap.core.config import derived
+from megatron_wrap.core.config.schema import ArchConfig
 from megatron_wrap.errors import ConfigError
 
 PARALLEL = "megatron_lm.model.parallel"
@@ -12,8 +15,12 @@ _SIZES = {
     "tp": f"{PARALLEL}.tensor_model_parallel_size",
     "pp": f"{PARALLEL}.pipeline_model_parallel_size",
     "cp": f"{PARALLEL}.context_parallel_size",
+    "ep": f"{PARALLEL}.expert_model_parallel_size",
     "vpp": f"{PARALLEL}.virtual_pipeline_model_parallel_size",
+    "etp": f"{PARALLEL}.expert_tensor_parallel_size",
 }
+_NULL_AT_REST = {"vpp": 1, "etp": 0}
+"""Keys that are null where the layout does not use them -> the size that stands for that."""
 
 DEFAULT_LAYOUTS = (
     "mbs1",
@@ -34,6 +41,16 @@ DEFAULT_LAYOUTS = (
 )
 """What `check-parity` runs: every kind of parallelism, their pairs, another cut into micro-batches, more padding."""
 
+EXPERT_LAYOUTS = ("ep2", "ep2-dopt", "cp2-ep2", "tp2-sp-ep2-etp1", "tp2-sp-ep2", "pp2-ep2", "ep4")
+"""What it runs besides for a model with experts."""
+
+
+def default_layouts(arch: ArchConfig) -> tuple[str, ...]:
+    """Names of the layouts that show a model of this kind."""
+    if arch.num_experts is None:
+        return DEFAULT_LAYOUTS
+    return (*(name for name in DEFAULT_LAYOUTS if name != "tp2"), *EXPERT_LAYOUTS)  # tp needs sp there
+
 
 @dataclass(frozen=True)
 class LayoutCase:
@@ -44,7 +61,11 @@ class LayoutCase:
     pp: int = 1
     cp: int = 1
     dp: int = 1
+    ep: int = 1
+    """Taken out of the processes of tp, cp and dp."""
     vpp: int = 1
+    etp: int = 0
+    """Tensor parallelism inside experts; 0: as tp."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     micro_batch_size: int | None = None
@@ -58,9 +79,10 @@ class LayoutCase:
 
     def overrides(self) -> tuple[str, ...]:
         """The layout as overrides of a configuration."""
-        values = [f"{path}={getattr(self, axis)}" for axis, path in _SIZES.items() if axis != "vpp"]
-        values.append(f"{PARALLEL}.sequence_parallel={str(self.sequence_parallel).lower()}")
-        values.append(f"{_SIZES['vpp']}={self.vpp if self.vpp > 1 else 'null'}")
+        values = [f"{PARALLEL}.sequence_parallel={str(self.sequence_parallel).lower()}"]
+        for axis, path in _SIZES.items():
+            size = getattr(self, axis)
+            values.append(f"{path}={'null' if _NULL_AT_REST.get(axis) == size else size}")
         values.append(
             f"megatron_lm.train.optimizer.use_distributed_optimizer={str(self.distributed_optimizer).lower()}"
         )
@@ -70,15 +92,17 @@ class LayoutCase:
 
 
 def parse_layout(name: str) -> LayoutCase:
-    """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `sp` (sequence parallel),
-    `dopt` (distributed optimizer), `mbsN` (micro-batch size) or `padded` (sequences padded further).
+    """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `epN` (experts shared by N
+    processes; as many data-parallel ones are added as they need), `etpN` (tensor parallelism inside experts), `sp`
+    (sequence parallel), `dopt` (distributed optimizer), `mbsN` (micro-batch size) or `padded` (sequences padded
+    further).
 
     Raises:
         ConfigError: a part that is none of these.
     """
     fields: dict[str, int | bool] = {}
     for part in name.split("-"):
-        match = re.fullmatch(r"(tp|pp|cp|dp|vpp|mbs)([1-9]\d*)", part)
+        match = re.fullmatch(r"(tp|pp|cp|dp|ep|vpp|etp|mbs)([1-9]\d*)", part)
         if match:
             fields["micro_batch_size" if match[1] == "mbs" else match[1]] = int(match[2])
         elif part in ("sp", "dopt", "padded"):
@@ -86,7 +110,29 @@ def parse_layout(name: str) -> LayoutCase:
             fields[key] = True
         else:
             raise ConfigError(
-                f"layout {name!r}: {part!r} is unknown; write parts such as tp2, sp, pp2, vpp2, cp2, dp2, dopt, mbs1 "
-                "or padded, joined by '-'"
+                f"layout {name!r}: {part!r} is unknown; write parts such as tp2, sp, pp2, vpp2, cp2, dp2, ep2, dopt, "
+                "mbs1 or padded, joined by '-'"
             )
-    return LayoutCase(name, **fields)  # type: ignore[arg-type]
+    case = LayoutCase(name, **fields)  # type: ignore[arg-type]
+    of_experts = case.ep * (case.etp or case.tp) * case.pp if case.ep > 1 else 1
+    return replace(case, dp=case.dp * math.lcm(case.processes, of_experts) // case.processes)
+
+
+def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
+    """Why a right model with experts may differ in this layout from one process; empty where it must agree."""
+    if arch.num_experts is None:
+        return ""
+    losses = derived.load_balancing_coefficients(arch).keys() - {"seq_aux_loss"}
+    if case.micro_batch_size is not None and (losses or arch.moe_z_loss_coeff):
+        kind = min(losses) if losses else "z_loss"
+        return f"{kind} of the experts' routers is taken over a micro-batch, so it depends on how the batch is cut"
+    if "global_aux_loss" in losses and case.dp > 1:
+        return "global_aux_loss counts the experts' loads of micro-batches in the order in which they come"
+    if case.tp * case.cp > 1 or case.pp > 1 or case.extra_padding:
+        for chosen, name in (
+            (arch.moe_router_load_balancing_type == "sinkhorn", "moe_router_load_balancing_type sinkhorn"),
+            (arch.upstream.get("moe_expert_capacity_factor") is not None, "moe_expert_capacity_factor"),
+        ):
+            if chosen:
+                return f"{name} decides over a process's own tokens and padding, not over the micro-batch"
+    return ""

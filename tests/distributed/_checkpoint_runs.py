@@ -24,6 +24,18 @@ OVERLAP = ("megatron_lm.misc.ddp.overlap_grad_reduce=true", "megatron_lm.misc.dd
 BF16 = ("megatron_lm.train.dtype.__select__=bf16",)
 FP16 = ("megatron_lm.train.dtype.__select__=fp16", "megatron_lm.train.dtype.initial_loss_scale=65536")
 SGD = (f"{OPTIMIZER}.__select__=sgd",)
+EXPERTS = (
+    *(f"{ARCH}.num_experts=4", f"{ARCH}.moe_ffn_hidden_size=64", f"{ARCH}.moe_layer_freq=[0,1,1,1]"),
+    *(f"{ARCH}.moe_router_score_function=sigmoid", f"{ARCH}.moe_router_enable_expert_bias=true"),
+    *(f"{ARCH}.moe_shared_expert_intermediate_size=64", f"{ARCH}.moe_shared_expert_gate=true"),
+)
+EP2 = (*EXPERTS, f"{PARALLEL}.expert_model_parallel_size=2")
+MLA = (
+    *(f"{ARCH}.multi_latent_attention=true", f"{ARCH}.num_query_groups=null", f"{ARCH}.qk_layernorm=true"),
+    *(f"{ARCH}.q_lora_rank=16", f"{ARCH}.kv_lora_rank=16", f"{ARCH}.qk_head_dim=8"),
+    *(f"{ARCH}.qk_pos_emb_head_dim=8", f"{ARCH}.v_head_dim=8"),
+)
+ETP1 = (f"{PARALLEL}.expert_tensor_parallel_size=1",)
 TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
 DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")
 

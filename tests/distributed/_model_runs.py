@@ -10,6 +10,7 @@ import numpy
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
+ROUTER_LOSSES = {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"}
 
 
 def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
@@ -23,16 +24,17 @@ def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
     return made
 
 
-def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> dict[str, Any]:
+def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, steps: int = 3) -> dict[str, Any]:
     """Train from initial weights on this rank's layout.
 
     Args:
-        lone_token: take four steps, not three, and leave the second batch one token to learn, whose gradient is as
+        lone_token: take one step more, and leave the second batch one token to learn, whose gradient is as
             large as those of a whole batch of others together: a loss scale that suits the others overflows there, on
             one rank of DP or CP alone.
 
     Returns:
-        For each step losses, grad_norms, loss_scales, skipped, samples and, with lone_token, whether weights changed;
+        For each step losses, grad_norms, params_norms, router_losses, loss_scales, skipped, samples and, with
+        lone_token, whether weights changed;
         digests of all initial weights by global name; digests after training of this rank's own copies of the word
         embedding; on rank 0, in fp32, the whole gradients of the first step.
     """
@@ -46,7 +48,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
         state = wrap._ready()
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size
-        steps = 4 if lone_token else 3
+        steps += lone_token
         batches = samples(size * steps, wrap.config.train.seq_length)
         if lone_token:
             for place, sample in enumerate(batches[size : 2 * size]):
@@ -68,6 +70,8 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False) -> 
     return {
         "losses": [step["loss"] for step in metrics],
         "grad_norms": [step["grad_norm"] for step in metrics],
+        "params_norms": [step.get("params_norm", 0.0) for step in metrics],
+        "router_losses": [[step[name] for name in sorted(step) if name in ROUTER_LOSSES] for step in metrics],
         "loss_scales": [step["loss_scale"] for step in metrics],
         "skipped": [step["skipped_iterations"] for step in metrics],
         "samples": [step["consumed_samples"] for step in metrics],

@@ -11,7 +11,11 @@ from _checkpoint_runs import (
     CP2,
     DISTRIBUTED,
     DROPOUT,
+    EP2,
+    ETP1,
+    EXPERTS,
     FP16,
+    MLA,
     OVERLAP,
     PP2,
     PP2_VPP2,
@@ -33,6 +37,7 @@ SAME_LAYOUT = {
     "tp2-bf16": (2, (*TP2, *BF16)),
     "pp2-vpp2": (2, PP2_VPP2),
     "cp2": (2, CP2),
+    "ep2-distributed-bf16": (2, (*EP2, *DISTRIBUTED, *BF16)),
 }
 OTHER_LAYOUT = {
     "tp2-to-1": ((2, TP2), (1, ())),
@@ -43,6 +48,11 @@ OTHER_LAYOUT = {
     "tp2-distributed-to-dp2": ((2, (*TP2, *DISTRIBUTED)), (2, DISTRIBUTED)),
     "tied-pp2-to-tp2": ((2, (*PP2, *TIED)), (2, (*TP2, *TIED))),
     "sgd-tp2-to-dp2": ((2, (*TP2, *SGD)), (2, SGD)),
+    "ep2-to-1": ((2, EP2), (1, EXPERTS)),
+    "1-to-ep2": ((1, EXPERTS), (2, EP2)),
+    "ep2-distributed-to-1": ((2, (*EP2, *DISTRIBUTED)), (1, (*EXPERTS, *DISTRIBUTED))),
+    "latent-tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1, *MLA)), (2, (*PP2, *EXPERTS, *MLA))),
+    "tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1)), (2, (*PP2, *EXPERTS))),
 }
 
 

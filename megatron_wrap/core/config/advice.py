@@ -121,6 +121,7 @@ SET_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
             layernorm_epsilon="norm_epsilon",
             layernorm_zero_centered_gamma="apply_layernorm_1p",
             gated_linear_unit="swiglu",
+            num_moe_experts="num_experts",
             init_method="init_method_std",
             output_layer_init_method="init_method_std",
         ),

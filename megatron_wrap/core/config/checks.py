@@ -43,7 +43,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
         LayoutError: the processes are no multiple of a model replica, or a batch does not divide.
     """
     parallel, train = config.parallel, config.train
-    replica = processes_needed(config)
+    replica = derived.replica_processes(config)
     sizes = (
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x "
         f"CP {parallel.context_parallel_size}"
@@ -53,7 +53,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
             f"{world_size} processes do not hold whole replicas of the model: {sizes} = {replica} processes each; "
             f"start a multiple of {replica}, or change {SECTION_PATHS['parallel']}"
         )
-    if parallel.expert_model_parallel_size > 1 and world_size % derived.expert_processes(parallel):
+    if config.arch.num_experts is not None and world_size % derived.expert_processes(parallel):
         raise LayoutError(
             f"{world_size} processes do not hold whole replicas of the experts: expert TP x EP x PP = "
             f"{derived.expert_processes(parallel)} processes each; start a multiple of it, or change "

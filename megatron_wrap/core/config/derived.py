@@ -1,5 +1,8 @@
 """Numbers that follow from a configuration by arithmetic alone; nothing here refuses anything."""
 
+import ast
+import math
+
 from megatron_wrap.core.config.schema import ArchConfig, ParallelConfig, RunConfig
 
 
@@ -21,6 +24,56 @@ def kv_channels(arch: ArchConfig) -> int:
     return arch.hidden_size // arch.num_attention_heads if arch.kv_channels is None else arch.kv_channels
 
 
+def moe_ffn_hidden_size(arch: ArchConfig) -> int:
+    """Inner width of one expert: as given, else the dense MLP's."""
+    return ffn_hidden_size(arch) if arch.moe_ffn_hidden_size is None else arch.moe_ffn_hidden_size
+
+
+def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
+    """For each layer 1 where it has experts, else 0; ValueError where moe_layer_freq is no such thing."""
+    frequency = arch.moe_layer_freq
+    if arch.num_experts is None:
+        return (0,) * arch.num_layers
+    if isinstance(frequency, int):
+        return tuple(int(layer % frequency == 0) for layer in range(arch.num_layers))
+    if isinstance(frequency, str):
+        return tuple(_list_of(ast.parse(frequency.strip(), mode="eval").body))
+    return tuple(frequency)
+
+
+def _list_of(node: ast.expr) -> list[int]:
+    """The list that a sum of lists and of their multiples spells, as Megatron-LM's --moe-layer-freq does."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _list_of(node.left) + _list_of(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        repeated, times = (node.left, node.right) if isinstance(node.left, ast.List) else (node.right, node.left)
+        count = ast.literal_eval(times)
+        if type(count) is int:
+            return _list_of(repeated) * count
+    if isinstance(node, ast.List):
+        return [ast.literal_eval(item) for item in node.elts]
+    raise ValueError("a sum of lists and of their multiples is expected")
+
+
+def expert_tensor_parallel_size(parallel: ParallelConfig) -> int:
+    """Processes that share the matrices of one expert."""
+    given = parallel.expert_tensor_parallel_size
+    return parallel.tensor_model_parallel_size if given is None else given
+
+
+def load_balancing_coefficients(arch: ArchConfig) -> dict[str, float]:
+    """Auxiliary losses of the experts' routers that count, by type -> coefficient."""
+    if arch.num_experts is None:
+        return {}
+    kinds, coefficients = arch.moe_router_load_balancing_type, arch.moe_aux_loss_coeff
+    pairs = zip(
+        (kinds,) if isinstance(kinds, str) else kinds,
+        coefficients if isinstance(coefficients, tuple) else (coefficients,),
+        strict=False,
+    )
+    return {kind: value for kind, value in pairs if value and kind not in ("sinkhorn", "none")}
+
+
 def max_position_embeddings(config: RunConfig) -> int:
     """Longest sequence of the model, tokens."""
     given = config.arch.max_position_embeddings
@@ -33,15 +86,21 @@ def sequence_parallel(parallel: ParallelConfig) -> bool:
     return parallel.tensor_model_parallel_size > 1 if given is None else given
 
 
-def processes_needed(config: RunConfig) -> int:
-    """Processes of one model replica, TP * PP * CP: the fewest that can run the configuration."""
+def replica_processes(config: RunConfig) -> int:
+    """Processes of one model replica, TP * PP * CP."""
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
+def processes_needed(config: RunConfig) -> int:
+    """The fewest processes that can run the configuration: whole replicas of the model and of its experts."""
+    replica = replica_processes(config)
+    return replica if config.arch.num_experts is None else math.lcm(replica, expert_processes(config.parallel))
+
+
 def expert_processes(parallel: ParallelConfig) -> int:
     """Processes of one replica of the expert layers, ETP * EP * PP."""
-    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    expert_tensor = expert_tensor_parallel_size(parallel)
     return expert_tensor * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
 
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.refusal import divisors, refuse, value_of
+from megatron_wrap.core.config.expert_checks import check_experts
+from megatron_wrap.core.config.refusal import divisors, refuse
 from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import LayoutError
 
@@ -16,9 +17,11 @@ def check_model(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other.
     """
     _check_attention(config)
+    if config.arch.multi_latent_attention:
+        _check_latent_attention(config)
     _check_model(config)
+    check_experts(config)
     _check_sharding(config)
-    _check_experts(config)
     _check_pipeline(config)
 
 
@@ -47,11 +50,47 @@ def _check_attention(config: RunConfig) -> None:
             f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; "
             f"legal num_query_groups: {divisors(heads)}",
         )
-    if arch.position_embedding_type == "rope" and derived.kv_channels(arch) % 2:
+    if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         refuse(
             config,
             ["arch.kv_channels", "arch.hidden_size"],
             f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even",
+        )
+
+
+def _check_latent_attention(config: RunConfig) -> None:
+    arch, key = config.arch, "arch.multi_latent_attention"
+    for name, wanted in (
+        ("num_query_groups", (None, arch.num_attention_heads)),
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+        ("rotary_interleaved", (False,)),
+        ("rotary_percent", (1.0,)),
+        ("add_qkv_bias", (False,)),
+        ("add_bias_linear", (False,)),
+        ("window_size", (None,)),
+    ):
+        if getattr(arch, name) not in wanted:
+            words = " or ".join("null" if value is None else str(value).lower() for value in wanted)
+            refuse(
+                config,
+                [f"arch.{name}", key],
+                f"multi_latent_attention takes {name} {words}, not {str(getattr(arch, name)).lower()}",
+            )
+    if arch.qk_pos_emb_head_dim % 2:
+        refuse(
+            config,
+            ["arch.qk_pos_emb_head_dim", key],
+            f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even",
+        )
+    if config.parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(config.parallel):
+        # multi_latent_attention.py: without it each process would keep the gradient of its own heads alone
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "false with tensor_model_parallel_size > 1 is not there for multi_latent_attention; write true or null",
+            LayoutError,
         )
 
 
@@ -89,18 +128,24 @@ def _check_model(config: RunConfig) -> None:
 def _check_sharding(config: RunConfig) -> None:
     arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
     key = "parallel.tensor_model_parallel_size"
-    for name, count in (
-        ("num_attention_heads", arch.num_attention_heads),
-        ("num_query_groups", derived.num_query_groups(arch)),
-        ("ffn_hidden_size", derived.ffn_hidden_size(arch)),
-    ):
+    split = {
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(arch),
+    }
+    if arch.multi_latent_attention:  # MLASelfAttention cuts them first, whatever takes their place later
+        split["kv_lora_rank + qk_pos_emb_head_dim"] = arch.kv_lora_rank + arch.qk_pos_emb_head_dim
+        split["q_lora_rank"] = arch.q_lora_rank or 0
+    if 0 in derived.moe_layer_pattern(arch):
+        split["ffn_hidden_size"] = derived.ffn_hidden_size(arch)
+    if arch.num_experts is not None and arch.moe_shared_expert_intermediate_size is not None:
+        split["moe_shared_expert_intermediate_size"] = arch.moe_shared_expert_intermediate_size
+    for name, count in split.items():
         if count % tensor:
-            common = math.gcd(arch.num_attention_heads, derived.num_query_groups(arch), derived.ffn_hidden_size(arch))
             refuse(
                 config,
-                [key, f"arch.{name}"],
+                [key, f"arch.{name.split()[0]}"],
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
-                f"legal sizes for this model: {divisors(common)}",
+                f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
                 LayoutError,
             )
     if config.parallel.sequence_parallel and tensor == 1:
@@ -108,31 +153,6 @@ def _check_sharding(config: RunConfig) -> None:
             config,
             ["parallel.sequence_parallel"],
             "true needs tensor_model_parallel_size > 1, which is 1; raise that, or write false or null",
-            LayoutError,
-        )
-
-
-def _check_experts(config: RunConfig) -> None:
-    size, experts = config.parallel.expert_model_parallel_size, config.arch.upstream.get("num_moe_experts")
-    if experts is None:
-        for name, given in (
-            ("expert_model_parallel_size", size > 1),
-            ("expert_tensor_parallel_size", config.parallel.expert_tensor_parallel_size is not None),
-        ):
-            if given:
-                refuse(
-                    config,
-                    [f"parallel.{name}"],
-                    f"{value_of(config, f'parallel.{name}')} needs a model with experts; give "
-                    f"{SECTION_PATHS['arch']}.num_moe_experts, or leave it at "
-                    f"{'1' if name == 'expert_model_parallel_size' else 'null'}",
-                    LayoutError,
-                )
-    elif experts % size:
-        refuse(
-            config,
-            ["parallel.expert_model_parallel_size"],
-            f"{size} does not divide num_moe_experts {experts}; legal sizes: {divisors(experts)}",
             LayoutError,
         )
 

@@ -80,6 +80,86 @@ class ArchConfig:
     """Softmax of attention in fp32."""
     fp32_residual_connection: bool
     """Residual stream in fp32."""
+    window_size: tuple[int, int] | None
+    """Sliding window of attention, [before, after] a token's own position, -1: no bound; null: none. transformers'
+    sliding_window W (Mistral) is [W - 1, 0]."""
+    window_attn_skip_freq: int | tuple[int, ...] | None
+    """With window_size, layers without it: each N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    multi_latent_attention: bool
+    """Keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); the keys below it, to
+    mscale_all_dim, mean nothing without it. qk_layernorm then normalises the latents."""
+    q_lora_rank: int | None
+    """Width of the queries' latent vector; null: queries straight from the residual stream."""
+    kv_lora_rank: int
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int
+    """Width of the part of a query's and key's head without positions."""
+    qk_pos_emb_head_dim: int
+    """Width of the rotated part of a head."""
+    v_head_dim: int
+    """Width of a value's head."""
+    rope_type: Literal["rope", "yarn"]
+    """Rotary frequencies as they are, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
+    rotary_scaling_factor: float
+    """YaRN: by how much the context grew."""
+    original_max_position_embeddings: int
+    """YaRN: the context before, tokens."""
+    beta_fast: float
+    """YaRN: rotations within the original context from which on a frequency is left alone."""
+    beta_slow: float
+    """YaRN: rotations below which a frequency is divided by the whole factor."""
+    mscale: float
+    """YaRN: strength of the scaling of the rotated parts with the context's growth."""
+    mscale_all_dim: float
+    """YaRN: strength of the scaling of all attention scores; 0: none."""
+    num_experts: int | None
+    """Experts of each mixture-of-experts layer; null: a dense model, for which the moe_ keys mean nothing."""
+    moe_layer_freq: int | tuple[int, ...] | str
+    """Which layers have experts: each N-th from the first on; or a list of 0 (dense) and 1 for each layer, also written
+    as Megatron-LM does: ([0]*3+[1]*58)."""
+    moe_ffn_hidden_size: int | None
+    """Inner width of one expert (of one half of it with swiglu); null: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None
+    """Inner width of all shared experts together, which take every token; null: none."""
+    moe_shared_expert_gate: bool
+    """Weigh the shared experts' output with a sigmoid gate (Qwen2-MoE)."""
+    moe_router_topk: int
+    """Experts that a token is sent to."""
+    moe_router_score_function: Literal["softmax", "sigmoid"]
+    """From the router's logits to scores."""
+    moe_router_pre_softmax: bool
+    """Softmax over all experts before the choice; the weights of the chosen then sum to less than 1. false: softmax
+    over the chosen."""
+    moe_router_topk_scaling_factor: float | None
+    """The weights of the chosen experts are multiplied by this; null: 1."""
+    moe_router_num_groups: int | None
+    """Groups of experts for group-limited routing (DeepSeek); null: none."""
+    moe_router_group_topk: int | None
+    """Groups among which a token's experts are chosen."""
+    moe_router_group_score_experts: int | None
+    """Groups are ranked by the sum of their this many best scores: 1 in DeepSeek V2, 2 in V3; null: Megatron-Core's
+    rule, moe_router_topk / moe_router_group_topk."""
+    moe_router_enable_expert_bias: bool
+    """A bias per expert, for the choice alone, that moves toward balance after each step (DeepSeek V3); needs sigmoid
+    scores."""
+    moe_router_bias_update_rate: float
+    """Step of that bias."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None
+    """Precision of the router; null: that of the activations."""
+    moe_router_load_balancing_type: (
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+        | tuple[Literal["aux_loss", "seq_aux_loss", "global_aux_loss"], ...]
+    )
+    """Auxiliary loss over a micro-batch, over each sequence or over the batch so far; a list takes a list of
+    coefficients; sinkhorn balances without a loss."""
+    moe_aux_loss_coeff: float | tuple[float, ...]
+    """Coefficient of the auxiliary loss; 0: none. The metric load_balancing_loss is without it."""
+    moe_z_loss_coeff: float | None
+    """Coefficient of the router's z-loss; null: none. The metric z_loss is without it."""
+    moe_grouped_gemm: bool | None
+    """All experts of a process in one grouped product (Transformer Engine); null: where that is used."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"]
+    """How tokens reach their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"]
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
     Transformer Engine on a GPU where it imports, else torch."""

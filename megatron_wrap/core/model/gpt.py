@@ -1,12 +1,14 @@
-"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like shapes."""
+"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like shapes, dense or with experts."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_wrap.core.config import derived
+from megatron_wrap.core.config.schema import ArchConfig
 from megatron_wrap.core.model.provider import ModelRequest
 
 if TYPE_CHECKING:
@@ -44,31 +46,60 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
 
 
 def _block_spec(request: ModelRequest) -> Any:
+    """The layers of this chunk: each dense or with experts, by its place in the whole model."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_wrap.platform import megatron as versions
-
-    arch, config = request.config.arch, request.transformer_config
     norm: Any
     if request.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-        layer = versions.te_layer_spec(num_experts=None, qk_layernorm=arch.qk_layernorm)
+    else:
+        norm = _torch_norm(request.config.arch)
+    config = request.transformer_config
+    layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
+    first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
+    pattern = derived.moe_layer_pattern(request.config.arch)[first : first + layers]
+    specs = {kind: _layer_spec(request, with_experts=bool(kind)) for kind in set(pattern)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in pattern], layer_norm=norm)
+
+
+def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
+    from megatron_wrap.platform import megatron as versions
+
+    arch = request.config.arch
+    arguments: dict[str, Any] = {"qk_layernorm": arch.qk_layernorm, "num_experts": None}
+    if arch.multi_latent_attention:
+        arguments["multi_latent_attention"] = True
+    if with_experts:
+        arguments["num_experts"] = arch.num_experts
+        arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
+    if request.transformer_engine:
+        layer = versions.te_layer_spec(**arguments)
     else:
         from megatron_wrap.ops.attention import TorchCoreAttention
-        from megatron_wrap.ops.norm import LayerNorm, RMSNorm
 
-        norm = RMSNorm if arch.normalization == "RMSNorm" else LayerNorm
         layer = versions.local_layer_spec(
-            norm=norm,
-            core_attention=TorchCoreAttention,
-            num_experts=None,
-            qk_layernorm=arch.qk_layernorm,
-            normalization=arch.normalization,
+            norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
         )
-    layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    if arch.multi_latent_attention:
+        from megatron_wrap.core.model.latent_attention import LatentAttention, LocalLatentAttention
+
+        attention = LatentAttention if request.transformer_engine else LocalLatentAttention
+        layer.submodules.self_attention.module = attention
+    if with_experts:
+        from megatron_wrap.core.model.router import Router
+
+        router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
+        versions.expert_submodules(layer).router = router
+    return layer
+
+
+def _torch_norm(arch: ArchConfig) -> Any:
+    from megatron_wrap.ops.norm import norm_class
+
+    return norm_class(arch.normalization)
 
 
 def _mask_padded_vocabulary(model: GPTModel, request: ModelRequest) -> None:

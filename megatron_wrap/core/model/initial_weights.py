@@ -25,14 +25,19 @@ CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Elements made at a time: what stays in a CPU's cache (12 ns an element there, 150 ns with 2^24), and enough to fill
 a GPU with half a GiB of working memory."""
 
-OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
 """Weights that write into the residual stream: their deviation is divided by sqrt(2 * num_layers), as
 Megatron-Core's scaled_init_method_normal does (megatron/core/utils.py)."""
 
 
 @torch.no_grad()
-def fill_initial_weights(chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, seed: int, tp: Axis) -> None:
+def fill_initial_weights(
+    chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, seed: int, tp: Axis, expert_tp: Axis | None = None
+) -> None:
     """Fill every parameter of one model chunk, in place.
+
+    Args:
+        tp: over which slices of matrices are cut, `expert_tp` those of experts (default: as tp).
 
     Matrices are normal with deviation `init_method_std`, biases 0, norm weights 1 (0 when stored zero-centred), rows of
     the embedding and output layer past `vocab_size` 0.
@@ -48,20 +53,50 @@ def fill_initial_weights(chunk: torch.nn.Module, arch: ArchConfig, vocab_size: i
                 std /= math.sqrt(2.0 * arch.num_layers)
             gated = arch.swiglu and name.endswith("linear_fc1.weight")
             rows = vocab_size if name.startswith(("embedding.word_embeddings", "output_layer")) else None
-            _fill_normal(parameter, std, _key(seed, name), tp, gated, rows)
+            axis = expert_tp if is_expert(name) and expert_tp is not None else tp
+            _fill_normal(parameter, std, _key(seed, name), axis, split_dim(name, parameter), gated, rows)
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a chunk under the names they have in the whole model: layers counted over all stages, the
+    """The parameters of a chunk under the names they have in the whole model: layers counted over all stages, experts
+    over all expert-parallel processes (`mlp.experts.5.linear_fc1.weight`, one product for all or each its own), the
     tied output layer under the embedding's name."""
-    layer_numbers = {index: layer.layer_number - 1 for index, layer in enumerate(getattr(chunk.decoder, "layers", ()))}
+    layers = list(getattr(chunk.decoder, "layers", ()))
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if match:
-            name = f"decoder.layers.{layer_numbers[int(match[1])]}.{match[2]}"
+            layer = layers[int(match[1])]
+            name = f"decoder.layers.{layer.layer_number - 1}.{_with_global_expert(match[2], layer)}"
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+_LOCAL_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<of_one>.*)|(?P<of_all>.*\.(?:weight|bias))(?P<place>\d+))"
+)
+
+
+def _with_global_expert(name: str, layer: torch.nn.Module) -> str:
+    match = _LOCAL_EXPERT.fullmatch(name)
+    if not match:
+        return name
+    number = layer.mlp.local_expert_indices[int(match["one"] or match["place"])]  # type: ignore[union-attr,index]
+    return f"mlp.experts.{number}.{match['of_one'] or match['of_all']}"
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one of the routed experts, which expert-parallel processes share."""
+    return ".mlp.experts." in name
+
+
+def split_dim(name: str, parameter: Tensor) -> int | None:
+    """Dimension along which a parameter is cut over its tensor-parallel axis; None: not at all."""
+    if is_expert(
+        name
+    ):  # Transformer Engine does not mark them (extensions/transformer_engine.py, explicit_expert_comm)
+        return 0 if ".linear_fc1." in name else 1 if name.endswith("weight") else None
+    return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def _key(seed: int, name: str) -> int:
@@ -69,10 +104,11 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _fill_normal(parameter: Tensor, std: float, key: int, tp: Axis, gated: bool, valid_rows: int | None) -> None:
-    """Fill a matrix [rows, columns] that may be a tensor-parallel slice of a larger one."""
+def _fill_normal(
+    parameter: Tensor, std: float, key: int, tp: Axis, dim: int | None, gated: bool, valid_rows: int | None
+) -> None:
+    """Fill a matrix [rows, columns] that may be a slice, cut along `dim`, of a larger one."""
     rows, columns = parameter.shape
-    dim = getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
     full_columns = columns * tp.size if dim == 1 else columns
     row_index = torch.arange(rows, device=parameter.device)
     column_offset = tp.rank * columns if dim == 1 else 0

@@ -55,11 +55,13 @@ def transformer_config(config: RunConfig, state: ParallelState, platform: Platfo
     Raises:
         PlatformError: Megatron-Core refuses the combination; the message is its own.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     transformer_engine = use_transformer_engine(config, platform)
     settings: dict[str, Any] = {
         **_architecture(config.arch),
+        **_latent_attention(config.arch),
+        **_experts(config, platform, transformer_engine),
         **_parallelism(config),
         **_recompute(config),
         "params_dtype": parameter_dtype(config),
@@ -72,14 +74,15 @@ def transformer_config(config: RunConfig, state: ParallelState, platform: Platfo
         "output_layer_init_method": _leave_unset,
         "embedding_init_method": _leave_unset,
         # a tenth of a step's time on an H200; the platform takes it back where its kernel is not there
-        "apply_rope_fusion": transformer_engine and config.arch.position_embedding_type == "rope",
+        "apply_rope_fusion": transformer_engine and _has_fused_rope(config.arch),
         **platform.transformer_config_settings(
             pipeline_size=state.pp.size, virtual_size=state.virtual_size, transformer_engine=transformer_engine
         ),
         **config.arch.upstream,
     }
+    config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
     try:
-        return TransformerConfig(**settings)
+        return config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise PlatformError(f"Megatron-Core refuses the model's configuration: {error}") from error
 
@@ -119,10 +122,59 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
         "attention_softmax_in_fp32": arch.attention_softmax_in_fp32,
         "fp32_residual_connection": arch.fp32_residual_connection,
         "rotary_interleaved": arch.rotary_interleaved,
+        "window_size": arch.window_size,
+        "window_attn_skip_freq": _list(arch.window_attn_skip_freq),
         # the fused form of GELU is the tanh one whatever is asked for (fusions/fused_bias_gelu.py)
         "bias_activation_fusion": arch.swiglu,
         "bias_dropout_fusion": True,
     }
+
+
+def _has_fused_rope(arch: ArchConfig) -> bool:
+    if arch.multi_latent_attention:
+        return False  # its kernel takes yarn alone, and no fp32 (fusions/fused_mla_yarn_rope_apply.py)
+    return arch.position_embedding_type == "rope"
+
+
+def _latent_attention(arch: ArchConfig) -> dict[str, Any]:
+    if not arch.multi_latent_attention:
+        return {}
+    names = (
+        *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    )
+    return {name: getattr(arch, name) for name in names}
+
+
+def _experts(config: RunConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+    arch = config.arch
+    if arch.num_experts is None:
+        return {}
+    grouped = transformer_engine if arch.moe_grouped_gemm is None else arch.moe_grouped_gemm
+    dispatcher = arch.moe_token_dispatcher_type
+    platform.refuse_unsafe({"moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}, transformer_engine)
+    same = (
+        *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+        *("moe_router_bias_update_rate", "moe_router_dtype", "moe_z_loss_coeff", "moe_shared_expert_gate"),
+        *("moe_shared_expert_intermediate_size",),
+    )
+    return {
+        **{name: getattr(arch, name) for name in same},
+        "num_moe_experts": arch.num_experts,
+        "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(arch),
+        "moe_layer_freq": list(derived.moe_layer_pattern(arch)),
+        "moe_router_load_balancing_type": _list(arch.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _list(arch.moe_aux_loss_coeff),
+        "moe_grouped_gemm": grouped,
+        "moe_token_dispatcher_type": dispatcher,
+    }
+
+
+def _list(value: Any) -> Any:
+    """Megatron-Core asks for lists where the decoded configuration has tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _parallelism(config: RunConfig) -> dict[str, Any]:

@@ -54,8 +54,9 @@ def refusal(error: type[MegatronWrapError], check: Callable[..., Any], *argument
 def test_shipped_configurations_contradict_nothing(path: Path) -> None:
     config = load_run_config(path)
     check_values(config)
-    assert check_layout(config, processes_needed(config)) == 1
-    assert processes_needed(config) == {"tiny-llama-mock": 1, "tiny-llama-sft": 2}.get(path.stem, 8)
+    replicas = 2 if path.stem == "tiny-mixtral-sft" else 1  # its experts take their processes out of these
+    assert check_layout(config, processes_needed(config)) == replicas
+    assert processes_needed(config) == {"tiny-llama-mock": 1}.get(path.stem, 2 if path.stem.startswith("tiny") else 8)
 
 
 def test_a_mistake_in_the_yaml_names_its_line(write_run: Write) -> None:
@@ -96,7 +97,7 @@ VALUES = [
     ("parallel.virtual_pipeline_model_parallel_size=2", LayoutError, "parallel.virtual_pipeline_model_parallel_size: a "
      "virtual pipeline needs pipeline_model_parallel_size > 1, which is 1"),
     ("parallel.expert_model_parallel_size=2", LayoutError, "parallel.expert_model_parallel_size: 2 needs a model with "
-     "experts; give megatron_lm.model.arch.num_moe_experts, or leave it at 1"),
+     "experts; give megatron_lm.model.arch.num_experts, or leave it at 1"),
     ("parallel.decoder_first_pipeline_num_layers=1", LayoutError, "parallel.decoder_first_pipeline_num_layers: an "
      "uneven split needs pipeline_model_parallel_size > 1, which is 1"),
     ("train.micro_batch_size=3", ConfigError, "train.micro_batch_size: global_batch_size 8 is not divisible by "
@@ -222,8 +223,84 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "3 chunks do not divide a stage of 2 layers; legal: 1, 2",
         ),
         (
-            ["arch.num_moe_experts=6", "parallel.expert_model_parallel_size=4"],
-            "4 does not divide num_moe_experts 6; legal sizes: 1, 2, 3, 6",
+            ["arch.multi_latent_attention=true"],
+            "multi_latent_attention takes num_query_groups null or 8, not 4",
+        ),
+        (
+            ["arch.multi_latent_attention=true", "arch.num_query_groups=null", "arch.qk_pos_emb_head_dim=7"],
+            "rope rotates pairs, and the rotated part of a head is 7 wide; make it even",
+        ),
+        (
+            [
+                "arch.multi_latent_attention=true",
+                "arch.num_query_groups=null",
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=false",
+            ],
+            "false with tensor_model_parallel_size > 1 is not there for multi_latent_attention; write true or null",
+        ),
+        (
+            ["arch.num_experts=4", "arch.moe_layer_freq=([0]*2+[1]*3)"],
+            "says 5 layers, 3 of them with experts, and num_layers is 4; write 0 (dense) or 1 for each layer, and at "
+            "least one 1",
+        ),
+        (["arch.num_experts=4", "arch.moe_layer_freq=open()"], "'open()' is no list of 0 and 1 such as ([0]*3+[1]*58)"),
+        (["arch.num_experts=4", "arch.moe_layer_freq=0"], "must be at least 1, not 0"),
+        (
+            ["arch.moe_ffn_hidden_size=64"],
+            "64 needs a model with experts; give megatron_lm.model.arch.num_experts, or leave it at null",
+        ),
+        (["arch.num_experts=4", "arch.moe_router_topk=5"], "5 is more than num_experts 4"),
+        (
+            ["arch.num_experts=4", "arch.moe_router_topk=1"],
+            "1 with a softmax over the chosen expert alone gives it "
+            "weight 1 and the router no gradient; set moe_router_pre_softmax: true",
+        ),
+        (
+            ["arch.num_experts=4", "arch.moe_router_enable_expert_bias=true"],
+            "true needs moe_router_score_function sigmoid",
+        ),
+        (["arch.num_experts=4", "arch.moe_shared_expert_gate=true"], "true needs moe_shared_expert_intermediate_size"),
+        (
+            ["arch.num_experts=4", "arch.add_bias_linear=true"],
+            "true with num_experts: Megatron-Core has no experts with "
+            "biases that train; write false (add_qkv_bias may be true)",
+        ),
+        (
+            ["arch.num_experts=4", "arch.moe_router_num_groups=2"],
+            "moe_router_num_groups and moe_router_group_topk go together; give both or none",
+        ),
+        (
+            [
+                "arch.num_experts=6",
+                "arch.moe_router_num_groups=3",
+                "arch.moe_router_group_topk=1",
+                "arch.moe_router_topk=4",
+            ],
+            "1 of 3 groups of 6 experts do not hold moe_router_topk 4; the number of groups must divide num_experts, "
+            "and moe_router_group_topk of them must hold enough",
+        ),
+        (
+            ["arch.num_experts=4", "arch.moe_aux_loss_coeff=[0.1, 0.2]"],
+            "a list of load balancing types needs a list of as many coefficients",
+        ),
+        (["arch.num_experts=4", "arch.moe_aux_loss_coeff=-1.0"], "must be at least 0, not -1.0"),
+        (
+            ["arch.num_experts=4", "arch.moe_router_load_balancing_type=none", "arch.moe_aux_loss_coeff=0.1"],
+            "0.1 has no meaning for moe_router_load_balancing_type none; set it to 0, or choose aux_loss",
+        ),
+        (
+            ["arch.num_experts=4", "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=false"],
+            "false with tensor_model_parallel_size > 1 is not there for a model with experts; write true or null",
+        ),
+        (
+            ["arch.num_experts=4", "arch.moe_ffn_hidden_size=63", "parallel.tensor_model_parallel_size=2"],
+            "moe_ffn_hidden_size 63 is not divisible by the experts' tensor-parallel size 2; legal sizes: "
+            "1, 3, 7, 9, 21, 63",
+        ),
+        (
+            ["arch.num_experts=6", "parallel.expert_model_parallel_size=4"],
+            "4 does not divide num_experts 6; legal sizes: 1, 2, 3, 6",
         ),
     ],
 )
@@ -244,7 +321,14 @@ def test_what_is_refused_together(write_run: Write, overrides: list[str], messag
         ["recompute.__select__=selective", "recompute.recompute_modules=[mlp]"],
         ["rate.lr_decay_style=WSD", "rate.lr_wsd_decay_iters=4"],
         ["dtype.__select__=fp16", "dtype.loss_scale=128"],
-        ["arch.num_moe_experts=4", "parallel.expert_model_parallel_size=2"],
+        ["arch.num_experts=4", "parallel.expert_model_parallel_size=2"],
+        ["arch.num_experts=4", "arch.moe_layer_freq='[0]+3*[1]'"],
+        [
+            "arch.num_experts=4",
+            "arch.ffn_hidden_size=511",
+            "arch.moe_ffn_hidden_size=64",
+            "parallel.tensor_model_parallel_size=2",
+        ],
         ["arch.vocab_size=null", "data.tokenizer=folder"],
         ["train.eval_interval=5"],  # the caller gives wrap.evaluate its samples
     ],
@@ -380,7 +464,7 @@ def test_an_interleaved_pipeline_needs_whole_groups_of_micro_batches(write_run: 
 
 
 def test_experts_must_fit_the_processes(write_run: Write) -> None:
-    config = load(write_run(), "arch.num_moe_experts=4", "parallel.expert_model_parallel_size=4")
+    config = load(write_run(), "arch.num_experts=4", "parallel.expert_model_parallel_size=4")
     assert check_layout(config, 4) == 4
     assert refusal(LayoutError, check_layout, config, 2) == (
         "2 processes do not hold whole replicas of the experts: expert TP x EP x PP = 4 processes each; start a "

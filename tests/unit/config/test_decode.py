@@ -144,8 +144,8 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
             "train.common.rampup_batch_size: must be a list of 3 values, each an integer or null, not the list [1, 2]",
         ),
         (
-            "model.arch.num_moe_experts=eight",
-            "model.arch.num_moe_experts: must be an integer or null, not the string 'eight'",
+            "model.arch.num_experts=eight",
+            "model.arch.num_experts: must be an integer or null, not the string 'eight'",
         ),
         (
             "model.arch.fp8=e5m2",
@@ -185,8 +185,10 @@ def test_values_of_the_right_type(write_run: Write) -> None:
         write_run("lr: 2e-4", "lr: 1"),
         [
             "megatron_lm.train.common.rampup_batch_size=[4, 2, 100]",
-            "megatron_lm.model.arch.num_moe_experts=4",
+            "megatron_lm.model.arch.num_experts=4",
             "megatron_lm.model.arch.moe_aux_loss_coeff=1e-2",
+            "megatron_lm.model.arch.moe_layer_freq=[0, 1, 1, 1]",
+            "megatron_lm.model.arch.moe_input_jitter_eps=1e-2",
             "megatron_lm.model.arch.window_size=[128, 0]",
             "megatron_lm.train.optimizer.decoupled_weight_decay=false",
             "megatron_lm.misc.ddp.average_in_collective=true",
@@ -196,7 +198,10 @@ def test_values_of_the_right_type(write_run: Write) -> None:
     )
     assert type(config.learning_rate.lr) is float
     assert config.train.rampup_batch_size == (4, 2, 100)
-    assert config.arch.upstream == {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "window_size": (128, 0)}
+    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01}
+    assert config.arch.window_size == (128, 0)
+    assert (config.arch.num_experts, config.arch.moe_aux_loss_coeff) == (4, 0.01)
+    assert config.arch.moe_layer_freq == (0, 1, 1, 1)
     assert config.optimizer.upstream == {"decoupled_weight_decay": False}
     assert config.ddp.upstream == {"average_in_collective": True}
     assert config.logger.metric_loggers == ("a.b:C",)

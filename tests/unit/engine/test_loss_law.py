@@ -40,7 +40,7 @@ def law(flow: Flow, step_weights: dict[str, float], num_microbatches: int = 1, d
         return Axis(size, 0, None)  # type: ignore[arg-type]
 
     one = axis(1)
-    parallel = ParallelState(one, one, one, axis(dp), axis(cp), one, axis(dp * cp), None)
+    parallel = ParallelState(one, one, one, axis(dp), axis(cp), one, axis(dp * cp), one, one, None)
     return LossLaw(flow, parallel, step_weights, num_microbatches, MetricSums(torch.device("cpu")))
 
 

@@ -175,7 +175,7 @@ def test_without_a_loss_mask_a_micro_batch_counts_as_one_and_says_no_weight():
 def parallel(cp: int = 1, cp_rank: int = 0, tp: int = 1) -> ParallelState:
     one = Axis(1, 0, None)  # type: ignore[arg-type]
     tensor, context = Axis(tp, 0, None), Axis(cp, cp_rank, None)  # type: ignore[arg-type]
-    return ParallelState(one, tensor, one, one, context, one, context, None)
+    return ParallelState(one, tensor, one, one, context, one, context, one, one, None)
 
 
 @pytest.mark.parametrize(

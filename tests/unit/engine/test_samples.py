@@ -9,7 +9,7 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 ONE = Axis(1, 0, None)  # type: ignore[arg-type]
-ALONE = ParallelState(ONE, ONE, ONE, ONE, ONE, ONE, ONE, None)
+ALONE = ParallelState(ONE, ONE, ONE, ONE, ONE, ONE, ONE, ONE, ONE, None)
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 11, 12])

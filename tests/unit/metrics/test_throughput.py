@@ -3,9 +3,20 @@ import dataclasses
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from megatron_wrap.metrics.throughput import (
+    ExpertShape,
+    LatentAttentionShape,
     ModelShape,
     forward_flops,
     sum_of_squares,
@@ -33,6 +44,81 @@ GPT2 = ModelShape(
     vocab_size=96,
     gated_linear_unit=False,
 )
+
+
+QWEN2_MOE = ModelShape(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=88,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=96,
+    gated_linear_unit=True,
+    experts=ExpertShape(
+        num_layers=2, num_experts=6, topk=3, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
+    ),
+)
+
+
+DEEPSEEK = dataclasses.replace(
+    QWEN2_MOE,
+    experts=dataclasses.replace(QWEN2_MOE.experts, shared_ffn_hidden_size=48, shared_gate=False),
+    latent_attention=LatentAttentionShape(
+        q_lora_rank=20, kv_lora_rank=12, qk_head_dim=14, qk_pos_emb_head_dim=4, v_head_dim=6
+    ),
+)
+DEEPSEEK_LITE = dataclasses.replace(
+    DEEPSEEK, latent_attention=dataclasses.replace(DEEPSEEK.latent_attention, q_lora_rank=None)
+)
+
+
+def make_deepseek(shape=DEEPSEEK):
+    experts, latent = shape.experts, shape.latent_attention
+    config = DeepseekV2Config(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        vocab_size=shape.vocab_size,
+        first_k_dense_replace=1,
+        n_routed_experts=experts.num_experts,
+        n_shared_experts=2,
+        num_experts_per_tok=experts.topk,
+        moe_intermediate_size=experts.ffn_hidden_size,
+        q_lora_rank=latent.q_lora_rank,
+        kv_lora_rank=latent.kv_lora_rank,
+        qk_nope_head_dim=latent.qk_head_dim - latent.qk_pos_emb_head_dim,
+        qk_rope_head_dim=latent.qk_pos_emb_head_dim,
+        v_head_dim=latent.v_head_dim,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
+def make_deepseek_lite():
+    return make_deepseek(DEEPSEEK_LITE)
+
+
+def make_qwen2_moe():
+    experts = QWEN2_MOE.experts
+    config = Qwen2MoeConfig(
+        hidden_size=QWEN2_MOE.hidden_size,
+        intermediate_size=QWEN2_MOE.ffn_hidden_size,
+        num_hidden_layers=QWEN2_MOE.num_layers,
+        num_attention_heads=QWEN2_MOE.num_attention_heads,
+        num_key_value_heads=QWEN2_MOE.num_query_groups,
+        vocab_size=QWEN2_MOE.vocab_size,
+        mlp_only_layers=[0],
+        num_experts=experts.num_experts,
+        num_experts_per_tok=experts.topk,
+        moe_intermediate_size=experts.ffn_hidden_size,
+        shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return Qwen2MoeForCausalLM(config)
 
 
 def make_llama():
@@ -75,7 +161,16 @@ def count(model, batch_size, length, backward):
     return counter.get_total_flops() - rotary
 
 
-@pytest.mark.parametrize(("make", "shape"), [(make_llama, LLAMA), (make_gpt2, GPT2)])
+MODELS = [
+    (make_llama, LLAMA),
+    (make_gpt2, GPT2),
+    (make_qwen2_moe, QWEN2_MOE),
+    (make_deepseek, DEEPSEEK),
+    (make_deepseek_lite, DEEPSEEK_LITE),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), MODELS)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
 def test_equals_what_torch_counts_in_transformers(make, shape, batch_size, length):
     tokens, squares = batch_size * length, sum_of_squares([length] * batch_size)

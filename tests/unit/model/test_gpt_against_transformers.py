@@ -13,13 +13,19 @@ import torch
 import transformers_models as hf
 from torch import Tensor
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     GlmForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
     NemotronForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
     StableLmForCausalLM,
 )
 
@@ -40,6 +46,9 @@ GPT2: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 6}
+
+
 def rope(kind: str = "default", base: float = 10000.0, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **settings}}
 
@@ -55,6 +64,48 @@ class Family:
     mapping: Callable[..., dict[str, Tensor]] = hf.to_llama_like
 
 
+DEEPSEEK_V2: dict[str, Any] = {
+    "multi_latent_attention": "true",
+    "num_query_groups": 6,
+    "qk_layernorm": "true",
+    "norm_epsilon": 1e-6,  # theirs of the latent vectors is fixed
+    "kv_lora_rank": 20,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 14,
+    "num_experts": 8,
+    "moe_layer_freq": "([0]*1+[1]*2)",
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_router_pre_softmax": "true",
+}
+THEIR_DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+OUR_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+THEIR_YARN: dict[str, Any] = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FAMILIES = [
     Family("llama", LlamaForCausalLM),
@@ -107,6 +158,96 @@ FAMILIES = [
         },
         rope(partial_rotary_factor=0.5),
     ),
+    Family("mistral", MistralForCausalLM, {"window_size": "[15,0]"}, {**rope(), "sliding_window": 16}),
+    Family("mixtral", MixtralForCausalLM, EXPERTS, {**rope(), "num_local_experts": 6, "num_experts_per_tok": 2}),
+    Family(
+        "qwen2-moe",
+        Qwen2MoeForCausalLM,
+        {
+            **EXPERTS,
+            "moe_ffn_hidden_size": 40,
+            "moe_router_topk": 3,
+            "moe_layer_freq": "[0,1,1]",
+            "moe_router_pre_softmax": "true",
+            "moe_shared_expert_intermediate_size": 56,
+            "moe_shared_expert_gate": "true",
+            "add_qkv_bias": "true",
+        },
+        {
+            **rope(),
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    Family(
+        "qwen3-moe",
+        Qwen3MoeForCausalLM,
+        {**EXPERTS, "moe_ffn_hidden_size": 40, "moe_router_topk": 4, "qk_layernorm": "true", "kv_channels": 12},
+        {**rope(), "num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    ),
+    Family(
+        "deepseek-v2-lite",  # queries without a latent vector
+        DeepseekV2ForCausalLM,
+        {**DEEPSEEK_V2, "moe_router_topk": 3},
+        {**rope(), **THEIR_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3, "topk_method": "greedy"},
+        hf.to_deepseek,
+    ),
+    Family(
+        "deepseek-v2",
+        DeepseekV2ForCausalLM,
+        {
+            **DEEPSEEK_V2,
+            **OUR_YARN,
+            "q_lora_rank": 28,
+            "moe_router_topk": 4,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 3,
+            "moe_router_group_score_experts": 1,
+            "moe_router_topk_scaling_factor": 2.0,
+        },
+        {
+            **rope("yarn", **THEIR_YARN),
+            **THEIR_DEEPSEEK,
+            "q_lora_rank": 28,
+            "num_experts_per_tok": 4,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "routed_scaling_factor": 2.0,
+        },
+        hf.to_deepseek,
+    ),
+    Family(
+        "deepseek-v3",
+        DeepseekV3ForCausalLM,
+        {
+            **DEEPSEEK_V2,
+            **OUR_YARN,
+            "q_lora_rank": 28,
+            "moe_router_pre_softmax": "false",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": "true",
+            "moe_router_topk": 3,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_group_score_experts": 2,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        {
+            **rope("yarn", **THEIR_YARN),
+            **THEIR_DEEPSEEK,
+            "q_lora_rank": 28,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+        hf.to_deepseek,
+    ),
     Family("gpt2", GPT2LMHeadModel, GPT2, {"activation_function": "gelu_new"}, hf.to_gpt2),
     Family(
         "gpt2-exact-gelu-untied",
@@ -130,6 +271,16 @@ def weights_at_random(model: torch.nn.Module, zero_centered: bool) -> None:
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(0.15 * noise)
+
+
+def biases_of_experts_at_random(ours: Any, theirs: Any) -> None:
+    """The routers' correction biases, which are buffers, alike in both."""
+    generator = torch.Generator().manual_seed(14)
+    for layer, their_layer in zip(ours.decoder.layers, theirs.model.layers, strict=True):
+        bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)
+        if bias is not None:
+            bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
+            their_layer.mlp.gate.e_score_correction_bias.copy_(bias)
 
 
 def sft_samples() -> list[dict[str, list[int]]]:
@@ -185,6 +336,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family: Family, tmp
         theirs = hf.build(family.model_class, config.arch, family.mapping, **family.settings)
         hf.load_all(theirs, family.mapping(gather_weights(state), config))
 
+        if config.arch.moe_router_enable_expert_bias:
+            biases_of_experts_at_random(ours, theirs)
         ids = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(13))
         with torch.no_grad():
             found = ours.eval()(ids, torch.arange(64).expand(2, -1), None)

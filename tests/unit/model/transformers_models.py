@@ -4,6 +4,7 @@ the same way as weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +27,18 @@ def split_qkv(tensor: Tensor, config: RunConfig) -> tuple[Tensor, Tensor, Tensor
     return query, key, value
 
 
-def to_llama_like(ours: Mapping[str, Tensor], config: RunConfig, joined_gate: bool = False) -> Named:
-    """Names of Llama, Qwen2, Qwen3, StableLM, Nemotron, and of GLM, which keeps gate and up in one matrix."""
+EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+
+
+def to_llama_like(
+    ours: Mapping[str, Tensor],
+    config: RunConfig,
+    joined_gate: bool = False,
+    shared: str = "shared_expert",
+    other_names: Mapping[str, str] = MappingProxyType({}),
+) -> Named:
+    """Names of Llama, Qwen2, Qwen3, StableLM, Nemotron, Mixtral, Qwen2-MoE, Qwen3-MoE, and of GLM, which keeps gate and
+    up in one matrix."""
     theirs: Named = {
         "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
         "lm_head.weight": ours.get("output_layer.weight", ours["embedding.word_embeddings.weight"]),
@@ -39,11 +50,24 @@ def to_llama_like(ours: Mapping[str, Tensor], config: RunConfig, joined_gate: bo
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
         "mlp.linear_fc2": "mlp.down_proj",
+        "mlp.router": "mlp.gate",
+        **other_names,
     }
+    experts: dict[str, dict[int, Tensor]] = {}
     for number, module, kind, tensor in _by_module(ours):
         layer = f"model.layers.{number}."
         if module == "final_layernorm":
             theirs[f"model.norm.{kind}"] = tensor
+        elif module.startswith("mlp.experts."):
+            _, _, expert, linear = module.split(".")
+            experts.setdefault(f"{layer}mlp.experts.{EXPERTS[linear]}", {})[int(expert)] = tensor
+        elif module == "mlp.shared_experts.linear_fc1":
+            for name, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                theirs[f"{layer}mlp.{shared}.{name}_proj.{kind}"] = part
+        elif module == "mlp.shared_experts.linear_fc2":
+            theirs[f"{layer}mlp.{shared}.down_proj.{kind}"] = tensor
+        elif kind == "gate_weight":
+            theirs[f"{layer}mlp.{shared}_gate.weight"] = tensor
         elif module == "self_attention.linear_qkv":
             for letter, part in zip("qkv", split_qkv(tensor, config), strict=True):
                 theirs[f"{layer}self_attn.{letter}_proj.{kind}"] = part
@@ -56,7 +80,25 @@ def to_llama_like(ours: Mapping[str, Tensor], config: RunConfig, joined_gate: bo
             theirs[f"{layer}mlp.up_proj.{kind}"] = tensor
         else:
             theirs[f"{layer}{plain[module]}.{kind}"] = tensor
+    for name, by_number in experts.items():
+        theirs[name] = torch.stack([by_number[number] for number in sorted(by_number)])
     return theirs
+
+
+DEEPSEEK = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+
+
+def to_deepseek(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
+    """Names of DeepSeek V2 and V3."""
+    return to_llama_like(ours, config, shared="shared_experts", other_names=DEEPSEEK)
 
 
 def to_glm(ours: Mapping[str, Tensor], config: RunConfig) -> Named:

@@ -1,0 +1,124 @@
+"""The experts' router: Megatron-Core's, with losses that count each token once and padding not at all.
+
+Megatron-Core takes a padding mask (transformer/moe/router.py, 0.16 and 0.19), but means the z-loss over each process's
+own tokens, divides the loss of a sequence by the mean length, fails on the mask with an expert bias, and divides the
+gradient of the global loss by the data-parallel size. Here every loss of a micro-batch is a sum over its real tokens
+on all tensor- and context-parallel processes, divided by their number, and the step's is the mean over micro-batches
+and replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_wrap.parallel.collectives import reduce_in_place
+
+
+class Router(TopKRouter):
+    """Sends each token to its top experts.
+
+    Args:
+        group_score_experts: with group-limited routing, how many of a group's best scores are summed to rank it; None:
+            Megatron-Core's rule, topk / group_topk.
+        arguments: those of `TopKRouter`.
+    """
+
+    def __init__(self, *, group_score_experts: int | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if group_score_experts is not None:
+            self.router_replay = _ChoiceAmongGroups(group_score_experts)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
+
+        Args:
+            logits: [tokens, experts], this process's.
+            padding_mask: bool [tokens], True on padding.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        squares = torch.logsumexp(logits.float(), dim=-1).square()
+        count = torch.full((), float(squares.numel()), device=squares.device)
+        if padding_mask is not None:
+            squares = squares.masked_fill(padding_mask, 0.0)
+            count = count - padding_mask.sum()
+        share = coefficient * squares.sum() / _sum(count, self.tp_cp_group).clamp(min=1.0)
+        return self.attach_and_log_load_balancing_loss(logits, coefficient, share, "z_loss", self.tp_cp_group)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """The balancing loss of each sequence over its own tokens, meant over sequences; rows of padding are zero."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if not coefficient:
+            return probs
+        by_sequence = (seq_length, bsz, -1)
+        chosen = _sum(routing_map.reshape(by_sequence).sum(dim=0).float(), self.tp_cp_group)
+        tokens = (chosen.sum(dim=-1, keepdim=True) / self.topk).clamp(min=1.0)
+        mean_scores = scores_for_aux_loss.reshape(by_sequence).sum(dim=0) / tokens
+        share = coefficient * self.num_experts / self.topk * (chosen / tokens * mean_scores).sum() / bsz
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, share, "seq_load_balancing_loss", self.tp_cp_group
+        )
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """The balancing loss with the experts' loads of all micro-batches of the step so far, on all replicas
+        (arXiv:2501.11873)."""
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if not coefficient:
+            return probs
+        chosen = _sum(routing_map.sum(dim=0).float(), self.tp_dp_cp_group)
+        tokens = (chosen.sum() / self.topk).clamp(min=1.0)
+        self.global_tokens_per_expert += chosen
+        self.ga_steps += 1
+        load = self.global_tokens_per_expert / self.global_tokens_per_expert.sum().clamp(min=1.0)
+        share = coefficient * self.num_experts * (load * scores_for_aux_loss.sum(dim=0)).sum() / tokens
+        replicas = self.tp_dp_cp_group.size() // self.tp_cp_group.size()
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, share * replicas, "global_load_balancing_loss", self.tp_cp_group
+        )
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count each expert's real tokens; after the step the bias moves by them (finalize_model_grads.py)."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            with torch.no_grad():
+                self.local_tokens_per_expert += counted.sum(dim=0)
+
+
+class _ChoiceAmongGroups:
+    """Top experts among the best groups. It stands where Megatron-Core has its replay of earlier choices, the one place
+    that takes another rule."""
+
+    def __init__(self, score_experts: int) -> None:
+        self.score_experts = score_experts
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, indices) of the chosen, both [tokens, topk], from scores [tokens, experts]."""
+        by_group = scores.unflatten(-1, (num_groups, -1))
+        group_scores = by_group.topk(self.score_experts, dim=-1).values.sum(dim=-1)
+        groups = group_scores.topk(group_topk, dim=-1).indices
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, groups, True)
+        return by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2).topk(topk, dim=-1)
+
+
+def _sum(tensor: Tensor, group: Any) -> Tensor:
+    """Sum over the group, without a graph."""
+    total = tensor.detach().clone()
+    reduce_in_place(total, "sum", group)
+    return total

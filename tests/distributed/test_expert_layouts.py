@@ -1,0 +1,172 @@
+"""Models with experts have the same initial weights in every layout, bit for bit, and train like one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import _model_runs
+import numpy
+import pytest
+
+ARCH = "megatron_lm.model.arch."
+PARALLEL = "megatron_lm.model.parallel."
+STEPS = 5
+NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+}
+
+MIXTRAL = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_dtype": "fp32"}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTRAL,
+    # a dense layer first, shared experts behind a gate, weights over all experts
+    "qwen2-moe": {
+        **MIXTRAL,
+        "num_experts": 6,
+        "moe_router_topk": 3,
+        "moe_layer_freq": "[0,1,1,1]",
+        "moe_router_pre_softmax": "true",
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_shared_expert_gate": "true",
+    },
+    "deepseek-v3-router": {
+        **MIXTRAL,
+        "num_experts": 8,
+        "moe_router_topk": 3,
+        "moe_layer_freq": "([0]*1+[1]*3)",
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": "true",
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_group_score_experts": 2,
+    },
+}
+DEEPSEEK = {
+    "multi_latent_attention": "true",
+    "qk_layernorm": "true",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 10,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale_all_dim": 0.5,
+}
+MODELS |= {
+    "deepseek-v3": {**MODELS["deepseek-v3-router"], **DEEPSEEK},
+    "deepseek-v2-lite": {
+        **MODELS["qwen2-moe"],
+        **DEEPSEEK,
+        "q_lora_rank": "null",
+        "rope_type": "rope",
+        "moe_shared_expert_gate": "false",
+    },
+    "mistral": {"window_size": "[5,0]", "num_query_groups": 2},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "aux": {"moe_aux_loss_coeff": 0.1},
+    "seq": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+    "z": {"moe_z_loss_coeff": 0.1},
+    "aux-seq-z": {
+        "moe_router_load_balancing_type": "[aux_loss,seq_aux_loss]",
+        "moe_aux_loss_coeff": "[0.1,0.05]",
+        "moe_z_loss_coeff": 0.02,
+    },
+}
+
+
+def arch(*parts: dict[str, Any]) -> tuple[str, ...]:
+    """Overrides of the architecture."""
+    return tuple(f"{ARCH}{key}={value}" for part in parts for key, value in part.items())
+
+
+def layout(name: str) -> tuple[int, tuple[str, ...]]:
+    """Processes and overrides of names such as dp2-ep2: the experts' parallelism takes its processes out of the
+    others'."""
+    sizes = {part.rstrip("0123456789"): int(part[-1]) for part in name.split("-") if part[-1].isdigit()}
+    overrides = [f"{PARALLEL}{NAMES[key]}={size}" for key, size in sizes.items() if key in NAMES]
+    overrides += ["megatron_lm.train.optimizer.use_distributed_optimizer=true"] if "dopt" in name else []
+    count = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
+    return count, tuple(overrides)
+
+
+STEPS_OF_RUN = (
+    f"megatron_lm.train.common.train_iters={STEPS}",
+    "megatron_wrap.logger.add_params_norm_to_metrics=true",
+)
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks, tmp_path_factory):
+    """one_rank(*overrides) -> what one rank finds; each is trained once."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def train(*overrides: str) -> dict[str, Any]:
+        if overrides not in found:
+            folder = str(tmp_path_factory.mktemp("one"))
+            (found[overrides],) = ranks(1).run(_model_runs.train, (*STEPS_OF_RUN, *overrides), folder, False, STEPS)
+        return found[overrides]
+
+    return train
+
+
+def assert_like_one_rank(ranks: Any, expected: dict[str, Any], case: str, folder: Any, overrides: tuple[str, ...]):
+    processes, of_layout = layout(case)
+    arguments = ((*STEPS_OF_RUN, *overrides, *of_layout), str(folder), False, STEPS)
+    of_ranks = ranks(processes).run(_model_runs.train, *arguments)
+    found = of_ranks[0]
+    for other in of_ranks[1:]:
+        for name in ("losses", "grad_norms", "params_norms", "router_losses", "initial"):
+            assert other[name] == found[name], name
+    assert found["initial"] == expected["initial"]  # digests of all bits
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        difference = numpy.linalg.norm(found["gradients"][name] - gradient)
+        assert difference <= 1e-4 * numpy.linalg.norm(gradient), name
+    numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-4)
+    numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=1e-4)
+    numpy.testing.assert_allclose(found["params_norms"], expected["params_norms"], rtol=1e-6)
+    numpy.testing.assert_allclose(found["router_losses"], expected["router_losses"], rtol=1e-4)
+
+
+LAYOUTS = {
+    "mixtral": (
+        *("dp2", "dp2-ep2", "dp2-ep2-dopt", "dp4-ep2", "dp4-ep2-dopt", "dp4-ep4", "tp2", "tp2-etp1"),
+        *("tp2-ep2-etp1", "dp2-tp2-ep2", "dp2-tp2-ep2-etp1", "dp2-tp2-ep4-etp1", "pp2", "dp2-pp2-ep2"),
+        *("dp2-pp2-vpp2-ep2", "cp2-ep2", "dp2-cp2-ep2", "pp2-tp2"),
+    ),
+    "qwen2-moe": ("dp2-ep2", "tp2-ep2-etp1", "tp2", "pp2", "dp2-pp2-ep2", "cp2-ep2", "pp2-tp2-etp1"),
+    "deepseek-v3-router": ("dp2-ep2", "dp4-ep4"),
+    "deepseek-v3": ("tp2", "tp2-ep2-etp1", "pp2", "cp2-ep2", "dp2-pp2-ep2", "pp2-tp2", "cp2-tp2"),
+    "deepseek-v2-lite": ("tp2", "pp2", "cp2", "dp2-ep2"),
+    "mistral": ("tp2", "cp2", "pp2"),
+}
+
+
+@pytest.mark.parametrize(("model", "case"), [(model, case) for model, cases in LAYOUTS.items() for case in cases])
+def test_a_model_with_experts_trains_like_one_rank(model: str, case: str, one_rank, ranks, tmp_path):
+    """Without an auxiliary loss, so another cut into micro-batches gives the same."""
+    overrides = arch(MODELS[model])
+    cut = () if "dp4" in case or "vpp" in case else ("megatron_lm.train.common.micro_batch_size=2",)
+    assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *cut))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("case", ["dp2-ep2", "tp2", "pp2", "cp2-ep2", "dp4-ep4", "dp2-tp2-ep2-etp1", "pp2-tp2"])
+def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank, ranks, tmp_path):
+    """At an equal cut into micro-batches, of unequal samples that each layout pads to another length."""
+    overrides = (*arch(MODELS["mixtral"], LOSSES[loss]), "megatron_lm.train.common.micro_batch_size=1")
+    expected = one_rank(*overrides)
+    assert_like_one_rank(ranks, expected, case, tmp_path, overrides)
+    plain = one_rank(*arch(MODELS["mixtral"]))
+    router = "decoder.layers.1.mlp.router.weight"
+    share = numpy.linalg.norm(expected["gradients"][router] - plain["gradients"][router])
+    assert share > 0.05 * numpy.linalg.norm(plain["gradients"][router])  # the loss is there to be seen
