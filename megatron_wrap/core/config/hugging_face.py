@@ -24,8 +24,8 @@ HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
 FROM_HUGGING_FACE = "hugging-face"
 """File of the tree that leaves the whole architecture to config.json; a run that selects none gets it."""
 
-TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
-"""What config.json says only of training: a run may say otherwise."""
+TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "moe_router_dtype"})
+"""What a family says only of training or of precision: a run may say otherwise."""
 
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
 """What of a hub repository is fetched to read a configuration: everything small."""
@@ -51,7 +51,21 @@ class ConfigTranslation(Protocol):
         ...
 
 
-_SHIPPED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+_SHIPPED = (
+    *("deepseek_v2", "deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+
+_GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
+LACKING: Mapping[str, str] = {
+    "gemma": _GEMMA,
+    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms behind their blocks",
+    "gemma3": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by different bases",
+    "gemma3_text": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by "
+    "different bases",
+    "olmo2": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+}
+"""model_type -> what it needs that our layers do not have."""
 
 FAMILIES: Registry[Any] = Registry(
     "Hugging Face model_type",
@@ -154,6 +168,10 @@ def family_of(model_type: str, where: str = "") -> Any:
         ConfigError: there is none; the known ones are named.
     """
     known = FAMILIES.keys()
+    if model_type in LACKING and model_type not in known:
+        raise UnsupportedModel(
+            f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {LACKING[model_type]}"
+        )
     if model_type not in known:  # a file's text is no place to import code from
         raise ConfigError(
             f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known)} Known: "
