@@ -150,7 +150,7 @@ def restore_random_states(state: TrainingState, saved: dict[str, Any]) -> None:
 def synchronize_parameters(state: TrainingState) -> None:
     """With overlap_param_gather a replica has the updated parameters of others only after a gather, which the next
     forward pass would start. Collective."""
-    if state.config.ddp.overlap_param_gather:
+    if state.config.ddp.overlap_param_gather and state.optimizer is not None:
         for chunk in state.chunks:
             chunk.start_param_sync(force_sync=True)
 

@@ -292,7 +292,7 @@ def _read_and_set(
         if with_optimizer:
             state.optimizer.load_state_dict(loaded["optimizer"])
             _load_scheduler(state, loaded["opt_param_scheduler"])
-        else:
+        elif state.optimizer is not None:
             state.optimizer.reload_model_params()
         if with_rng:
             content.restore_random_states(state, loaded["rng_state"])

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -79,6 +80,7 @@ def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> No
     check_layout(config, world_size)
     check_data(config)
     check_checkpoints(config)
+    check_hugging_face(config)
     if not own_script:
         check_flow(config)
     check_lengths(config)

@@ -95,7 +95,7 @@ def _forward(
 @contextmanager
 def _evaluation_mode(state: TrainingState) -> Iterator[None]:
     """No dropout and no graph; parameters gathered first where their gathering overlaps with training's forward."""
-    overlapped = state.config.ddp.overlap_param_gather
+    overlapped = state.config.ddp.overlap_param_gather and state.optimizer is not None
     for chunk in state.chunks:
         chunk.eval()
         if overlapped:

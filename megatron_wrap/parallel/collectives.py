@@ -121,3 +121,19 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+def broadcast(tensor: Tensor, source_rank: int) -> None:
+    """Fill `tensor` (same shape on each rank, contiguous) on every rank with that of global rank `source_rank`."""
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=source_rank)
+
+
+def send(tensor: Tensor, to_rank: int) -> None:
+    """Give a contiguous tensor to global rank `to_rank`, which calls `receive`; waits until it is on its way."""
+    dist.send(tensor, dst=to_rank)
+
+
+def receive(tensor: Tensor, from_rank: int) -> None:
+    """Fill a contiguous tensor with what global rank `from_rank` sends."""
+    dist.recv(tensor, src=from_rank)

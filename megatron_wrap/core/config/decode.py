@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from megatron_wrap.core.config import schema
 from megatron_wrap.core.config.advice import SET_ELSEWHERE, key_advice
 from megatron_wrap.core.config.composed import Origin, Rules, Tree
+from megatron_wrap.core.config.hugging_face import apply_hugging_face
 from megatron_wrap.core.config.nest import read_tree
 from megatron_wrap.core.config.reading import COMMAND_LINE, describe, dump_yaml, nearest, read_yaml, shown_path
 from megatron_wrap.core.config.types import Mismatch, check_value, parse_annotation
@@ -35,8 +36,9 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
-    """The composed tree of a run's YAML with the origins of its values; keys are checked, types are not yet."""
-    return read_tree(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice))
+    """The composed tree of a run's YAML, with the architecture of `model_provider.hf_path` in it and the origins of its
+    values; keys are checked, types are not yet."""
+    return apply_hugging_face(read_tree(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice)))
 
 
 def decode(tree: Tree, name: str) -> schema.RunConfig:

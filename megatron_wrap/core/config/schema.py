@@ -398,6 +398,13 @@ class ProviderConfig:
     """Registered provider, or my_package.my_module:my_provider."""
     show_weight_details: bool
     """Log every parameter with its local shape."""
+    hf_path: str | None
+    """Hugging Face folder or hub id: architecture from its config.json, first weights from its safetensors, and its
+    tokenizer where megatron_wrap.data names none; null: model.arch, and weights from the seed."""
+    hf_allow_pickle: bool
+    """Read weights of hf_path from pytorch_model.bin where it has no safetensors (torch.load with weights_only)."""
+    verify_hf: bool
+    """Compare the loaded model with transformers before training, and refuse to train on a difference."""
     options: Mapping[str, Any]
     """The provider's own keys."""
 
@@ -447,6 +454,8 @@ class CheckpointConfig:
     """auto: go on from the newest checkpoint in train.common.save; never: refuse when there is one."""
     keep: int | None
     """Newest checkpoints to keep; null: all."""
+    export_hf: bool
+    """Write a Hugging Face folder `hf_ITERATION` beside the checkpoints at each save."""
 
 
 @dataclass(frozen=True, kw_only=True)

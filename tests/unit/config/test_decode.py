@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [path for path in sorted(shipped_root().rglob("*.yaml")) if not path.stem.endswith(("-base", "custom"))],
+    # bases leave sizes open, hugging-face leaves them to a folder
+    [
+        path
+        for path in sorted(shipped_root().rglob("*.yaml"))
+        if not re.search("(-base|custom|hugging-face)$", path.stem)
+    ],
     ids=lambda path: path.stem,
 )
 def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:

@@ -77,9 +77,7 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
         (
             "__select__: tiny-llama",
             "__select__: tiny-lama",
-            "run.yaml:4 megatron_lm.model.arch.__select__: there is no 'tiny-lama'; did you mean tiny-llama? Choices: "
-            "gpt2-124m, gpt2-base, language-model-base, llama-base, llama2-13b, llama2-7b, llama3-8b, llama3.2-1b, "
-            "tiny-gpt2, tiny-llama",
+            "run.yaml:4 megatron_lm.model.arch.__select__: there is no 'tiny-lama'; did you mean tiny-llama? Choices: ",
         ),
         (
             "__select__: minimal_mock",
