@@ -85,19 +85,19 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
             "__select__: minimal_mock",
             "__select__: null",
             "run.yaml:21 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_sft, minimal_mock",
+            "gpt_dpo, gpt_sft, minimal_mock",
         ),
         (
             "megatron_wrap:\n  flow:\n    __select__: minimal_mock\n",
             "",
             "run.yaml megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_sft, minimal_mock",
+            "gpt_dpo, gpt_sft, minimal_mock",
         ),
         (
             "    __select__: minimal_mock\n",
             "    __override__: {flow_key: a}\n",
             "run.yaml:20 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_sft, minimal_mock",
+            "gpt_dpo, gpt_sft, minimal_mock",
         ),
         (
             "__override__:\n        tensor",
