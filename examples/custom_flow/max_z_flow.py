@@ -7,6 +7,7 @@ the largest logit of a token. The cross-entropy is a mean over the assistant's t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,13 @@ from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
 class MaxZFlow(MegatronWrapGPTModelSFTFlow):
     """objective = mean cross-entropy + max_z_coefficient * mean of (largest logit)^2"""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelSFTFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        max_z_coefficient: float = 2.0e-4
+        """Of the mean squared largest logit."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model_forward_inputs, loss_inputs = super().collate_data_micro_batch(iterator)

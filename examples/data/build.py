@@ -1,7 +1,8 @@
 """Makes the example's data set and tokenizer: `python examples/data/build.py [--output FOLDER] [--force]`.
 
-Writes train.jsonl, validation.jsonl, tokenizer/ and manifest.json, which is written last: a folder with a manifest is
-whole. A whole folder is left as it is, also by another Python, so that a run that resumes finds the data it began with.
+Writes train.jsonl, validation.jsonl, preference pairs of both, tokenizer/ and manifest.json, which is written last: a
+folder with a manifest is whole. A whole folder is left as it is, also by another Python, so that a run that resumes
+finds the data it began with.
 """
 
 import argparse
@@ -18,12 +19,15 @@ sys.path.insert(0, str(HERE))  # also when it is loaded from a file by a test, n
 
 import bpe  # noqa: E402
 import conversations  # noqa: E402
+import preferences  # noqa: E402
 
-BUILD_VERSION = 1
+BUILD_VERSION = 2
 """Goes up when the builder makes something else of the same Python; a folder of another version is made anew."""
 FILES = (
     "train.jsonl",
     "validation.jsonl",
+    "preference-train.jsonl",
+    "preference-validation.jsonl",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
     "tokenizer/chat_template.jinja",
@@ -40,8 +44,9 @@ def build(output: Path, force: bool = False) -> tuple[dict, bool]:
     # Beside the place where it goes, so that the renames below stay on one file system.
     with tempfile.TemporaryDirectory(prefix=".building-", dir=output) as temporary:
         folder = Path(temporary)
-        write_jsonl(folder / "train.jsonl", train)
-        write_jsonl(folder / "validation.jsonl", validation)
+        for name, samples in (("train", train), ("validation", validation)):
+            write_jsonl(folder / f"{name}.jsonl", samples)
+            write_jsonl(folder / f"preference-{name}.jsonl", preferences.make_pairs(samples))
         texts = (message["content"] for sample in train for message in sample["messages"])
         vocabulary_size = bpe.train_tokenizer(texts, folder / "tokenizer")
         manifest = {
@@ -95,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"  train.jsonl {manifest['train_conversations']} and validation.jsonl {manifest['validation_conversations']} "
         f"conversations, from the docstrings of Python {manifest['python']}"
     )
+    print("  preference-train.jsonl and preference-validation.jsonl: the same with a worse answer beside each good one")
     print(f"  tokenizer/ byte-level BPE, {manifest['vocabulary_size']} entries, with a chat template")
     return 0
 

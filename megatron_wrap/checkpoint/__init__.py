@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_wrap.checkpoint.precheck import check_checkpoints, compare_models, find_checkpoint
+    from megatron_wrap.checkpoint.reference import copy_policy, load_reference, save_reference
     from megatron_wrap.checkpoint.save_load import LoadReport, load_checkpoint, save_checkpoint
     from megatron_wrap.checkpoint.store import CheckpointStore
 
@@ -18,9 +19,12 @@ __all__ = [
     "LoadReport",
     "check_checkpoints",
     "compare_models",
+    "copy_policy",
     "find_checkpoint",
     "load_checkpoint",
+    "load_reference",
     "save_checkpoint",
+    "save_reference",
 ]
 
 _HOMES = {
@@ -28,9 +32,12 @@ _HOMES = {
     "LoadReport": "save_load",
     "check_checkpoints": "precheck",
     "compare_models": "precheck",
+    "copy_policy": "reference",
     "find_checkpoint": "precheck",
     "load_checkpoint": "save_load",
+    "load_reference": "reference",
     "save_checkpoint": "save_load",
+    "save_reference": "reference",
 }
 
 

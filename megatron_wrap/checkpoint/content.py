@@ -7,6 +7,7 @@ tensor is described by its place in the whole model, so any layout can read what
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,13 +38,16 @@ def bare_model(chunk: torch.nn.Module) -> Any:
     return model
 
 
-def model_entries(state: TrainingState) -> dict[str, dict[str, Any]]:
-    """Sharded state of each model chunk; `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
-    metadata = _metadata(state)
-    names = ["model"] if len(state.chunks) == 1 else [f"model{place}" for place in range(len(state.chunks))]
+def model_entries(state: TrainingState, chunks: Sequence[Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Sharded state of each model chunk; `model`, or `model0`, `model1`, ... of an interleaved pipeline.
+
+    Args:
+        chunks: those of another model; default: the policy's.
+    """
+    metadata, chunks = _metadata(state), state.chunks if chunks is None else chunks
+    names = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
     return {
-        name: bare_model(chunk).sharded_state_dict(metadata=metadata)
-        for name, chunk in zip(names, state.chunks, strict=True)
+        name: bare_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
     }
 
 
@@ -81,9 +85,8 @@ def saved_optimizer_form(tensor_names: set[str]) -> tuple[str, str] | None:
     return kind, "adam" if "exp_avg" in kinds else "sgd"
 
 
-def common_entries(state: TrainingState) -> dict[str, Any]:
+def common_entries(progress: Progress) -> dict[str, Any]:
     """What is the same on all ranks: counters, and Megatron-LM's names for them."""
-    progress = state.progress
     return {"checkpoint_version": 3.0, "iteration": progress.iteration, "progress": asdict(progress)}
 
 
@@ -147,18 +150,18 @@ def restore_random_states(state: TrainingState, saved: dict[str, Any]) -> None:
 def synchronize_parameters(state: TrainingState) -> None:
     """With overlap_param_gather a replica has the updated parameters of others only after a gather, which the next
     forward pass would start. Collective."""
-    if state.config.ddp.overlap_param_gather:
+    if state.config.ddp.overlap_param_gather and state.optimizer is not None:
         for chunk in state.chunks:
             chunk.start_param_sync(force_sync=True)
 
 
-def load_model(state: TrainingState, loaded: dict[str, Any]) -> None:
+def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     """Put the loaded `model_entries` into the chunks.
 
     Raises:
         CheckpointError: a parameter is missing or unknown.
     """
-    for name, chunk in zip([name for name in loaded if name.startswith("model")], state.chunks, strict=True):
+    for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
         missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
         # Transformer Engine's extra states are not in what the torch implementation saved
         wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]

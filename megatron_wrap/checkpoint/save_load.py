@@ -51,26 +51,16 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     Raises:
         CheckpointError: on every rank, when any could not write; earlier checkpoints are as they were.
     """
-    from megatron_wrap.checkpoint.strategy import cannot_write
-
     iteration = state.progress.iteration
     store = CheckpointStore(folder)
     final = store.folder_of(iteration)
     saved_before = state.agreed.get("saved_checkpoint") == (str(final), iteration)
-    if saved_before and _on_rank_0(lambda: missing_part(final) is None):
+    if saved_before and on_rank_0(lambda: missing_part(final) is None):
         logger.debug_rank_0(f"checkpoint of iteration {iteration} is there already: {final}")
         return final
     state.agreed.pop("saved_checkpoint", None)
-    saying = cannot_write(store.folder, "{}")
-    partial = Path(_on_rank_0(lambda: str(store.begin(iteration)), saying))
-    try:
-        _write_state(state, partial)
-        _on_rank_0(lambda: _finish(state, store, partial), saying)
-    except BaseException:
-        if state.parallel.world.rank == 0:
-            store.abandon(iteration)
-        raise
-    _on_rank_0(lambda: store.prune(keep), saying)
+    publish(state, store, iteration, lambda: _whole_state(state))
+    on_rank_0(lambda: store.prune(keep), f"{store.folder}: older checkpoints cannot be removed: {{}}")
     state.agreed["saved_checkpoint"] = (str(final), iteration)
     return final
 
@@ -97,14 +87,12 @@ def load_checkpoint(
         CheckpointError: on every rank: missing, not whole, of another form, of another model (naming the first
             parameter that differs), without an optimizer or with one of another form.
     """
-    saved: _Saved = _on_rank_0(lambda: _examine(state, folder))
+    saved: SavedContent = on_rank_0(lambda: examine(state, folder))
     with_optimizer = with_optimizer and not weights_only
     other_layout = saved.layout is not None and saved.layout != content.layout_facts(state)
     skipped: list[str] = []
-    request: dict[str, Any] = {}
     models = content.model_entries(state)
-    for name, entries in models.items():
-        request[name] = {key: entry for key, entry in entries.items() if saved.has_extra_state(entry)}
+    request = saved.readable(models)
     if with_optimizer:
         _check_optimizer(state, saved)
         request["optimizer"] = content.optimizer_entry(state, models, is_loading=True)
@@ -115,7 +103,7 @@ def load_checkpoint(
         with_rng = False
     if with_rng:
         request["rng_state"] = content.rng_entry(state, is_loading=True)
-    _check_tensors(saved, request)
+    check_tensors(saved, request)
     loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
@@ -124,24 +112,47 @@ def load_checkpoint(
     return LoadReport(saved.iteration, tuple(name for name, yes in parts if yes), tuple(skipped), other_layout)
 
 
-def _write_state(state: TrainingState, partial: Path) -> None:
-    from megatron_wrap.checkpoint.strategy import agree, write
+def publish(
+    state: TrainingState, store: CheckpointStore, iteration: int, sharded_state: Callable[[], dict[str, Any]]
+) -> None:
+    """Write a checkpoint aside and give it its name once it is whole. Collective.
 
-    unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 has made"
-    agree(None if partial.is_dir() else f"{unseen}; megatron_lm.train.common.save must be on a shared file system")
+    Args:
+        sharded_state: what to write, in Megatron-Core's terms; called once the folder is seen by all ranks.
+
+    Raises:
+        CheckpointError: on every rank, when any could not write; nothing is visible then.
+    """
+    from megatron_wrap.checkpoint.strategy import agree, cannot_write, write
+
+    saying = cannot_write(store.folder, "{}")
+    partial = Path(on_rank_0(lambda: str(store.begin(iteration)), saying))
+    try:
+        unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 has made"
+        agree(None if partial.is_dir() else f"{unseen}; megatron_lm.train.common.save must be on a shared file system")
+        content_metadata = dict(content.CONTENT_METADATA)
+        write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
+        on_rank_0(lambda: _finish(state, store, iteration, partial), saying)
+    except BaseException:
+        if state.parallel.world.rank == 0:
+            store.abandon(iteration)
+        raise
+
+
+def _whole_state(state: TrainingState) -> dict[str, Any]:
     content.synchronize_parameters(state)
     train = state.config.train
     models = content.model_entries(state)
-    sharded_state: dict[str, Any] = {**content.common_entries(state), **models}
+    sharded_state: dict[str, Any] = {**content.common_entries(state.progress), **models}
     if not train.no_save_optim:
         sharded_state["optimizer"] = content.optimizer_entry(state, models, is_loading=False)
         sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
     if not train.no_save_rng:
         sharded_state["rng_state"] = content.rng_entry(state, is_loading=False)
-    write(sharded_state, partial, state.parallel.dp_cp.group, state.platform.device, dict(content.CONTENT_METADATA))
+    return sharded_state
 
 
-def _finish(state: TrainingState, store: CheckpointStore, partial: Path) -> None:
+def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partial: Path) -> None:
     """What is left for rank 0 after all tensors are written: the last small files, and the name."""
     versions.common_state_file(partial)
     write_resolved(state.config, partial / RESOLVED)
@@ -152,11 +163,11 @@ def _finish(state: TrainingState, store: CheckpointStore, partial: Path) -> None
         "layout": content.layout_facts(state),
         "consumed_samples": state.progress.consumed_samples,
     }
-    store.commit(state.progress.iteration, facts)
+    store.commit(iteration, facts)
 
 
 @dataclass(frozen=True)
-class _Saved:
+class SavedContent:
     """What a checkpoint holds, as rank 0 found it."""
 
     path: Path
@@ -171,13 +182,19 @@ class _Saved:
     def has_rng(self) -> bool:
         return any(name.startswith(content.RNG_KEY + "/") for name in self.objects)
 
-    def has_extra_state(self, entry: Any) -> bool:
-        """False for an extra state (of Transformer Engine) that the checkpoint lacks; true for all else."""
+    def readable(self, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The `model_entries` without extra states (of Transformer Engine) that the checkpoint lacks."""
+        return {
+            name: {key: entry for key, entry in entries.items() if self._has_extra_state(entry)}
+            for name, entries in models.items()
+        }
+
+    def _has_extra_state(self, entry: Any) -> bool:
         key = getattr(entry, "unique_key", None)
         return key is None or "_extra_state" not in key or key in self.objects
 
 
-def _examine(state: TrainingState, folder: str | os.PathLike[str]) -> _Saved:
+def examine(state: TrainingState, folder: str | os.PathLike[str]) -> SavedContent:
     """Look at a checkpoint without reading its tensors; on rank 0."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -199,7 +216,7 @@ def _examine(state: TrainingState, folder: str | os.PathLike[str]) -> _Saved:
         )
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
     common = dist_checkpointing.load_common_state_dict(str(path))
-    return _Saved(
+    return SavedContent(
         path=path,
         iteration=content.saved_progress(common).iteration,
         shapes={entry.key: tuple(entry.global_shape) for entry in entries if isinstance(entry, ShardedTensor)},
@@ -209,7 +226,7 @@ def _examine(state: TrainingState, folder: str | os.PathLike[str]) -> _Saved:
     )
 
 
-def _check_optimizer(state: TrainingState, saved: _Saved) -> None:
+def _check_optimizer(state: TrainingState, saved: SavedContent) -> None:
     way_out = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
     if not saved.has_optimizer:
         raise CheckpointError(f"{saved.path} holds no optimizer (no_save_optim); choose another checkpoint, {way_out}")
@@ -222,7 +239,7 @@ def _check_optimizer(state: TrainingState, saved: _Saved) -> None:
         )
 
 
-def _check_tensors(saved: _Saved, request: dict[str, Any]) -> None:
+def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
     """Hold every tensor that any rank wants against the checkpoint, before one is read. Collective."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -251,7 +268,7 @@ def _check_tensors(saved: _Saved, request: dict[str, Any]) -> None:
             )
 
 
-def _other_model(saved: _Saved, name: str, difference: str) -> CheckpointError:
+def _other_model(saved: SavedContent, name: str, difference: str) -> CheckpointError:
     beside = f" ({RESOLVED} in it)" if (saved.path / RESOLVED).is_file() else ""
     return CheckpointError(
         f"{saved.path} is a checkpoint of another model: {name} {difference}; take the architecture of the checkpoint"
@@ -271,11 +288,11 @@ def _read_and_set(
 
     with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}"):
         loaded = read(request, path, state.parallel.dp_cp.group)
-        content.load_model(state, loaded)
+        content.load_model(state.chunks, loaded)
         if with_optimizer:
             state.optimizer.load_state_dict(loaded["optimizer"])
             _load_scheduler(state, loaded["opt_param_scheduler"])
-        else:
+        elif state.optimizer is not None:
             state.optimizer.reload_model_params()
         if with_rng:
             content.restore_random_states(state, loaded["rng_state"])
@@ -293,7 +310,7 @@ def _load_scheduler(state: TrainingState, saved: dict[str, Any]) -> None:
         ) from error
 
 
-def _on_rank_0(action: Callable[[], Any], saying: str = "{}") -> Any:
+def on_rank_0(action: Callable[[], Any], saying: str = "{}") -> Any:
     """The result of `action`, which only global rank 0 runs, on every rank; its failure too."""
     from megatron_wrap.checkpoint.strategy import FAILURES, describe
 

@@ -1,4 +1,4 @@
-"""`megatron-wrap check-parity`: show that a flow trains alike on every parallel layout, on gloo processes."""
+"""`megatron-wrap check-parity`: show that a flow trains alike on every parallel layout."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each run (default 2)")
     parser.add_argument("--samples", metavar="FILE", help="JSON lines in place of the configuration's training data")
     parser.add_argument("--keep-model", action="store_true", help="do not make the model tiny")
+    parser.add_argument(
+        "--platform",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="gloo processes, or one GPU each over NCCL (default cpu)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
 
 
@@ -34,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         samples=JsonLines(arguments.samples) if arguments.samples else None,
         shrink=not arguments.keep_model,
+        platform=arguments.platform,
     )
     print(report.table())
     if arguments.json:

@@ -11,6 +11,9 @@ from megatron_wrap.errors import MegatronWrapError
 COMMANDS: dict[str, str] = {
     "train": "check a configuration, then start the processes that train it",
     "check-parity": "show that a flow trains alike on every parallel layout",
+    "export-hf": "write a Hugging Face folder from a run's checkpoint",
+    "verify-hf": "compare our model of a Hugging Face folder with transformers",
+    "new-flow": "write a flow to start from: one file, its run and its parity test",
     "explain": "say what a configuration's values are, mean, and where they were set",
 }
 """Subcommand -> help. `cli/NAME.py` (dashes as underscores) has `add_arguments(parser)` and `run(args) -> int`."""

@@ -1,7 +1,9 @@
 """What a command looks at before it starts processes: configuration, layout and data files, in this one process."""
 
+import sys
 from pathlib import Path
 
+from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -50,11 +52,26 @@ def check_lengths(config: RunConfig) -> None:
                 raise DataError(f"{lines.where(place)}: {error}") from error
 
 
-def precheck(config: RunConfig, world_size: int) -> None:
+def check_flow(config: RunConfig) -> None:
+    """Imports the flow's module, holds its class against the contract and its keys against the class's `Config`.
+
+    Raises:
+        ConfigError: there is no such flow, or it has no such keys. FlowError: it is an incomplete one.
+    """
+    from megatron_wrap.core.flow.config import decode_flow_config
+    from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
+
+    if "" not in sys.path:  # my_module:MyFlow of the working folder, as the processes find it (`python -m`)
+        sys.path.insert(0, "")
+    decode_flow_config(MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key), config)
+
+
+def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> None:
     """Hold a decoded configuration against everything that needs no process group.
 
     Args:
         world_size: processes over all nodes.
+        own_script: a training script of the user's starts, which may register the flow itself.
 
     Raises:
         MegatronWrapError: the first thing that is wrong.
@@ -63,4 +80,7 @@ def precheck(config: RunConfig, world_size: int) -> None:
     check_layout(config, world_size)
     check_data(config)
     check_checkpoints(config)
+    check_hugging_face(config)
+    if not own_script:
+        check_flow(config)
     check_lengths(config)

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check first, so that a mistake costs a second; then train. Returns the exit code."""
     config = load_run_config(arguments.config, arguments.overrides)
     nodes = _nodes(processes_needed(config), config.init.platform)
-    precheck(config, nodes.world_size)
+    precheck(config, nodes.world_size, own_script=arguments.script is not None)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
     return _launch(nodes, arguments)

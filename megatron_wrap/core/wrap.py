@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -20,6 +23,7 @@ from megatron_wrap.utils.progress import ProgressBar, format_step
 from megatron_wrap.utils.session import LoggerSession
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
@@ -47,6 +51,7 @@ class MegatronWrap:
         self.config = config if isinstance(config, RunConfig) else load_run_config(config, overrides)
         check_run(self.config)
         check_checkpoints(self.config)
+        check_hugging_face(self.config)
         self._session: LoggerSession | None = None
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
@@ -56,8 +61,25 @@ class MegatronWrap:
         self._last_report: StepReport | None = None
         self._recorded_iteration: int | None = None
         self._resumed_from: int | None = None
+        self._started_from_hugging_face = False
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        hf_path: str | os.PathLike[str],
+        config: str | os.PathLike[str],
+        overrides: Sequence[str] = (),
+    ) -> Self:
+        """The run of `config` that begins from a Hugging Face folder or hub id: architecture, first weights, tokenizer.
+
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be left out.
+
+        Raises:
+            ConfigError: the folder, or a value of the YAML that contradicts its config.json, with both values.
+        """
+        return cls(config, [*overrides, f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"])
 
     # ---- life ----
 
@@ -109,6 +131,20 @@ class MegatronWrap:
         Raises:
             PlatformError: Megatron-Core cannot build this model here. CheckpointError: see `load`.
         """
+        self._set_up(training=True)
+        if self._started_from_hugging_face and self.config.model_provider.verify_hf:
+            self._refuse_unverified()
+        self._open_metric_loggers()
+
+    def setup_model(self) -> None:
+        """Build the model alone, with the weights it would train from: to evaluate, look at or export it. Collective.
+
+        No gradient buffers, no optimizer: a third of the memory or less. `train` and `save` need
+        `setup_model_and_optimizer`.
+        """
+        self._set_up(training=False)
+
+    def _set_up(self, training: bool) -> None:
         parallel = self._initialized()
         from megatron_wrap.engine.build import build_training_state
 
@@ -116,10 +152,21 @@ class MegatronWrap:
             from megatron_wrap.data.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
-        self._state = build_training_state(self.config, self.platform, parallel, self.tokenizer)
+        # of a run that goes on, or begins from a checkpoint, the folder gives the architecture alone
+        from_hugging_face = self.config.model_provider.hf_path is not None and not self._has_checkpoint()
+        self._state = build_training_state(
+            self.config,
+            self.platform,
+            parallel,
+            self.tokenizer,
+            from_hugging_face=from_hugging_face,
+            training=training,
+        )
+        self._started_from_hugging_face = from_hugging_face
         self._describe_model()
-        self._restore()
-        self._open_metric_loggers()
+        if from_hugging_face:
+            logger.info_rank_0(f"weights of {self.config.model_provider.hf_path}")
+        self._restore(weights_only=not training)
 
     def close(self) -> None:
         """End loggers, process groups that this object made, and what `initialize` changed of the host program."""
@@ -167,7 +214,7 @@ class MegatronWrap:
             TrainingError: the run has taken all `train_iters` steps, or a loss is not finite.
             DataError: the batch has another size.
         """
-        state = self._ready()
+        state = self._trainable()
         if self.iteration >= self.train_iters:
             raise TrainingError(
                 f"iteration {self.iteration} of megatron_lm.train.common.train_iters {self.train_iters} is done; write "
@@ -271,34 +318,121 @@ class MegatronWrap:
         Returns:
             The checkpoint's folder. Saving one iteration twice changes nothing.
         """
-        from megatron_wrap.checkpoint import save_checkpoint
+        from megatron_wrap.checkpoint import save_checkpoint, save_reference
 
-        state = self._ready()
+        state = self._trainable()
         if self.config.train.save is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
+        if state.reference is not None:
+            save_reference(state, self.config.train.save)
         folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
         logger.info_rank_0(
             f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
         )
+        if self.config.checkpoint.export_hf:
+            from megatron_wrap.checkpoint.export import prune_exports
+
+            self.save_pretrained(folder.parent / f"hf_{self.iteration:07d}")
+            prune_exports(folder.parent, self.config.checkpoint.keep)
         return folder
 
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        max_shard_size: str | int = "5GB",
+        dtype: str | torch.dtype | None = None,
+        family: str | None = None,
+    ) -> Path:
+        """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
+        `AutoModelForCausalLM.from_pretrained` loads. Collective.
+
+        Args:
+            folder: on a file system that all ranks share.
+            max_shard_size: largest weight file, bytes or text such as "5GB".
+            dtype: "float32", "bfloat16" or "float16"; None: as trained.
+            family: a model_type of transformers; None: that of hf_path, else the first that has this architecture.
+
+        Raises:
+            UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
+        """
+        from megatron_wrap.checkpoint.export import save_pretrained
+
+        config, stream = self._weight_stream(dtype, family)
+        parallel = self._initialized()
+        target = save_pretrained(config, stream, parallel, folder, self.tokenizer, max_shard_size, family)
+        logger.info_rank_0(f"Hugging Face folder of iteration {self.iteration}: {target}")
+        return target
+
+    def export_weights(
+        self, dtype: str | torch.dtype | None = None, family: str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of each weight, on every rank and on its device, one at a time.
+
+        Collective: every rank takes all of them. For an inference engine beside the training.
+        """
+        from megatron_wrap.checkpoint.export import export_weights
+
+        _, stream = self._weight_stream(dtype, family)
+        yield from export_weights(stream)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        folder: str | os.PathLike[str],
+        private: bool | None = None,
+        commit_message: str | None = None,
+        **save_arguments: Any,
+    ) -> str:
+        """`save_pretrained` into `folder`, then upload it from global rank 0 through huggingface_hub. Collective.
+
+        Args:
+            repo_id: `org/name`; made where it does not exist, with the login that huggingface_hub knows.
+            save_arguments: of `save_pretrained`.
+
+        Returns:
+            The commit's address, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, when the hub refuses.
+        """
+        from megatron_wrap.checkpoint.export import upload
+
+        target = self.save_pretrained(folder, **save_arguments)
+        message = commit_message or f"{self.config.name}, iteration {self.iteration}"
+        return upload(target, repo_id, private, message)
+
+    def _weight_stream(self, dtype: Any, family: str | None) -> tuple[RunConfig, Any]:
+        from megatron_wrap.checkpoint.content import synchronize_parameters
+        from megatron_wrap.checkpoint.export import weight_stream
+
+        state = self._ready()
+        synchronize_parameters(state)
+        # the vocabulary may be the tokenizer's
+        arch = dataclasses.replace(self.config.arch, vocab_size=state.shape.vocab_size)
+        config = dataclasses.replace(self.config, arch=arch)
+        return config, weight_stream(config, state.chunks, state.parallel, state.platform.device, dtype, family)
+
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
-        """Load a checkpoint of this model, saved on any layout. Collective.
+        """Load a checkpoint of this model, saved on any layout, and the reference model beside it. Collective.
 
         Args:
             folder: a folder of checkpoints (its newest is taken) or one checkpoint; default: `save`, then `load` of
                 the configuration.
-            weights_only: leave iteration, optimizer, schedule and random generators as they are.
+            weights_only: leave iteration, optimizer, schedule, random generators and reference model as they are.
 
         Raises:
             CheckpointError: missing, of an unknown form, or of another model.
         """
-        from megatron_wrap.checkpoint import load_checkpoint
-
-        state, train = self._ready(), self.config.train
-        folder = folder or train.save or train.load
+        folder = folder or self.config.train.save or self.config.train.load
         if folder is None:
             raise CheckpointError("wrap.load: give a folder, or set megatron_lm.train.common.load")
+        self._load(folder, weights_only)
+
+    def _load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
+        """`load`; whether a reference model was loaded."""
+        from megatron_wrap.checkpoint import load_checkpoint, load_reference
+
+        state, train = self._ready(), self.config.train
         report = load_checkpoint(
             state,
             folder,
@@ -306,28 +440,54 @@ class MegatronWrap:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
+        with_reference = state.reference is not None and not weights_only and load_reference(state, folder)
+        parts = [*report.loaded, *(["reference model"] if with_reference else [])]
         skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
         layout = " saved on another layout" if report.other_layout else ""
-        logger.info_rank_0(f"loaded {', '.join(report.loaded)} of {folder}{layout}{skipped}")
+        logger.info_rank_0(f"loaded {', '.join(parts)} of {folder}{layout}{skipped}")
+        return with_reference
 
-    def _restore(self) -> None:
-        train = self.config.train
-        if train.save is None and train.load is None:
-            return
+    def _has_checkpoint(self) -> bool:
         from megatron_wrap.checkpoint import find_checkpoint
 
+        folders = (self.config.train.save, self.config.train.load)
+        return any(find_checkpoint(folder) is not None for folder in folders if folder is not None)
+
+    def _refuse_unverified(self) -> None:
+        from megatron_wrap.checkpoint.verify import verify_hugging_face
+
+        verdict = verify_hugging_face(self._ready(), self.tokenizer)
+        logger.info_rank_0(verdict.table())
+        if not verdict.agrees:
+            raise CheckpointError(
+                f"megatron_wrap.model_provider.verify_hf: the model is not that of {verdict.folder}: "
+                f"{verdict.first_difference}; nothing was trained"
+            )
+
+    def _restore(self, weights_only: bool = False) -> None:
+        from megatron_wrap.checkpoint import copy_policy, find_checkpoint
+
+        train, with_reference = self.config.train, False
         found = find_checkpoint(train.save) if train.save is not None else None
-        if found is not None:
+        if found is not None and train.save is not None:
             if self.config.checkpoint.resume == "never":
                 raise CheckpointError(
                     f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
                     "folder, or resume: auto"
                 )
-            self.load(train.save)
+            with_reference = self._load(train.save, weights_only=weights_only)
             self._resumed_from = self.iteration
             logger.info_rank_0(f"resuming from iteration {self.iteration} of {train.save}")
         elif train.load is not None:
-            self.load(train.load, weights_only=train.finetune)
+            with_reference = self._load(train.load, weights_only=train.finetune or weights_only)
+        if self._ready().reference is not None and not with_reference:
+            if self._resumed_from is not None:
+                raise CheckpointError(
+                    f"{train.save} holds no reference model to resume with: it was saved without "
+                    "megatron_wrap.models.reference; set that to null, or start a new save folder from these weights "
+                    "with train.common.load and finetune: true"
+                )
+            copy_policy(self._ready())
 
     # ---- what it knows ----
 
@@ -355,6 +515,11 @@ class MegatronWrap:
     def output_dir(self) -> Path:
         """Folder of metrics.jsonl and other records of the run."""
         return Path(self.config.logger.output_dir or f"outputs/{self.config.name}")
+
+    @property
+    def state(self) -> TrainingState:
+        """Everything the run holds, for tools that look inside."""
+        return self._ready()
 
     tp_size = property(lambda self: self._initialized().tp.size, doc="Tensor-parallel size.")
     tp_rank = property(lambda self: self._initialized().tp.rank, doc="Tensor-parallel rank of this process.")
@@ -403,6 +568,12 @@ class MegatronWrap:
         if self._state is None:
             raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
         return self._state
+
+    def _trainable(self) -> TrainingState:
+        state = self._ready()
+        if state.optimizer is None:
+            raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
+        return state
 
     def _describe_model(self) -> None:
         state = self._ready()

@@ -1,5 +1,6 @@
 """JSON-lines files as a sequence: an index of byte offsets in memory, each line parsed when it is asked for."""
 
+import copy
 import json
 import os
 import weakref
@@ -44,6 +45,12 @@ class JsonLines(Sequence[dict[str, Any]]):
             size = os.fstat(self._descriptor).st_size
             raise DataError(f"{self.path}: no samples in {size} bytes; write one JSON object per line")
         return len(self)
+
+    def head(self, count: int) -> list[dict[str, Any]]:
+        """The first samples, `count` at most, without the pass over the whole file."""
+        part = copy.copy(self)  # opens the file again
+        part._offsets = self._index_of(count)
+        return list(part)
 
     def where(self, index: int) -> str:
         """`FILE:LINE` of sample `index`, for messages; lines count from 1, empty ones included."""
@@ -95,15 +102,21 @@ class JsonLines(Sequence[dict[str, Any]]):
     def _index(self) -> "array[int]":
         """Offsets of the lines that hold something, and the file's size as the last entry."""
         if self._offsets is None:
-            offsets, position = array("q"), 0
-            with open(self._absolute_path, "rb") as file:
-                for line in file:
-                    if not line.isspace():
-                        offsets.append(position)
-                    position += len(line)
-            offsets.append(position)
-            self._offsets = offsets
+            self._offsets = self._index_of(None)
         return self._offsets
+
+    def _index_of(self, count: int | None) -> "array[int]":
+        """`_index` of the first `count` samples, None: of all."""
+        offsets, position = array("q"), 0
+        with open(self._absolute_path, "rb") as file:
+            for line in file:
+                if len(offsets) == count:
+                    break
+                if not line.isspace():
+                    offsets.append(position)
+                position += len(line)
+        offsets.append(position)
+        return offsets
 
     def _position(self, index: int) -> int:
         length = len(self)

@@ -39,6 +39,14 @@ def training_samples(data: DataConfig) -> Sequence[Any]:
     return JsonLines(data.train)
 
 
+def first_training_samples(data: DataConfig, count: int) -> list[Any]:
+    """The head of the training set, `count` samples at most; empty where the configuration names none. Does not read
+    the rest of the file."""
+    if data.data_key == "mock":
+        return list(NumberedSamples(data.num_samples)[:count])
+    return [] if data.train is None else JsonLines(data.train).head(count)
+
+
 def validation_sets(data: DataConfig) -> dict[str, Sequence[Any]]:
     """Name -> evaluation set of `megatron_wrap.data`; empty where it names none."""
     return {name: JsonLines(path) for name, path in data.validation.items()}

@@ -8,37 +8,58 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.source import WeightSource
+from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.schema import RunConfig
-from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow.config import decode_flow_config
 from megatron_wrap.core.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
 from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
+from megatron_wrap.data.sources import first_training_samples
+from megatron_wrap.engine.micro_batch import try_flow
+from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
-from megatron_wrap.parallel.collectives import average_detached, sum_on_group
+from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
 from megatron_wrap.platform.megatron import accepts
 
 
 def build_training_state(
-    config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any, new_weights: bool = True
+    config: RunConfig,
+    platform: Platform,
+    parallel: ParallelState,
+    tokenizer: Any,
+    new_weights: bool = True,
+    from_hugging_face: bool = True,
+    training: bool = True,
 ) -> TrainingState:
-    """Build everything a run holds; weights are the initial ones.
+    """Build everything a run holds; weights are those of `model_provider.hf_path`, else the initial ones. The flow is
+    tried on the head of the training data first.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
         new_weights: False leaves the weights unset, for a caller that loads all of them.
+        from_hugging_face: False does not read hf_path, for a caller that loads a checkpoint.
+        training: False builds the model alone: no gradient buffers, optimizer and schedule.
     """
     seed_everything(config.train.seed, parallel)
     vocab_size = resolve_vocab_size(config, tokenizer)
     flow = build_flow(config, parallel, tokenizer, vocab_size)
+    if training:
+        try_flow(flow, first_training_samples(config.data, 2 * config.train.micro_batch_size), config.train.seed)
     model_config = transformer_config(config, parallel, platform)
-    bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights)
-    chunks = wrap_chunks(config, model_config, bare)
-    optimizer = build_optimizer(config, model_config, chunks)
+    hugging_face = weight_source(config) if new_weights and from_hugging_face else None
+    bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights, hugging_face)
+    chunks = wrap_chunks(config, model_config, bare) if training else bare
+    optimizer = build_optimizer(config, model_config, chunks) if training else None
+    with_reference = training and config.models.reference is not None
     return TrainingState(
         config=config,
         platform=platform,
@@ -47,8 +68,9 @@ def build_training_state(
         transformer_config=model_config,
         chunks=chunks,
         optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer),
+        scheduler=build_scheduler(config, optimizer) if training else None,
         shape=model_shape(config, vocab_size),
+        reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
 
 
@@ -99,8 +121,9 @@ def build_flow(
         sum_on_cp_group=lambda partial: sum_on_group(partial, parallel.cp.group),
         average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
         tokenizer=tokenizer,
+        gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
-    return flow_class(FlowOptions(config.flow.flow_key, config.flow.options), context)
+    return flow_class(decode_flow_config(flow_class, config), context)
 
 
 def build_chunks(
@@ -110,8 +133,13 @@ def build_chunks(
     model_config: Any,
     vocab_size: int,
     new_weights: bool,
+    hugging_face: tuple[Family, WeightSource] | None = None,
 ) -> list[torch.nn.Module]:
-    """This process's model chunks, in half precision wrapped by Megatron-Core's Float16Module."""
+    """This process's model chunks, in half precision wrapped by Megatron-Core's Float16Module.
+
+    Args:
+        new_weights: fill them with initial weights, or with those of `hugging_face`; else they stay unset.
+    """
     from megatron.core.transformer.module import Float16Module
 
     provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
@@ -134,13 +162,25 @@ def build_chunks(
         chunk = provider(request)
         chunk.to(platform.device)
         _mark_experts(chunk)
-        if new_weights:
+        if hugging_face is not None:
+            family, source = hugging_face
+            load_weights(chunk, family, config.arch, source, parallel.tp)
+        elif new_weights:
             fill_initial_weights(
                 chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
             )
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
     return chunks
+
+
+def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> ReferenceModel:
+    """A frozen model of the policy's shape, in evaluation mode; its weights are not yet those of any model."""
+    model_config = transformer_config(config, parallel, platform)
+    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights=False)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    return ReferenceModel(chunks, model_config)
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor
 from megatron_wrap.engine.loss import LossLaw
 from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.engine.reduce import reduce_metrics
+from megatron_wrap.engine.reference import add_reference_outputs
 from megatron_wrap.engine.samples import shared_batch
+from megatron_wrap.engine.schedule import localize_all, run_schedule
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.engine.step import collate_share, run_schedule
+from megatron_wrap.engine.step import collate_share
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
@@ -41,7 +43,8 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
         for start, batch in _batches(samples, state.config.train.global_batch_size):
             micro_batches = collate_share(state, batch, first_sample=start)
             step_weights = dict.fromkeys(micro_batches[0].weights, 1.0)
-            _forward(state, micro_batches, LossLaw(state.flow, state.parallel, step_weights, len(micro_batches), sums))
+            law = LossLaw(state.flow, state.parallel, step_weights, len(micro_batches), sums)
+            _forward(state, micro_batches, law, with_reference=True)
     reduced = reduce_metrics(state, sums, f"evaluate({name})")
     return {"loss": reduced.loss, **reduced.flow_metrics}
 
@@ -50,8 +53,8 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     """What the flow's `calculate_outputs` gives for each sample.
 
     Returns:
-        One dictionary of CPU tensors for each sample, in order, on every rank: the row of each output, cut to the
-        sample's own length where the output has a sequence dimension.
+        One dictionary of CPU tensors for each sample, in order, on every rank: the row of each output; where it has a
+        sequence dimension and a sample is one sequence, cut to that sequence's own length.
     """
     samples = shared_batch(samples, state.parallel, state.agreed, "forward")
     results: list[dict[str, Tensor]] = []
@@ -62,12 +65,6 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
             # every context-parallel rank of a replica has the merged rows; one of them speaks
             gathered = gather_objects([mine if state.parallel.cp.rank == 0 else [], state.parallel.dp.rank])
             by_replica = {dp_rank: rows for rows, dp_rank in gathered if rows}
-            rows = sum(len(of_replica) for of_replica in by_replica.values())
-            if rows != len(batch):
-                raise FlowError(
-                    f"{type(state.flow).__name__} collates {rows} sequences of {len(batch)} samples; wrap.forward "
-                    "needs one sequence for each sample"
-                )
             results += _in_order(by_replica, len(batch), state.flow.micro_batch_size, state.parallel.dp.size)
     return results
 
@@ -77,7 +74,9 @@ def _batches(samples: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[
         yield start, [samples[place] for place in range(start, min(start + size, len(samples)))]
 
 
-def _forward(state: TrainingState, micro_batches: list[MicroBatch], loss_function: Any) -> list[Any]:
+def _forward(
+    state: TrainingState, micro_batches: list[MicroBatch], loss_function: Any, with_reference: bool = False
+) -> list[Any]:
     """The schedule over micro-batches that may have fewer samples at the end; a pipeline wants equal ones, and an
     interleaved one whole groups of them (schedules.py, forward_backward_pipelining_with_interleaving)."""
     interleaved = len(state.chunks) > 1
@@ -86,14 +85,17 @@ def _forward(state: TrainingState, micro_batches: list[MicroBatch], loss_functio
     for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_samples):
         equal = list(same_size)
         equal += [replace(equal[-1], counted=False)] * (-len(equal) % group_size)
-        stored += run_schedule(state, equal, loss_function, forward_only=True)
+        local = localize_all(state, equal)
+        if with_reference:
+            local = add_reference_outputs(state, local)
+        stored += run_schedule(state.chunks, state, local, loss_function, forward_only=True)
     return stored
 
 
 @contextmanager
 def _evaluation_mode(state: TrainingState) -> Iterator[None]:
     """No dropout and no graph; parameters gathered first where their gathering overlaps with training's forward."""
-    overlapped = state.config.ddp.overlap_param_gather
+    overlapped = state.config.ddp.overlap_param_gather and state.optimizer is not None
     for chunk in state.chunks:
         chunk.eval()
         if overlapped:
@@ -122,13 +124,16 @@ def _outputs(
         if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
             raise FlowError(
                 f"{type(state.flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; give one "
-                f"row for each of the {micro_batch.num_samples} sequences of the micro-batch"
+                f"row for each of the {micro_batch.num_samples} samples of the micro-batch"
             )
         if name in seqdims:
             tensor = context.merge(gather_tensors(tensor.detach(), state.parallel.cp.group), seqdims[name])
         columns[name] = tensor.detach().cpu()
+    lengths = micro_batch.lengths.tolist()
+    if len(lengths) != micro_batch.num_samples:
+        lengths = [micro_batch.width] * micro_batch.num_samples
     rows = []
-    for row, length in enumerate(micro_batch.lengths.tolist()):
+    for row, length in enumerate(lengths):
         one = {name: tensor[row] for name, tensor in columns.items()}
         for name in one.keys() & seqdims.keys():
             dim = seqdims[name] % columns[name].dim() - 1

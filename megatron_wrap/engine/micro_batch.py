@@ -33,17 +33,21 @@ class MicroBatch:
     loss_inputs: dict[str, Tensor]
     weights: dict[str, float]
     """Loss weight of each term, on the whole micro-batch."""
+    num_samples: int
+    """Samples that it was made of."""
     lengths: Tensor
-    """[B] tokens of each sample, without padding."""
+    """[B] tokens of each sequence, without padding; a flow may make several sequences of a sample."""
     width: int
     """Sequence length of the collated tensors."""
+    padded_width: int = 0
+    """Sequence length on the layout, over all context-parallel ranks; 0 before `localize`."""
     counted: bool = True
     """False for a filler that keeps an idle replica in step; it adds nothing to any sum."""
     says_weight: bool = True
     """False where the flow does not say what its loss is a mean over; the micro-batch then counts as 1."""
 
     @property
-    def num_samples(self) -> int:
+    def num_sequences(self) -> int:
         """B."""
         return self.lengths.shape[0]
 
@@ -73,11 +77,23 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         FlowError: the flow breaks its contract.
     """
     usual_size, flow.micro_batch_size = flow.micro_batch_size, len(samples)
+    iterator = iter(samples)
     try:
         with _seeded(seed):
-            collated = flow.collate_data_micro_batch(iter(samples))
+            collated = flow.collate_data_micro_batch(iterator)
+    except StopIteration:
+        raise FlowError(
+            f"{type(flow).__name__}.collate_data_micro_batch asks for more than self.micro_batch_size = {len(samples)} "
+            "samples; call next(iterator) that many times"
+        ) from None
     finally:
         flow.micro_batch_size = usual_size
+    left = sum(1 for _ in iterator)
+    if left:
+        raise FlowError(
+            f"{type(flow).__name__}.collate_data_micro_batch leaves {left} of self.micro_batch_size = {len(samples)} "
+            "samples in the iterator, so they would never be trained on; call next(iterator) that many times"
+        )
     model_inputs, loss_inputs = _checked(flow, collated)
     flow.validate_model_forward_inputs(model_inputs)
     width = _common_width(flow, model_inputs, loss_inputs)
@@ -88,16 +104,48 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         # fast kernels take none.
         inputs["attention_mask"] = None
     said = flow.get_loss_weight(loss_inputs)
-    weight = 1.0 if said is None else said
-    weights = dict(weight) if isinstance(weight, Mapping) else {DEFAULT_TERM: weight}
-    for term, value in weights.items():
-        weights[term] = float(value)
+    weights = _weights(flow, 1.0 if said is None else said)
+    return MicroBatch(inputs, dict(loss_inputs), weights, len(samples), lengths, width, says_weight=said is not None)
+
+
+def _weights(flow: MegatronWrapTrainingFlowBase, said: Any) -> dict[str, float]:
+    weights = {}
+    for term, value in (said if isinstance(said, Mapping) else {DEFAULT_TERM: said}).items():
+        try:
+            weights[term] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch raises the last one for a tensor of several elements
+            weights[term] = float("nan")
         if not 0 <= weights[term] < float("inf"):
             raise FlowError(
                 f"{type(flow).__name__}.get_loss_weight gives {value} for term {term or 'loss'!r}; a weight is a "
                 "finite number, 0 or larger"
             )
-    return MicroBatch(inputs, dict(loss_inputs), weights, lengths, width, says_weight=said is not None)
+    return weights
+
+
+def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> None:
+    """Collate the first two micro-batches of `samples` (as many as there are) and forget them, so that a breach of the
+    contract ends a run before its model is built. Costs what the collation costs: milliseconds; no communication.
+
+    Raises:
+        FlowError: the flow breaks its contract. DataError: a sample is wrong.
+    """
+    size = flow.micro_batch_size
+    tried = [collate(flow, samples[start : start + size], seed + start) for start in (0, size) if samples[start:]]
+    if not tried:
+        return
+    terms = [sorted(micro_batch.weights) for micro_batch in tried]
+    if terms[0] != terms[-1]:
+        raise FlowError(
+            f"{type(flow).__name__}.get_loss_weight names the terms {terms[0]} in one micro-batch and {terms[-1]} in "
+            "another; name the same ones, with weight 0 where there is nothing"
+        )
+    unknown = sorted(set(flow.get_loss_coefficients()) - set(terms[0]))
+    if unknown:
+        raise FlowError(
+            f"{type(flow).__name__}.get_loss_coefficients names {', '.join(map(repr, unknown))}, but get_loss_weight "
+            f"has the terms {', '.join(map(repr, terms[0]))}; use the same names in both"
+        )
 
 
 def _checked(flow: MegatronWrapTrainingFlowBase, collated: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -107,7 +155,8 @@ def _checked(flow: MegatronWrapTrainingFlowBase, collated: Any) -> tuple[dict[st
     for part in collated:
         for field, tensor in part.items():
             if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
-                raise FlowError(f"{name}: field {field!r} is no CPU tensor but {type(tensor).__name__}")
+                found = f"a tensor on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise FlowError(f"{name}: field {field!r} is {found}; make it a CPU tensor, the engine moves it")
     return collated
 
 
@@ -195,6 +244,7 @@ def localize(
         model_inputs[PADDING_MASK] = on_device(context.split(mask, 1, parallel.cp.size, parallel.cp.rank))
     return replace(
         micro_batch,
+        padded_width=width,
         model_inputs=model_inputs,
         loss_inputs={field: tensor for field, tensor in loss_inputs.items() if tensor is not None},
     )

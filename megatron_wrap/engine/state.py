@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.core.config.derived import global_batch_size_at
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.core.config.schema import RunConfig
     from megatron_wrap.core.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.engine.reference import ReferenceModel
     from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base import Platform
@@ -42,10 +41,14 @@ class TrainingState:
     flow: MegatronWrapTrainingFlowBase
     transformer_config: TransformerConfig
     chunks: list[Any]
-    """This process's model chunks, each in Megatron-Core's DistributedDataParallel."""
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    """This process's model chunks, each in Megatron-Core's DistributedDataParallel where there is an optimizer."""
+    optimizer: Any
+    """MegatronOptimizer; None in a state that holds the model alone."""
+    scheduler: Any
+    """OptimizerParamScheduler; None like the optimizer."""
     shape: ModelShape
+    reference: ReferenceModel | None = None
+    """The frozen model of `megatron_wrap.models.reference`."""
     progress: Progress = field(default_factory=Progress)
     agreed: dict[str, Any] = field(default_factory=dict)
     """What all ranks agreed on once: names of metrics for each kind of step, who gives the samples."""

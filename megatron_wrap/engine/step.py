@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_wrap.engine.loss import LossLaw
-from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, collate, localize, padded_width
+from megatron_wrap.engine.micro_batch import MicroBatch, collate
 from megatron_wrap.engine.reduce import ReducedMetrics, parameter_square_sum, reduce_metrics
+from megatron_wrap.engine.reference import add_reference_outputs
 from megatron_wrap.engine.router_losses import router_losses
 from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
+from megatron_wrap.engine.schedule import localize_all, run_schedule
 from megatron_wrap.engine.state import StepReport, TrainingState
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
@@ -106,8 +104,9 @@ def compute_gradients(
     state.optimizer.zero_grad()
     router_losses(state, len(micro_batches))  # what an earlier pass left there is not this step's
     law = LossLaw(state.flow, state.parallel, counts.weights, len(micro_batches), sums)
+    local = add_reference_outputs(state, localize_all(state, micro_batches))
     try:
-        run_schedule(state, micro_batches, law, forward_only=False)
+        run_schedule(state.chunks, state, local, law, forward_only=False)
     except RuntimeError as error:
         if "local grad norm" not in str(error):  # param_and_grad_buffer.py, check_grads
             raise
@@ -115,72 +114,6 @@ def compute_gradients(
             f"the gradient of iteration {state.progress.iteration + 1} is not finite; nothing was updated; "
             f"{_WAYS_OUT_OF_NOT_FINITE}"
         ) from error
-
-
-def run_schedule(
-    state: TrainingState,
-    micro_batches: list[MicroBatch],
-    loss_function: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
-    forward_only: bool,
-) -> list[Any]:
-    """Megatron-Core's forward(-backward) schedule over this replica's micro-batches, which have as many samples each.
-
-    Returns:
-        What `loss_function` gave to store for each micro-batch, on the last pipeline stage; else an empty list.
-    """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    local, width = _localized(state, micro_batches)
-    # half-precision logits stay as they are: the operations of a loss compute in fp32 inside, and a copy of all logits
-    # in fp32 would be the largest tensor of the step (Megatron-Core's Float16Module makes one unless told otherwise)
-    half = state.config.dtype.bf16 or state.config.dtype.fp16
-    options = {"fp32_output": False} if half else {}
-
-    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        micro_batch = next(iterator)
-        inputs = micro_batch.model_inputs
-        if model is not state.chunks[0] or state.parallel.pp.rank > 0:
-            inputs = _later_stage_inputs(state, inputs)
-        return model(**inputs, **options), partial(loss_function, micro_batch)
-
-    # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
-    iterators = [iter(local) for _ in state.chunks]
-    interleaved = len(state.chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if interleaved else iterators[0],
-        model=state.chunks if interleaved else state.chunks[0],
-        num_microbatches=len(local),
-        seq_length=width,
-        micro_batch_size=local[0].num_samples,
-        decoder_seq_length=width,
-        forward_only=forward_only,
-    )
-
-
-def _later_stage_inputs(state: TrainingState, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other does
-    (models/gpt/gpt_model.py, _preprocess)."""
-    mask, tp = inputs.get(PADDING_MASK), state.parallel.tp
-    if mask is None or not state.transformer_config.sequence_parallel:
-        return inputs
-    return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}
-
-
-def _localized(state: TrainingState, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
-    """The micro-batches on this device, padded; within a pipeline all to one length, so that its stages need not tell
-    each other shapes, which would wait for the device in each micro-batch."""
-    lengths = [micro_batch.width + state.extra_padding for micro_batch in micro_batches]
-    if state.parallel.pp.size > 1:
-        lengths = [max(lengths)] * len(lengths)
-    sequence_parallel = state.transformer_config.sequence_parallel
-    has_experts = state.config.arch.num_experts is not None
-    widths = [padded_width(length, state.parallel, sequence_parallel) for length in lengths]
-    local = [
-        localize(micro_batch, state.flow, width, state.parallel, state.platform.device, with_padding_mask=has_experts)
-        for micro_batch, width in zip(micro_batches, widths, strict=True)
-    ]
-    return local, max(widths)
 
 
 @dataclass(frozen=True)
@@ -234,6 +167,8 @@ def _metrics(
     }
     if logger.add_throughput_to_metrics:
         flops = training_flops(state.shape, counts.tokens, counts.squared_lengths)
+        if state.reference is not None:
+            flops *= 4 / 3  # one more forward pass; a backward pass takes twice as much
         metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
     if logger.add_memory_to_metrics:
         metrics |= state.platform.memory_gib()

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_wrap.parallel import context
+
 
 class _SumOnGroup(torch.autograd.Function):
     """All-reduce (sum) forward and backward: every rank's output depends on every rank's input with weight 1."""
@@ -62,6 +64,19 @@ def gather_on_group(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return tensor if group.size() == 1 else _GatherOnGroup.apply(tensor, dim, group)
 
 
+def gather_sequence(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The whole sequence in its order from each context-parallel rank's zig-zag part, on every rank of `group`.
+
+    Args:
+        part: local; 1 / group.size() of the sequence along `dim`, as `parallel.context.split` cuts it.
+
+    Returns:
+        As long along `dim` as the padded sequence is; the backward is the adjoint, as for `gather_on_group`.
+    """
+    size = group.size()
+    return part if size == 1 else context.merge(gather_on_group(part, dim, group).chunk(size, dim=dim), dim)
+
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -106,3 +121,19 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+def broadcast(tensor: Tensor, source_rank: int) -> None:
+    """Fill `tensor` (same shape on each rank, contiguous) on every rank with that of global rank `source_rank`."""
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=source_rank)
+
+
+def send(tensor: Tensor, to_rank: int) -> None:
+    """Give a contiguous tensor to global rank `to_rank`, which calls `receive`; waits until it is on its way."""
+    dist.send(tensor, dst=to_rank)
+
+
+def receive(tensor: Tensor, from_rank: int) -> None:
+    """Fill a contiguous tensor with what global rank `from_rank` sends."""
+    dist.recv(tensor, src=from_rank)

@@ -24,7 +24,11 @@ class Deviation:
     reference: CaseResult
     gradient_ratio: float
     objective_agrees: bool
-    metric_difference: float
+    gradients_agree: bool
+    worst_metric: str
+    """The metric that disagrees most, empty where all agree."""
+    metric_ratio: float = math.nan
+    """Its value over the reference's."""
 
 
 def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], bool]) -> str:
@@ -34,6 +38,13 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
         return (
             "likely cause: nan on a process whose part of the sequence has no loss token; give sums (self.token_mean), "
             "not means over a part"
+        )
+    if deviation.objective_agrees and deviation.gradients_agree:
+        return _cause_of_a_metric(deviation)
+    if found.seen.draws_random:
+        return (
+            "likely cause: calculate_loss draws random numbers, and every layout draws others; draw them in "
+            "collate_data_micro_batch, which is seeded alike, and hand them on as a loss input"
         )
     if case.cp > 1 and found.undeclared_fields:
         return (
@@ -48,7 +59,15 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
                 f"likely cause: every gradient is multiplied by {ratio:.4g} = {factor}, counted more than once or "
                 "divided twice; leave all parallel sizes and the number of micro-batches to the framework"
             )
-    if deviation.objective_agrees and _gradients_differ(deviation):
+    lost = [
+        name for name, gradient in found.gradients.items() if not gradient.any() and _reference(deviation, name).any()
+    ]
+    if lost:
+        return (
+            f"likely cause: {len(lost)} parameters with a gradient on one process get none here, such as {lost[0]}: a "
+            "share of the loss is detached, or left out on some ranks"
+        )
+    if deviation.objective_agrees:
         return (
             "likely cause: the objective is right and its gradient is not: a sum over ranks whose backward is not its "
             "adjoint; use self.sum_on_cp_group and megatron_wrap.ops, not torch.distributed"
@@ -58,6 +77,17 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
             "likely cause: a softmax, maximum or sum over this process's part of the vocabulary only; use "
             "megatron_wrap.ops, which works on vocabulary-parallel logits"
         )
+    if case.extra_padding and case.processes == 1:
+        return (
+            "likely cause: padding counts; what stands behind a sample's end is not the flow's: multiply by loss_mask "
+            "(self.token_mean does) and count with it"
+        )
+    if case.dp > 1 and case.tp == case.cp == case.pp == 1:
+        return (
+            "likely cause: only the number of data-parallel replicas has changed: the loss holds a sum or mean over "
+            "them (torch.distributed, average_loss_across_dp_ranks), or something that each keeps between its own "
+            "micro-batches; leave sums over ranks to the framework, and state out of the loss"
+        )
     if agrees_on_equal_samples():
         return (
             "likely cause: a mean of means: it agrees when all samples are equally long; return the sum in LossOutput "
@@ -65,16 +95,46 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
         )
     if case.cp > 1:
         return (
-            "likely cause: a step over whole sequences on a part of each; sum the parts with self.sum_on_cp_group "
-            "before a non-linear step, and share the result with self.sequence_mean"
+            "likely cause: a mean, or another step that is no sum, over this process's part of the sequence; return "
+            "the sum, or for a step over whole sequences sum the parts with self.sum_on_cp_group first and share the "
+            "result with self.sequence_mean"
         )
     return ""
 
 
-def _gradients_differ(deviation: Deviation) -> bool:
-    found, reference = deviation.found.gradients, deviation.reference.gradients
-    difference = sum(float(numpy.square(found[name] - reference[name]).sum()) for name in reference)
-    return difference > 1e-8 * sum(float(numpy.square(gradient).sum()) for gradient in reference.values())
+def _cause_of_a_metric(deviation: Deviation) -> str:
+    name, seen, case = deviation.worst_metric, deviation.found.seen, deviation.case
+    if name in seen.over_tp:
+        return (
+            f"likely cause: metric {name!r} differs between tensor-parallel ranks ({seen.over_tp[name]}), so it comes "
+            "from a part of the vocabulary; use megatron_wrap.ops"
+        )
+    kind = seen.metric_kinds.get(name, "")
+    if name in seen.over_cp:
+        return (
+            f"likely cause: metric {name!r} is right for each rank's part of the sequence, but differs between ranks "
+            f"({seen.over_cp[name]}); report a pair (sum, weight) of this rank's share, which the framework adds up"
+        )
+    if case.cp > 1 and kind in ("pair", "total"):
+        return (
+            f"likely cause: metric {name!r} counts on each context-parallel rank what is complete and equal on all of "
+            "them; give this rank's share, self.sequence_mean of it"
+        )
+    if kind == "number" and case.cp > 1 and abs(deviation.metric_ratio * case.cp - 1) < SAME_FACTOR:
+        return (
+            f"likely cause: metric {name!r} is a bare number, but a share; a bare number is complete and equal on "
+            "every context-parallel rank, a share goes into a pair (sum, weight) or a Total"
+        )
+    if kind == "number":
+        return (
+            f"likely cause: metric {name!r} is a bare number, so its mean over micro-batches is weighted by their loss "
+            "weight, which is not what it is a mean over; report a pair (sum, weight)"
+        )
+    return f"metric {name!r} depends on the layout, the loss does not"
+
+
+def _reference(deviation: Deviation, name: str) -> numpy.ndarray:
+    return deviation.reference.gradients.get(name, numpy.zeros(1))
 
 
 def _is_multiple(deviation: Deviation) -> bool:

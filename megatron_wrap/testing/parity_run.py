@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.testing.observer import Observer, Seen
 
 
 @dataclass
@@ -22,8 +23,8 @@ class CaseResult:
     """The flow's own metrics of each step."""
     gradients: dict[str, numpy.ndarray]
     """Global name -> whole gradient of the first step, before clipping."""
-    two_values: bool
-    """The flow returns (loss, metrics), a mean over the micro-batch."""
+    seen: Seen
+    """What the ranks' calls of the flow have shown."""
     num_microbatches: int
     router_losses: list[dict[str, float]]
     """The experts' auxiliary losses of each step, without their coefficients; empty where there are none."""
@@ -31,16 +32,20 @@ class CaseResult:
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
 
 
-def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: int) -> CaseResult:
+def run_case(
+    config: RunConfig, samples: list[Any], steps: int, extra_padding: int = 0, noise: float = 0.0
+) -> CaseResult:
     """Take `steps` steps from initial weights on this process's layout; collective over all ranks.
 
     Args:
         samples: global_batch_size * steps of them.
         extra_padding: tokens by which every sequence is padded further.
+        noise: relative size of noise on the model's outputs.
     """
     from megatron_wrap.core.wrap import MegatronWrap
+    from megatron_wrap.engine.micro_batch import try_flow
     from megatron_wrap.engine.router_losses import router_loss_names
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
+    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step, train_step
     from megatron_wrap.metrics.metric import MetricSums
     from megatron_wrap.testing.gradients import gather_gradients
 
@@ -52,40 +57,24 @@ def run_case(config: RunConfig, samples: list[Any], steps: int, extra_padding: i
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         state = wrap._ready()
+        try_flow(state.flow, samples[: wrap.global_batch_size], config.train.seed)
         state.extra_padding = extra_padding
-        kinds = _record_kinds(state.flow)
+        observer = Observer(noise)
+        observer.watch(state.flow)
         size = wrap.global_batch_size
         micro_batches = collate_share(state, samples[:size], first_sample=0)
         undeclared = _undeclared_fields(state.flow, micro_batches[0])
         compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         objectives, metrics, router_losses = [], [], []
         of_routers = router_loss_names(config.arch)
-        from megatron_wrap.engine.step import train_step
-
         for step in range(steps):
             report = train_step(state, samples[step * size : (step + 1) * size])
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
             router_losses.append({name: report.metrics[name] for name in of_routers})
-        from megatron_wrap.parallel.collectives import gather_objects
-
-        two_values = any(gather_objects(any(kinds)))
-    return CaseResult(objectives, metrics, gradients, two_values, len(micro_batches), router_losses, undeclared)
-
-
-def _record_kinds(flow: Any) -> list[bool]:
-    """Whether each call of `calculate_loss` returned two values; filled while the flow runs."""
-    kinds: list[bool] = []
-    calculate_loss = flow.calculate_loss
-
-    def recorded(*arguments: Any) -> Any:
-        returned = calculate_loss(*arguments)
-        kinds.append(isinstance(returned, tuple))
-        return returned
-
-    flow.calculate_loss = recorded
-    return kinds
+    return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared)
 
 
 def _undeclared_fields(flow: Any, micro_batch: Any) -> list[str]:

@@ -1,7 +1,9 @@
-"""Gloo ranks for tests: processes forked once from a parent that has done the imports, reused for many layouts."""
+"""Ranks for tests, started once and reused for many layouts: gloo processes forked from a parent that has done the
+imports, or NCCL processes with a GPU each, spawned, since CUDA does not survive a fork."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -27,23 +29,24 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one gloo group. The parent must not have used threads or a process group before.
+    """`world_size` processes in one group. The parent of forked ones must not have used threads or a process group.
 
     Args:
         world_size: number of ranks.
         timeout_seconds: longest time that one `run` may take.
+        platform: "cpu" (gloo, forked) or "cuda" (NCCL, spawned: the parent's script needs its `__main__` guard).
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float = 180.0) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = 180.0, platform: str = "cpu") -> None:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if platform == "cpu" else "spawn")
         port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=False)
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs, platform), daemon=False)
             process.start()
             theirs.close()
             self._connections.append(mine)
@@ -93,7 +96,7 @@ class RankPool:
                 process.kill()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, connection: Connection, platform: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -105,7 +108,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
+    if platform == "cuda":
+        # Megatron-Core wants one queue; fp32 is to mean fp32; sums in one order where kernels can
+        os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", NVIDIA_TF32_OVERRIDE="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.cuda.set_device(rank)
+    # a run ends with a collection of its cycles, which need not look at what was imported
+    gc.collect()
+    gc.freeze()
+    backend = "gloo" if platform == "cpu" else "nccl"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
     parent = os.getppid()
     while True:
         # siblings hold copies of the parent's ends of the pipes, so its death is no end of file

@@ -12,7 +12,7 @@ run() {  # NAME COMMAND...: results to results.txt, the rest to NAME.log
 }
 speed() { run "$1" torchrun --nproc-per-node "$2" --log-dir "$out" scripts/benchmark/train_speed.py --name "$1" "${@:3}"; }
 one() {
-  run tests timeout 150 python3 -m pytest -q tests/gpu
+  run tests timeout 240 python3 -m pytest -q tests/gpu
   for implementation in torch transformer_engine; do
     impl=$arch.transformer_impl=$implementation
     speed tiny-$implementation 1 scripts/benchmark/overhead.yaml --steps 8 $impl
@@ -23,7 +23,14 @@ one() {
   one=($parallel.tensor_model_parallel_size=1 $parallel.context_parallel_size=1)
   run initial-weights-7b python3 scripts/benchmark/initial_weights.py configs/llama2-7b-minimal-mock.yaml "${one[@]}"
 }
+parity() {  # of the shipped flows, on all layouts that the GPUs here hold
+  [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null
+  for flow in mock sft; do
+    run parity-$flow python3 -m megatron_wrap.cli.main check-parity configs/tiny-llama-$flow.yaml --platform cuda "$@"
+  done
+}
 two() {
+  parity
   for implementation in torch transformer_engine; do
     impl=$arch.transformer_impl=$implementation
     for layout in dp tensor context pipeline; do

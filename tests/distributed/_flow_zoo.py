@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow
-from megatron_wrap.ops import token_log_probs
+from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.ops import entropy, token_log_probs, vocabulary_max
 
 
 class _Base(MegatronWrapGPTModelSFTFlow):
@@ -68,7 +68,105 @@ class TwoValuesComplete(_Base):
         return loss, {"loss_seen": loss.detach()}
 
 
-RIGHT = [Focal, TwoTerms, WholeSequence, TwoValuesComplete, MegatronWrapGPTModelSFTFlow]
+class ToCome(_Base):
+    """Order matters: each token's squared difference to what is to come of its sequence, from the gathered sequence."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        learned = self.log_probs(loss_inputs, model_forward_output) * loss_inputs["loss_mask"]
+        whole, mask = self.gather_on_cp_group(learned), self.gather_on_cp_group(loss_inputs["loss_mask"])
+        to_come = whole.flip(1).cumsum(1).flip(1) - whole
+        per_sequence = ((whole - 0.1 * to_come) ** 2 * mask).sum(1)
+        share = self.sequence_mean(per_sequence)
+        return LossOutput(share, {"to_come": (share.detach(), self.sequence_mean(torch.ones(len(mask))))})
+
+
+class EntropyBonus(_Base):
+    """Cross-entropy minus an entropy bonus; the entropy over the whole vocabulary."""
+
+    def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
+        tokens = float(loss_inputs["loss_mask"].sum())
+        return {"cross_entropy": tokens, "entropy": tokens}
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        return {"entropy": -0.1}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        mask = loss_inputs["loss_mask"]
+        spread = self.token_mean(entropy(model_forward_output), mask)
+        learned = self.token_mean(-self.log_probs(loss_inputs, model_forward_output), mask)
+        return LossOutput({"cross_entropy": learned, "entropy": spread}, {"entropy": (spread, mask.sum())})
+
+
+class MaxZ(_Base):
+    """A second term over all tokens, with a coefficient and a weight of its own, and three kinds of metrics."""
+
+    def collate_data_micro_batch(self, iterator: Any) -> Any:
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        return model_inputs, {**loss_inputs, "token_mask": model_inputs["attention_mask"]}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "token_mask": 1}
+
+    def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
+        return {"ce": float(loss_inputs["loss_mask"].sum()), "z": float(loss_inputs["token_mask"].sum())}
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        return {"z": 0.05}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        tokens = loss_inputs["token_mask"]
+        z = self.token_mean(vocabulary_max(model_forward_output) ** 2, tokens)
+        ce = self.token_mean(-self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"])
+        return LossOutput({"ce": ce, "z": z}, {"z": (z, tokens.sum()), "tokens_seen": Total(tokens.sum()), "one": 1.0})
+
+
+class SampleWeights(_Base):
+    """Each sample with a weight of its own; the loss is a mean over weights."""
+
+    def collate_data_micro_batch(self, iterator: Any) -> Any:
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        weights = 0.5 + loss_inputs["labels"].sum(1) % 7  # of the sample alone
+        return model_inputs, {**loss_inputs, "sample_weight": weights}
+
+    def get_loss_weight(self, loss_inputs: Any) -> float:
+        return float((loss_inputs["loss_mask"] * loss_inputs["sample_weight"][:, None]).sum())
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        weights = loss_inputs["loss_mask"] * loss_inputs["sample_weight"][:, None]
+        return LossOutput(self.token_mean(-self.log_probs(loss_inputs, model_forward_output), weights))
+
+
+class Advantages(_Base):
+    """A policy gradient: the objective is 0 up to rounding, its gradient is not."""
+
+    def collate_data_micro_batch(self, iterator: Any) -> Any:
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        mask = loss_inputs["loss_mask"]
+        signs = torch.where(torch.arange(mask.shape[1]) % 2 == 0, 1.0, -1.0)
+        return model_inputs, {**loss_inputs, "advantages": signs.expand_as(mask) * mask}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "advantages": 1}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs = self.log_probs(loss_inputs, model_forward_output)
+        advantages, mask = loss_inputs["advantages"], loss_inputs["loss_mask"]
+        ratio = (log_probs - log_probs.detach()).exp()
+        centred = self.token_mean((ratio - 1) * advantages, mask)
+        return LossOutput(-centred, {"drift": (centred, mask.sum())})
+
+
+RIGHT = [
+    Focal,
+    TwoTerms,
+    WholeSequence,
+    ToCome,
+    EntropyBonus,
+    MaxZ,
+    SampleWeights,
+    Advantages,
+    TwoValuesComplete,
+]
 
 
 # ---- wrong ----
@@ -206,6 +304,106 @@ class ReducedByHand(_Base):
         return LossOutput(self.token_mean(-log_probs, mask) * mask.sum() / total.clamp(min=1))
 
 
+class OverMicroBatchSize(_Base):
+    """The sum over samples divided by their number, and then again by the weight."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        return LossOutput(self.token_mean(-log_probs, mask) / mask.shape[0])
+
+
+class NoGradient(_Base):
+    """Connected to the model's output by name only."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        return LossOutput(self.token_mean(-log_probs.detach(), mask) + 0 * log_probs.sum())
+
+
+class CountsPadding(_Base):
+    """Forgets the mask: what stands behind a sample's end is learned, too."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        return LossOutput(-self.log_probs(loss_inputs, model_forward_output).sum())
+
+
+class RandomInTheLoss(_Base):
+    """Drops tokens by chance; with one seed two runs are alike, two layouts are not."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        return LossOutput(self.token_mean(-log_probs, mask * (torch.rand(mask.shape) < 0.8)))
+
+
+class RunningBaseline(_Base):
+    """State between micro-batches, of which each replica sees its own."""
+
+    baseline = 0.0
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        share = self.token_mean(-log_probs * (1 + self.baseline), mask)
+        self.baseline = 0.5 * self.baseline + 0.5 * float((log_probs.exp().detach() * mask).sum()) + 0.1
+        return LossOutput(share)
+
+
+class _WithMetric(_Base):
+    """A right loss with a metric."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        raise NotImplementedError
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        value = self.metric(log_probs.detach(), mask, model_forward_output.detach(), loss_inputs["labels"])
+        return LossOutput(self.token_mean(-log_probs, mask), {"shown": value})
+
+
+class MetricOfAPart(_WithMetric):
+    """A mean over this process's part of the sequence."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return (log_probs.exp() * mask).sum() / mask.sum().clamp(min=1)
+
+
+class MetricOfAMicroBatch(_WithMetric):
+    """A mean over samples, which the framework weighs by tokens."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return self.sum_on_cp_group((log_probs.exp() * mask).sum(1)).mean()
+
+
+class MetricOfSomeColumns(_WithMetric):
+    """The largest logit of this process's part of the vocabulary."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return self.token_mean(logits.amax(-1), mask), mask.sum()
+
+
+class MetricRightOnTheFirst(_WithMetric):
+    """How often the first label comes again, with ids of this process's columns: right on the one that speaks."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        from megatron.core import parallel_state
+
+        mine = labels - parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+        return self.token_mean((mine == labels[:1, :1]).float(), mask), mask.sum()
+
+
+class BareShare(_WithMetric):
+    """This process's share of what is complete on every context-parallel rank, as a bare number."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return self.sequence_mean(torch.ones(2))
+
+
+class TotalOnEveryRank(_WithMetric):
+    """A total of what is complete and equal on every context-parallel rank."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return Total(mask.shape[0])
+
+
 WRONG = {
     TimesContextSize: ("cp2", "context-parallel size"),
     OverContextSize: ("cp2", "1 / the context-parallel size"),
@@ -219,6 +417,17 @@ WRONG = {
     Undetermined: ("one process", "not deterministic"),
     NotFinite: ("one process", "not finite"),
     PartOfTheSequence: ("cp2", "whole sequences"),
-    ReducedByHand: ("dp2", ""),
+    ReducedByHand: ("dp2", "mean over them"),
+    RunningBaseline: ("dp2", "keeps between its own micro-batches"),
+    OverMicroBatchSize: ("mbs1", "the number of micro-batches"),
+    NoGradient: ("one process", "no parameter gets a gradient"),
+    CountsPadding: ("padded", "padding counts"),
+    RandomInTheLoss: ("dp2", "draws random numbers"),
+    MetricOfAPart: ("cp2", "'shown' is right for each rank's part of the sequence, but differs between ranks"),
+    MetricOfAMicroBatch: ("mbs1", "'shown' is a bare number"),
+    MetricOfSomeColumns: ("tp2", "part of the vocabulary"),
+    MetricRightOnTheFirst: ("tp2", "'shown' differs between tensor-parallel ranks"),
+    BareShare: ("cp2", "'shown' is a bare number, but a share"),
+    TotalOnEveryRank: ("cp2", "'shown' counts on each context-parallel rank what is complete"),
 }
-"""Flow -> the layout that shows it, and words of the cause; empty: only the disagreement is asked for."""
+"""Flow -> the layout that shows it, and words of the cause that the report gives."""

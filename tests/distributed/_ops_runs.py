@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wrap import ops
-from megatron_wrap.parallel.collectives import gather_on_group, sum_on_group
+from megatron_wrap.parallel import context
+from megatron_wrap.parallel.collectives import gather_on_group, gather_sequence, sum_on_group
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 VOCABULARIES = {"divides": (96, 4), "does not divide": (301, 4), "whole shards of padding": (6, 32)}
@@ -187,3 +188,21 @@ def adjoints() -> None:
     mine = inputs[rank].clone().requires_grad_()
     (sum_on_group(mine, group).sin() * shares[rank][:, :3]).sum().backward()
     torch.testing.assert_close(mine.grad, together.grad[rank], rtol=1e-12, atol=1e-12)
+
+
+def sequence_adjoint() -> None:
+    """Zig-zag parts make the whole sequence in its order; a part's gradient is the sum over all ranks' objectives."""
+    group = dist.distributed_c10d._get_default_group()
+    rank, size = group.rank(), group.size()
+    generator = torch.Generator().manual_seed(5)
+    for shape, dim in (((2, 8 * size), 1), ((3, 8 * size, 4), 1), ((8 * size, 3), 0), ((2, 3, 8 * size), -1)):
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(size)]
+        mine = context.split(whole, dim, size, rank).clone().requires_grad_()
+        gathered = gather_sequence(mine, dim, group)
+        assert torch.equal(gathered, whole)
+        # not linear along the sequence: each rank differentiates its own share of a sum
+        (gathered.cumsum(dim).sin() * weights[rank]).sum().backward()
+        alone = whole.clone().requires_grad_()
+        (alone.cumsum(dim).sin() * sum(weights)).sum().backward()
+        torch.testing.assert_close(mine.grad, context.split(alone.grad, dim, size, rank), rtol=1e-12, atol=1e-12)

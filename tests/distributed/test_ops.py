@@ -30,3 +30,8 @@ def test_small_blocks_give_the_same(chunk_bytes: int, ranks):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_collectives_have_their_adjoints(size: int, ranks):
     ranks(size).run(_ops_runs.adjoints)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_gathered_sequence_has_its_order_and_its_adjoint(size: int, ranks):
+    ranks(size).run(_ops_runs.sequence_adjoint)

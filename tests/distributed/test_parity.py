@@ -10,11 +10,10 @@ import pytest
 from layout_runs import token_samples
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.testing import assert_layout_invariant, check_parity
+from megatron_wrap.testing import check_parity
 from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, parse_layout
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
-FEW = ("mbs1", "padded", "dp2", "cp2", "tp2", "pp2")
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +27,42 @@ def samples() -> list[dict[str, list[int]]]:
     return found
 
 
+MOCK = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
+ALL = (*DEFAULT_LAYOUTS, "dp4-dopt", "pp4", "cp4", "tp2-cp2", "pp2-vpp2-dp2-dopt")
+
+
+@pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft"])
+def test_the_shipped_flows_agree_on_every_layout(flow, samples, ranks):
+    config, given = (MOCK, None) if flow == "minimal_mock" else (CONFIG, samples)
+    report = check_parity(config, samples=given, layouts=ALL, ranks=ranks)
+    assert report.flow == flow
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+
+
 @pytest.mark.parametrize("flow", zoo.RIGHT, ids=lambda flow: flow.__name__)
-def test_no_right_flow_is_accused(flow, samples):
-    assert_layout_invariant(CONFIG, flow=f"_flow_zoo:{flow.__name__}", layouts=FEW, samples=samples)
+def test_no_right_flow_is_accused(flow, samples, ranks):
+    """On every default layout; a two-value flow is left out where the batch is cut otherwise."""
+    report = check_parity(CONFIG, flow=f"_flow_zoo:{flow.__name__}", samples=samples, steps=1, ranks=ranks)
+    left_out = {"mbs1"} if flow is zoo.TwoValuesComplete else set()
+    assert {row.layout for row in report.rows if row.agrees is None} == left_out, report.table()
+    assert report.agrees, report.table()
 
 
 @pytest.mark.parametrize("flow", zoo.WRONG, ids=lambda flow: flow.__name__)
-def test_a_wrong_flow_is_caught_and_told_why(flow, samples):
+def test_a_wrong_flow_is_caught_and_told_why(flow, samples, ranks):
     layout, cause = zoo.WRONG[flow]
-    layouts = ("padded", layout) if layout in DEFAULT_LAYOUTS and layout != "padded" else FEW
-    report = check_parity(CONFIG, flow=f"_flow_zoo:{flow.__name__}", layouts=layouts, samples=samples, steps=1)
+    layouts = [layout] if layout in DEFAULT_LAYOUTS else ["mbs1"]
+    report = check_parity(
+        CONFIG, flow=f"_flow_zoo:{flow.__name__}", layouts=layouts, samples=samples, steps=1, ranks=ranks
+    )
     assert not report.agrees
     [row] = [row for row in report.rows if row.layout == layout]
     assert row.agrees is False
-    assert cause in row.note
+    assert cause in row.note, report.table()
 
 
 def test_the_command_prints_a_table_writes_json_and_exits_with_0(tmp_path, capsys):
-    config = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
-    code = main(
-        ["check-parity", str(config), "--layouts", "dp2,tp8", "--steps", "1", "--json", str(tmp_path / "r.json")]
-    )
+    code = main(["check-parity", str(MOCK), "--layouts", "dp2,tp8", "--steps", "1", "--json", str(tmp_path / "r.json")])
     shown = capsys.readouterr().out
     assert code == 0
     assert "1 of 1 layouts agree" in shown

@@ -110,6 +110,38 @@ def test_batch_that_does_not_divide(command, tmp_path):
     refused(command, tmp_path, run, says=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
 
 
+UNFINISHED = """\
+from megatron_wrap.core.flow import MegatronWrapGPTModelSFTFlow, MegatronWrapTrainingFlowBase
+class Unfinished(MegatronWrapTrainingFlowBase):
+    def collate_data_micro_batch(self, iterator): ...
+class OnAnotherDevice(MegatronWrapGPTModelSFTFlow):
+    def collate_data_micro_batch(self, iterator):
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        return model_inputs, {**loss_inputs, "ids": [1, 2]}
+"""
+
+
+def test_flow_without_its_methods(command, tmp_path):
+    (tmp_path / "my_flow.py").write_text(UNFINISHED)
+    run, key = config(tmp_path), "megatron_wrap.flow.flow_key=my_flow:"
+    refused(command, tmp_path, run, key + "Unfinished", says=["does not implement calculate_loss(self, loss_inputs"],
+            environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
+    refused(command, tmp_path, run, key + "Missing", says=["'my_flow'", "has no 'Missing'"],
+            environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
+
+
+def test_flow_that_collates_no_tensor(command, tmp_path):
+    """Found on the head of the data before the model is built, and said once."""
+    (tmp_path / "my_flow.py").write_text(UNFINISHED)
+    (tmp_path / "train.jsonl").write_text('{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}\n' * 4)
+    run = config(tmp_path, flow="gpt_sft", data="jsonl")
+    overrides = ["megatron_wrap.data.train=train.jsonl", "megatron_wrap.flow.flow_key=my_flow:OnAnotherDevice"]
+    ended = command("megatron_wrap.cli.main", "train", run.name, *overrides)
+    assert ended.code == 2, ended.err
+    assert ended.err.count("error: ") == 1, ended.err
+    assert "field 'ids' is list; make it a CPU tensor" in ended.err
+
+
 def test_data_file_that_is_missing(command, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     run = config(tmp_path, flow="gpt_sft", data="jsonl", extra="")

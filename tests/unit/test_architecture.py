@@ -18,7 +18,7 @@ LAYERS = {
     "parallel": 2,
     "ops": 3,
     "core.model": 3.5,  # a model is made of ops
-    "bridge": 3,
+    "bridge": 3.7,  # fills models
     "data": 3,
     "utils": 3,
     "metrics": 3,

@@ -27,6 +27,8 @@ class Section:
     files: list[TreeFile]
     values: dict[str, Any] = field(default_factory=dict)
     selected: str | None = None
+    takes_any: bool = False
+    """Whether keys that no file gives are taken, see `Rules.plug_ins`."""
 
     @property
     def name(self) -> str:
@@ -60,9 +62,14 @@ class Tree:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the tree's files do not say: further legal keys of a section, and advice for a key that is not there."""
+    """What the tree's files do not say: further legal keys of a section, and advice for a key that is not there.
+
+    `plug_ins`: section -> its key that names a plug-in. Where the view names another plug-in than the tree's file does,
+    the file does not know the plug-in's keys: any is taken, for the plug-in to check.
+    """
 
     more_keys: Callable[[str], Collection[str]] = lambda section: ()
+    plug_ins: Mapping[str, str] = field(default_factory=dict)
     advice: Callable[[str, str], str | None] = lambda section, key: None
 
 

@@ -9,13 +9,15 @@ from typing import Any, get_type_hints
 from megatron_wrap.core.config import schema
 from megatron_wrap.core.config.advice import SET_ELSEWHERE, key_advice
 from megatron_wrap.core.config.composed import Origin, Rules, Tree
+from megatron_wrap.core.config.hugging_face import apply_hugging_face
 from megatron_wrap.core.config.nest import read_tree
-from megatron_wrap.core.config.reading import describe, dump_yaml, nearest, read_yaml, shown_path
+from megatron_wrap.core.config.reading import COMMAND_LINE, describe, dump_yaml, nearest, read_yaml, shown_path
 from megatron_wrap.core.config.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.core.config.upstream import upstream_fields
 from megatron_wrap.errors import ConfigError
 
 _CATCH_ALL = {"upstream", "options"}
+_PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
 _SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
 
 
@@ -34,15 +36,18 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
-    """The composed tree of a run's YAML with the origins of its values; keys are checked, types are not yet."""
-    return read_tree(Path(path), overrides, Rules(_more_keys, key_advice))
+    """The composed tree of a run's YAML, with the architecture of `model_provider.hf_path` in it and the origins of its
+    values; keys are checked, types are not yet."""
+    return apply_hugging_face(read_tree(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice)))
 
 
 def decode(tree: Tree, name: str) -> schema.RunConfig:
     """The run's dataclasses from a composed tree; `name` is the run's."""
     sections = {field: _decode_section(tree, field) for field in schema.SECTION_PATHS}
-    sources = {path: str(origins[-1]) for path, origins in tree.leaves().items()}
-    return schema.RunConfig(name=name, **sections, resolved=tree.values, sources=sources)
+    leaves = tree.leaves()
+    sources = {path: str(origins[-1]) for path, origins in leaves.items()}
+    undeclared = frozenset(path for path, origins in leaves.items() if origins[0].how in ("override", COMMAND_LINE))
+    return schema.RunConfig(name=name, **sections, resolved=tree.values, sources=sources, undeclared=undeclared)
 
 
 def write_resolved(config: schema.RunConfig, path: str | os.PathLike[str]) -> None:
@@ -170,7 +175,7 @@ def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
 
 
 def _decode_option(tree: Tree, section: str, key: str) -> Any:
-    """An option of a flow or a provider: of the type that the tree's file gives it."""
+    """An option of a flow or a provider: of the type that the tree's file gives it, if it gives the key."""
     path = f"{schema.SECTION_PATHS[section]}.{key}"
 
     def typed(value: Any, path: str) -> Any:

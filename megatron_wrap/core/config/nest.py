@@ -213,6 +213,8 @@ class _Composer:
     ) -> dict[str, Any]:
         """Applies the view's keys, then the command line's; returns them numbered for confignest."""
         numbered: dict[str, Any] = {}
+        plug_in = self.rules.plug_ins.get(section.path)
+        section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
             self._check_key(section, key, node)
             self._merge(section.values, numbered, key, node, "override", f"{section.path}.{key}", grow=False)
@@ -245,7 +247,7 @@ class _Composer:
         if key in section.values:
             return
         more = self.rules.more_keys(section.path)
-        if key in more:
+        if key in more or (section.takes_any and key not in (SELECT, OVERRIDE, INHERIT)):
             return
         # a name of the section itself is the likelier meaning; Megatron-Core's are hundreds
         raise ConfigError(f"{node.where} {section.path}.{key}: " + self._unknown(section, key, more))

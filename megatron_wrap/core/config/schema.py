@@ -398,8 +398,24 @@ class ProviderConfig:
     """Registered provider, or my_package.my_module:my_provider."""
     show_weight_details: bool
     """Log every parameter with its local shape."""
+    hf_path: str | None
+    """Hugging Face folder or hub id: architecture from its config.json, first weights from its safetensors, and its
+    tokenizer where megatron_wrap.data names none; null: model.arch, and weights from the seed."""
+    hf_allow_pickle: bool
+    """Read weights of hf_path from pytorch_model.bin where it has no safetensors (torch.load with weights_only)."""
+    verify_hf: bool
+    """Compare the loaded model with transformers before training, and refuse to train on a difference."""
     options: Mapping[str, Any]
     """The provider's own keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """`megatron_wrap.models`: models beside the one that is trained."""
+
+    reference: Literal["copy"] | None
+    """copy: a frozen copy of the starting policy; what the flow's calculate_outputs makes of it reaches its loss as
+    reference_*. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,7 +425,7 @@ class FlowConfig:
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
     options: Mapping[str, Any]
-    """The flow's own keys, as the tree's file declares them."""
+    """The flow's own keys; held against its dataclass `Config`, where it has one, when the flow is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +454,8 @@ class CheckpointConfig:
     """auto: go on from the newest checkpoint in train.common.save; never: refuse when there is one."""
     keep: int | None
     """Newest checkpoints to keep; null: all."""
+    export_hf: bool
+    """Write a Hugging Face folder `hf_ITERATION` beside the checkpoints at each save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +475,7 @@ class RunConfig:
     init: InitConfig
     logger: LoggerConfig
     model_provider: ProviderConfig
+    models: ModelsConfig
     flow: FlowConfig
     data: DataConfig
     checkpoint: CheckpointConfig
@@ -464,6 +483,8 @@ class RunConfig:
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Dotted path -> where its value was set, for messages: `configs/run.yaml:7 (override)`."""
+    undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Dotted paths that the view alone sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
 
 
 SECTION_PATHS: dict[str, str] = {
@@ -478,6 +499,7 @@ SECTION_PATHS: dict[str, str] = {
     "init": "megatron_wrap.init",
     "logger": "megatron_wrap.logger",
     "model_provider": "megatron_wrap.model_provider",
+    "models": "megatron_wrap.models",
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",
     "checkpoint": "megatron_wrap.checkpoint",

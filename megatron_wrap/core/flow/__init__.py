@@ -4,8 +4,10 @@ from megatron_wrap.core.flow.base import (
     FlowContext,
     FlowOptions,
     LossOutput,
+    MegatronWrapFlowConfig,
     MegatronWrapTrainingFlowBase,
 )
+from megatron_wrap.core.flow.dpo import MegatronWrapGPTModelDPOFlow
 from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.core.flow.mock import MegatronWrapMinimalMockFlow
@@ -16,7 +18,9 @@ __all__ = [
     "FlowContext",
     "FlowOptions",
     "LossOutput",
+    "MegatronWrapFlowConfig",
     "MegatronWrapFlowEntry",
+    "MegatronWrapGPTModelDPOFlow",
     "MegatronWrapGPTModelFlow",
     "MegatronWrapGPTModelSFTFlow",
     "MegatronWrapMinimalMockFlow",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,10 +54,27 @@ class FlowContext:
     """Mean over the data-parallel group, detached."""
     tokenizer: PreTrainedTokenizerBase | None
     """The tokenizer of the run, None where there is none."""
+    gather_on_cp_group: Callable[[Tensor, int], Tensor] = lambda part, dim: part
+    """(part, dim) -> the whole sequence from the context-parallel ranks' parts, with its true adjoint; default: that of
+    one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronWrapFlowConfig:
+    """Base of the dataclass `Config` that a flow declares: one field for each key of `megatron_wrap.flow`, with type,
+    default (none: the YAML must give it) and a docstring. `self.flow_config` is then an instance.
+
+        @dataclass(frozen=True, kw_only=True)
+        class Config(MegatronWrapFlowConfig):
+            gamma: float = 2.0
+    """
+
+    flow_key: str
+    """Registered flow, or my_package.my_module:MyFlow."""
 
 
 class FlowOptions:
-    """A flow's own keys of the YAML, read as attributes: `self.flow_config.collate_type`."""
+    """The keys of a flow that declares no `Config`, as the tree's file has them: `self.flow_config.KEY`."""
 
     def __init__(self, flow_key: str, options: Mapping[str, Any]) -> None:
         self.flow_key = flow_key
@@ -71,8 +88,12 @@ class FlowOptions:
 class MegatronWrapTrainingFlowBase(ABC):
     """Base of all flows: how samples become tensors and what the loss is."""
 
-    def __init__(self, flow_config: FlowOptions, context: FlowContext) -> None:
+    Config: ClassVar[type[MegatronWrapFlowConfig] | None] = None
+    """The flow's own keys; None: what the tree's file of the flow gives, unchecked beyond its types."""
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
+        """An instance of `Config`, or `FlowOptions` where the flow declares none."""
         self.context = context
         self.micro_batch_size = context.micro_batch_size
         self.seq_length = context.seq_length
@@ -123,9 +144,15 @@ class MegatronWrapTrainingFlowBase(ABC):
         equal on every context-parallel rank; it depends on how the batch is cut into micro-batches."""
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """Forward only, for `wrap.forward`: named tensors [B, ...]; one with a sequence dimension is named in
-        `get_fields_and_seqdims`."""
-        raise FlowError(f"{type(self).__name__} does not define calculate_outputs, which wrap.forward needs")
+        """Forward only, for `wrap.forward` and for a reference model: named tensors with one row for each sample of
+        the micro-batch; one with a sequence dimension is named in `get_fields_and_seqdims`.
+
+        With `megatron_wrap.models.reference` the reference model's outputs are among the loss inputs of
+        `calculate_loss`, `reference_` before their names, and like them this context-parallel rank's part.
+        """
+        raise FlowError(
+            f"{type(self).__name__} does not define calculate_outputs, which wrap.forward and a reference model need"
+        )
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Raise `FlowError` when the inputs are not what the model takes; any are right unless a flow says so."""
@@ -145,6 +172,12 @@ class MegatronWrapTrainingFlowBase(ABC):
     def sum_on_cp_group(self, partial: Tensor) -> Tensor:
         """Sum over the context-parallel group; its backward is the true adjoint."""
         return self.context.sum_on_cp_group(partial)
+
+    def gather_on_cp_group(self, part: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence in its order, [B, S, ...], from this rank's part [B, S/cp, ...] of it along `dim`, on
+        every context-parallel rank; its backward is the true adjoint. For a loss that looks along a sequence: a sum of
+        what is to come, a neighbour, a sort. S includes padding. Share the result with `sequence_mean`."""
+        return self.context.gather_on_cp_group(part, dim)
 
     def average_loss_across_dp_ranks(self, value: Tensor) -> Tensor:
         """Mean of a metric over data-parallel ranks, detached, as older flows used it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_wrap.core.flow.base import MegatronWrapTrainingFlowBase
+from megatron_wrap.core.flow.contract import check_flow_class
 from megatron_wrap.errors import FlowError
 from megatron_wrap.registry import Registry
 
@@ -14,6 +15,7 @@ _FLOWS: Registry[type[MegatronWrapTrainingFlowBase]] = Registry(
     {
         "minimal_mock": "megatron_wrap.core.flow.mock:MegatronWrapMinimalMockFlow",
         "gpt_sft": "megatron_wrap.core.flow.sft:MegatronWrapGPTModelSFTFlow",
+        "gpt_dpo": "megatron_wrap.core.flow.dpo:MegatronWrapGPTModelDPOFlow",
     },
 )
 
@@ -29,8 +31,10 @@ class MegatronWrapFlowEntry:
 
     @staticmethod
     def get_flow_class(flow_key: str) -> type[MegatronWrapTrainingFlowBase]:
-        """The class of `flow_key`; `ConfigError` when unknown, `FlowError` when it is no flow."""
+        """The class of `flow_key`, held against the contract; `ConfigError` when unknown, `FlowError` when it is no
+        flow or an incomplete one."""
         found = _FLOWS.resolve(flow_key)
         if not (isinstance(found, type) and issubclass(found, MegatronWrapTrainingFlowBase)):
             raise FlowError(f"flow {flow_key!r} is {found!r}, not a subclass of MegatronWrapTrainingFlowBase")
+        check_flow_class(found)
         return found

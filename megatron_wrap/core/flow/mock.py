@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow.base import LossOutput
+from megatron_wrap.core.flow.base import LossOutput, MegatronWrapFlowConfig
 from megatron_wrap.core.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.ops.log_probs import vocabulary_max
 
 
 class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
     """Mean over tokens of (largest logit - 1)^2 on random tokens; a sample's tokens depend on its `index` alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapFlowConfig):
+        """Keys of `megatron_wrap.flow`."""
+
+        vary_length: bool = True
+        """Samples of unequal length, up to seq_length; false: all of seq_length."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = list(itertools.islice(iterator, self.micro_batch_size))

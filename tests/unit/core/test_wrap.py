@@ -446,8 +446,29 @@ def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refus
     def body() -> None:
         with started("megatron_wrap.flow.flow_key=doubled") as wrap:
             wrap.train(data()[:4])
-            with pytest.raises(FlowError, match="collates 8 sequences of 4 samples"):
+            with pytest.raises(FlowError, match="give one row for each of the"):
                 wrap.forward(data()[:4])
+
+    in_fork(body)
+
+
+def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork):
+    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+
+    @MegatronWrapFlowEntry.register("negative")
+    class Negative(MegatronWrapGPTModelSFTFlow):
+        def get_loss_weight(self, loss_inputs: Any) -> float:
+            return -1.0
+
+    def body() -> None:
+        Path("train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+        selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
+        wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
+        wrap.initialize()
+        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight gives -1\.0"):
+            wrap.setup_model_and_optimizer()
+        assert wrap._state is None
+        wrap.close()
 
     in_fork(body)
 

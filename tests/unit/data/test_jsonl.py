@@ -37,6 +37,21 @@ def test_it_is_a_sequence_of_the_objects(path):
         data[50]
 
 
+@pytest.mark.parametrize("count", [0, 1, 12, 50, 60])
+def test_the_head_is_that_of_the_whole(path, count):
+    data = JsonLines(path)
+    assert data.head(count) == SAMPLES[:count]
+    assert len(data) == 50
+
+
+def test_the_head_does_not_read_what_follows_it(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2}\nno json\n')
+    assert JsonLines(file).head(2) == [{"a": 1}, {"a": 2}]
+    with pytest.raises(DataError, match=r"train\.jsonl:3: not JSON"):
+        JsonLines(file).head(3)
+
+
 def test_where_names_the_line_of_the_file(path):
     data = JsonLines(path)
     lines = path.read_text(encoding="utf-8-sig").split("\n")

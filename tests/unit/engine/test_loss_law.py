@@ -46,7 +46,7 @@ def law(flow: Flow, step_weights: dict[str, float], num_microbatches: int = 1, d
 
 def micro_batch(counted: bool = True, **weights: float) -> MicroBatch:
     named = {"" if term == "loss" else term: weight for term, weight in weights.items()}
-    return MicroBatch({}, {}, named, torch.tensor([4, 4]), 4, counted)
+    return MicroBatch({}, {}, named, 2, torch.tensor([4, 4]), 4, counted=counted)
 
 
 def reduced(sums: MetricSums) -> dict[str, float | None]:
@@ -156,7 +156,7 @@ def test_an_objective_without_any_weight_is_not_a_number():
 
 
 def test_a_sum_without_a_weight_is_refused_and_the_older_return_needs_none():
-    silent = MicroBatch({}, {}, {"": 1.0}, torch.tensor([4, 4]), 4, says_weight=False)
+    silent = MicroBatch({}, {}, {"": 1.0}, 2, torch.tensor([4, 4]), 4, says_weight=False)
     with pytest.raises(FlowError, match=r"no 'loss_mask'; define get_loss_weight"):
         law(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})(silent, output())
     loss, _, _ = law(Flow(lambda out: (out.mean(), {})), {"": 1.0})(silent, output())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.core.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
-from megatron_wrap.engine.micro_batch import collate, localize, padded_width
+from megatron_wrap.engine.micro_batch import collate, localize, padded_width, try_flow
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.parallel.state import Axis, ParallelState
 
@@ -98,7 +98,7 @@ LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ("change", "message"),
     [
         (lambda inputs, loss: inputs, r"returns dict; return \(model_forward_inputs, loss_inputs\)"),
-        (put(input_ids=[1, 2]), "field 'input_ids' is no CPU tensor but list"),
+        (put(input_ids=[1, 2]), "field 'input_ids' is list; make it a CPU tensor"),
         (drop("position_ids"), "model_forward_inputs lack position_ids; a GPT model takes"),
         (put(position_ids=torch.zeros(2, 4)), "sequence lengths differ between fields: .*'position_ids': 4"),
         (put(position_ids=torch.zeros(2)), r"'position_ids' has sequence dimension 1, but its shape is \(2,\)"),
@@ -109,6 +109,44 @@ LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 def test_a_broken_contract_is_refused(change, message):
     with pytest.raises(FlowError, match=message):
         collate(Flow(change), SAMPLES, seed=0)
+
+
+def test_every_sample_is_taken_and_none_beside():
+    class Greedy(Flow):
+        def collate_data_micro_batch(self, iterator: Any) -> Any:
+            made = super().collate_data_micro_batch(iterator)
+            next(iterator)
+            return made
+
+    class Lazy(Flow):
+        def collate_data_micro_batch(self, iterator: Any) -> Any:
+            self.micro_batch_size = 1
+            return super().collate_data_micro_batch(iterator)
+
+    with pytest.raises(FlowError, match=r"asks for more than self\.micro_batch_size = 2 samples"):
+        collate(Greedy(), SAMPLES, seed=0)
+    with pytest.raises(FlowError, match=r"leaves 1 of self\.micro_batch_size = 2 samples .* never be trained on"):
+        collate(Lazy(), SAMPLES, seed=0)
+
+
+def test_a_trial_holds_two_micro_batches_against_each_other():
+    class ByContent(Flow):
+        def get_loss_weight(self, loss_inputs: Any) -> Any:
+            return {"a": 1.0, "b": 1.0} if loss_inputs["loss_mask"].shape[1] == 5 else {"a": 1.0}
+
+        def get_loss_coefficients(self) -> dict[str, float]:
+            return {"a": 0.5, "typo": 2.0}
+
+    try_flow(Flow(), [], seed=0)
+    flow = Flow()
+    try_flow(flow, [*SAMPLES, [9]], seed=0)
+    assert flow.sizes == [2, 1]
+    with pytest.raises(FlowError, match=r"the terms \['a', 'b'\] in one micro-batch and \['a'\] in another"):
+        try_flow(ByContent(), [*SAMPLES, [9], [8]], seed=0)
+    with pytest.raises(
+        FlowError, match="get_loss_coefficients names 'typo', but get_loss_weight has the terms 'a', 'b"
+    ):
+        try_flow(ByContent(), SAMPLES, seed=0)
 
 
 def test_sequences_beyond_seq_length_are_refused():
@@ -122,7 +160,7 @@ def test_ids_outside_the_vocabulary_are_refused(ids):
         collate(Flow(), [ids, [3]], seed=0)
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), {"a": -2.0}])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), {"a": -2.0}, "many", torch.ones(2)])
 def test_a_weight_is_a_finite_number_from_0_on(weight):
     with pytest.raises(FlowError, match="a weight is a finite number, 0 or larger"):
         collate(Flow(weight=weight), SAMPLES, seed=0)

@@ -49,6 +49,8 @@ def test_two_runs_write_the_same_bytes(data, tmp_path):
     assert set(again) == {
         "train.jsonl",
         "validation.jsonl",
+        "preference-train.jsonl",
+        "preference-validation.jsonl",
         "manifest.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
@@ -83,6 +85,17 @@ def test_the_conversations(data):
     assert 20 <= min(map(len, answers)) <= max(map(len, answers)) <= 800
     wordings = {question.split("`")[0] for question in questions}
     assert len(wordings) >= 8
+
+
+@pytest.mark.parametrize("side", ["train", "validation"])
+def test_a_pair_is_an_answer_and_its_words_in_disorder(data, side):
+    samples, pairs = JsonLines(data / f"{side}.jsonl"), JsonLines(data / f"preference-{side}.jsonl")
+    assert len(samples) == len(pairs)
+    for sample, pair in zip(samples, pairs, strict=True):
+        assert pair["prompt"] + pair["chosen"] == sample["messages"]
+        good, worse = (pair[kind][0]["content"] for kind in ("chosen", "rejected"))
+        assert sorted(worse.split()) == sorted(good.split())
+        assert worse.split() != good.split() or len(set(good.split())) == 1
 
 
 def test_an_answer_is_the_documentation(data):

@@ -55,6 +55,33 @@ def test_a_wrong_key_is_named_with_the_nearest():
         MegatronWrapFlowEntry.get_flow_class("megatron_wrap.errors:FlowError")
 
 
+def test_an_incomplete_flow_is_refused_with_what_it_lacks():
+    class Unfinished(MegatronWrapGPTModelFlow):
+        pass
+
+    class Swapped(MegatronWrapMinimalMockFlow):
+        def calculate_loss(self, loss_inputs):
+            raise AssertionError
+
+    class NoContext(MegatronWrapMinimalMockFlow):
+        def __init__(self, flow_config):
+            raise AssertionError
+
+    register = MegatronWrapFlowEntry.register
+    for flow in (Unfinished, Swapped, NoContext):
+        register(f"test_{flow.__name__}")(flow)
+    with pytest.raises(
+        FlowError,
+        match=r"Unfinished does not implement calculate_loss\(self, loss_inputs, model_forward_output\) and "
+        r"collate_data_micro_batch\(self, iterator\); see docs",
+    ):
+        MegatronWrapFlowEntry.get_flow_class("test_Unfinished")
+    with pytest.raises(FlowError, match=r"write def calculate_loss\(self, loss_inputs, model_forward_output\)"):
+        MegatronWrapFlowEntry.get_flow_class("test_Swapped")
+    with pytest.raises(FlowError, match=r"write def __init__\(self, flow_config, context\)"):
+        MegatronWrapFlowEntry.get_flow_class("test_NoContext")
+
+
 def test_options_are_attributes_and_an_absent_one_is_named():
     options = FlowOptions("mine", {"beta": 0.1})
     assert (options.flow_key, options.beta) == ("mine", 0.1)

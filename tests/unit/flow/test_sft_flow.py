@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.core.flow import sft as sft_module
 from megatron_wrap.data.tokenizer import load_tokenizer
-from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.errors import DataError
 
 ROOT = Path(__file__).parents[3]
 SEQ_LENGTH = 256
@@ -152,8 +152,3 @@ def test_a_sample_too_short_to_predict_anything_is_all_padding(count):
     )
     assert inputs["attention_mask"].sum(dim=1).tolist() == [3, 0]
     assert not loss_inputs["loss_mask"][1].any()
-
-
-def test_an_unknown_collate_type_is_refused():
-    with pytest.raises(FlowError, match=r"it is fixed_length .* or variable_length"):
-        flow(collate_type="packed")

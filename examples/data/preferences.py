@@ -1,0 +1,21 @@
+"""Preference pairs made from the conversations: a docstring, and the same words in an order that says nothing."""
+
+import hashlib
+
+
+def make_pairs(conversations: list[dict]) -> list[dict]:
+    """`{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}` for each conversation, in the same order."""
+    pairs = []
+    for sample in conversations:
+        question, answer = sample["messages"]
+        worse = {**answer, "content": disordered(answer["content"])}
+        pairs.append({"prompt": [question], "chosen": [answer], "rejected": [worse]})
+    return pairs
+
+
+def disordered(text: str) -> str:
+    """The words of a text in the order of a hash of each and its place; no text of two words stays as it is."""
+    words = text.split()
+    order = sorted(range(len(words)), key=lambda place: hashlib.sha256(f"{place} {words[place]}".encode()).digest())
+    changed = [words[place] for place in order]
+    return " ".join(changed if changed != words else changed[::-1])

@@ -1,0 +1,114 @@
+"""Which family a model is exported as, and its config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config import derived
+from megatron_wrap.core.config.hugging_face import (
+    FAMILIES,
+    TRAINING_KEYS,
+    UnsupportedModel,
+    family_of,
+    read_hugging_face_config,
+)
+from megatron_wrap.core.config.schema import ArchConfig, RunConfig
+
+_PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+"""Families in the order in which an architecture is offered to them; others follow by name."""
+
+_MEANING = re.compile(
+    r"window_.*|softmax_.*|qk_.*|multi_latent_attention|.*_lora_rank|.*head_dim|mtp_.*|num_moe_experts|no_rope.*"
+    r"|moe_(router|layer|shared|ffn|input|token_drop|expert_capacity).*|.*rotary.*|.*rope.*|activation_func_.*|glu_.*"
+    r"|attention_output_gate|experimental_attention_variant|heterogeneous.*|is_hybrid_model|mamba.*|use_mup|mup_.*"
+    r"|.*_multiplier"
+)
+"""Further fields of TransformerConfig that change what the weights compute; others choose kernels and schedules."""
+
+
+def choose_family(config: RunConfig, model_type: str | None = None) -> Family:
+    """The family to export as: `model_type`, else that of hf_path, else the first that can express the architecture.
+
+    Raises:
+        UnsupportedModel: the family cannot, or none can; the message says the first thing that stands against it.
+    """
+    arch = complete(config)
+    if model_type is None and config.model_provider.hf_path is not None:
+        model_type = read_hugging_face_config(config.model_provider.hf_path).family.model_type
+    if model_type is not None:
+        family: Family = family_of(model_type)
+        obstacle = what_differs(family, arch)
+        if obstacle is not None:
+            raise UnsupportedModel(f"the model cannot be exported as {model_type}: {obstacle}")
+        return family
+    obstacles = []
+    for name in sorted(FAMILIES.keys(), key=lambda key: (*(key != kept for kept in _PREFERENCE), key)):
+        family = family_of(name)
+        obstacle = what_differs(family, arch)
+        if obstacle is None:
+            return family
+        obstacles.append(f"{name} ({obstacle})")
+    raise UnsupportedModel(f"no Hugging Face family can express this architecture: {'; '.join(obstacles)}")
+
+
+def config_json(config: RunConfig, dtype: str, model_type: str | None = None) -> dict[str, Any]:
+    """The content of config.json: that of hf_path with the weights' type, else what the family makes of the
+    architecture.
+
+    Args:
+        dtype: type of the exported weights, such as "bfloat16".
+    """
+    family = choose_family(config, model_type)
+    if config.model_provider.hf_path is not None:
+        found = read_hugging_face_config(config.model_provider.hf_path)
+        if found.family is family:
+            values = {key: value for key, value in found.values.items() if key != "torch_dtype"}
+            return {**values, "architectures": [family.architecture], "dtype": dtype}
+    values = family.config_values(complete(config))
+    # the defaults of transformers lie beyond a small vocabulary
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **special,
+        **values,
+        "dtype": dtype,
+    }
+
+
+def complete(config: RunConfig) -> ArchConfig:
+    """The architecture with the numbers that null stands for."""
+    arch = config.arch
+    return dataclasses.replace(
+        arch,
+        ffn_hidden_size=derived.ffn_hidden_size(arch),
+        num_query_groups=derived.num_query_groups(arch),
+        kv_channels=derived.kv_channels(arch),
+        max_position_embeddings=derived.max_position_embeddings(config),
+    )
+
+
+def what_differs(family: Family, arch: ArchConfig) -> str | None:
+    """Why a family cannot express an architecture; None: it can.
+
+    There and back again must give the same architecture, so no family can forget a key.
+    """
+    try:
+        back = family.arch_values(family.config_values(arch))
+    except UnsupportedModel as error:
+        return str(error)
+    given: dict[str, Any] = {**{f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}, **arch.upstream}
+    for key, value in back.items():
+        if key not in TRAINING_KEYS and not _same(given.get(key), value):
+            return f"{key} would be {value} and is {given.get(key)}"
+    unsaid = [key for key, value in arch.upstream.items() if key not in back and value and _MEANING.fullmatch(key)]
+    return f"it has no {unsaid[0]}, which is {arch.upstream[unsaid[0]]}" if unsaid else None
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+        return list(ours) == list(theirs)
+    return bool(ours == theirs)

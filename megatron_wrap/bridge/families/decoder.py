@@ -1,0 +1,243 @@
+"""What the files of the families share: sizes, the common part of config.json, the table of a Llama-like decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wrap.bridge import mapping as weights
+from megatron_wrap.bridge.mapping import Mapping as WeightMapping
+from megatron_wrap.core.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from megatron_wrap.core.config.hugging_face import UnsupportedModel
+from megatron_wrap.core.config.schema import ArchConfig
+
+Table = dict[str, WeightMapping]
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-Core fixes of Llama-3.1's scaling (embeddings/rotary_pos_embedding.py, _apply_scaling)."""
+
+PLAIN: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": False,
+    "qk_layernorm": False,
+    "swiglu": True,
+    "squared_relu": False,
+    "openai_gelu": False,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""A Llama-like decoder; a family says what differs. Every key that decides what the weights compute is here or given by
+`decoder_values`, so that no default of the tree takes part."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that shapes of weights are made of."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    width: int
+    vocab: int
+
+    @classmethod
+    def of(cls, arch: ArchConfig) -> Sizes:
+        """Those of an architecture, whose vocab_size is given."""
+        assert arch.vocab_size is not None
+        return cls(
+            arch.hidden_size,
+            ffn_hidden_size(arch),
+            arch.num_attention_heads,
+            num_query_groups(arch),
+            kv_channels(arch),
+            arch.vocab_size,
+        )
+
+
+def need(config: Mapping[str, Any], key: str) -> Any:
+    """A value that config.json has to give.
+
+    Raises:
+        UnsupportedModel: it does not.
+    """
+    if config.get(key) is None:
+        raise UnsupportedModel(f"{key} is missing")
+    return config[key]
+
+
+def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
+    """Hold values against the only ones that can be expressed; a missing one counts as right.
+
+    Raises:
+        UnsupportedModel: the first that differs, with both values.
+    """
+    for key, value in expected.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if key in config and config[key] not in allowed:
+            raise UnsupportedModel(f"{key} is {config[key]!r}, and only {' or '.join(map(repr, allowed))} can be built")
+
+
+def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] = ("silu",)) -> dict[str, Any]:
+    """The values that all Llama-like families name alike.
+
+    Args:
+        tied: the family's default of tie_word_embeddings.
+        act: names of the activation that the family's MLP may have.
+    """
+    refuse_unless(config, hidden_act=tuple(act), is_decoder=False, add_cross_attention=False)
+    heads = need(config, "num_attention_heads")
+    hidden = need(config, "hidden_size")
+    return {
+        **PLAIN,
+        "num_layers": need(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": need(config, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": config.get("head_dim") or hidden // heads,
+        "vocab_size": need(config, "vocab_size"),
+        "max_position_embeddings": need(config, "max_position_embeddings"),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", tied),
+        "norm_epsilon": float(need(config, "rms_norm_eps")),
+        "init_method_std": float(config.get("initializer_range", 0.02)),
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        **rope_values(config),
+    }
+
+
+def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding, as `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) say it."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    base = rope.get("rope_theta", config.get("rope_theta"))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    values: dict[str, Any] = {
+        "rotary_base": 10000.0 if base is None else float(base),
+        "rotary_percent": 1.0 if share is None else float(share),
+    }
+    if kind == "llama3":
+        for key, fixed in LLAMA3_SCALING.items():
+            if float(rope.get(key, fixed)) != float(fixed):
+                raise UnsupportedModel(f"rope {key} is {rope[key]}, and Megatron-Core fixes it at {fixed}")
+        return {**values, "use_rope_scaling": True, "rope_scaling_factor": float(need(rope, "factor"))}
+    if kind == "linear":
+        return {**values, "rotary_seq_len_interpolation_factor": float(need(rope, "factor"))}
+    if kind != "default":
+        raise UnsupportedModel(f"rope_type is {kind!r}, and Megatron-Core's GPT has default, linear and llama3")
+    return values
+
+
+def decoder_config(arch: ArchConfig) -> dict[str, Any]:
+    """`decoder_values` backwards, in the keys that transformers 4.57 and 5 both read."""
+    sizes = Sizes.of(arch)
+    scaling: dict[str, Any] | None = None
+    if arch.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": arch.rope_scaling_factor, **LLAMA3_SCALING}
+    elif arch.rotary_seq_len_interpolation_factor is not None:
+        scaling = {"rope_type": "linear", "factor": arch.rotary_seq_len_interpolation_factor}
+    values: dict[str, Any] = {
+        "num_hidden_layers": arch.num_layers,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.groups,
+        "head_dim": sizes.width,
+        "hidden_act": "silu",
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": arch.max_position_embeddings,
+        "tie_word_embeddings": not arch.untie_embeddings_and_output_weights,
+        "rms_norm_eps": arch.norm_epsilon,
+        "initializer_range": arch.init_method_std,
+        "attention_dropout": arch.attention_dropout,
+        "rope_theta": arch.rotary_base,
+        "rope_scaling": scaling,
+    }
+    if arch.rotary_percent != 1.0:
+        values["partial_rotary_factor"] = arch.rotary_percent
+    return values
+
+
+def decoder_table(arch: ArchConfig, layer: Callable[[ArchConfig, Sizes, str, str], Table]) -> Table:
+    """The table of a Llama-like model: embedding, layers, last norm, and the output layer where it is not tied.
+
+    Args:
+        layer: (arch, sizes, our prefix, their prefix) -> one layer's table.
+    """
+    sizes = Sizes.of(arch)
+    table: Table = {
+        "embedding.word_embeddings.weight": weights.vocabulary("model.embed_tokens.weight", sizes.vocab, sizes.hidden)
+    }
+    for number in range(arch.num_layers):
+        table |= layer(arch, sizes, f"decoder.layers.{number}.", f"model.layers.{number}.")
+    table["decoder.final_layernorm.weight"] = weights.replicated("model.norm.weight", sizes.hidden)
+    if arch.untie_embeddings_and_output_weights:
+        table["output_layer.weight"] = weights.vocabulary("lm_head.weight", sizes.vocab, sizes.hidden)
+    return table
+
+
+def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """Attention with separate q, k and v projections, and the norm before it."""
+    ours, projections = ours + "self_attention.", theirs + "self_attn."
+    q, k, v, o = (f"{projections}{letter}_proj" for letter in "qkvo")
+    inner = sizes.heads * sizes.width
+    heads = (sizes.heads, sizes.groups, sizes.width)
+    table = {
+        ours + "linear_qkv.weight": weights.query_key_value(
+            f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden
+        ),
+        ours + "linear_proj.weight": weights.row(f"{o}.weight", sizes.hidden, inner),
+    }
+    if arch.add_qkv_bias or arch.add_bias_linear:
+        table[ours + "linear_qkv.bias"] = weights.query_key_value(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
+    if arch.add_bias_linear:
+        table[ours + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
+    if arch.qk_layernorm:
+        for letter in "qk":
+            name = f"{projections}{letter}_norm.weight"
+            table[f"{ours}{letter}_layernorm.weight"] = weights.replicated(name, sizes.width)
+    return table
+
+
+def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """A gated MLP of inner width `ffn` from gate_proj, up_proj and down_proj."""
+    gate, up, down = (f"{theirs}{name}_proj" for name in ("gate", "up", "down"))
+    table = {
+        ours + "linear_fc1.weight": weights.gated(f"{gate}.weight", f"{up}.weight", ffn, sizes.hidden),
+        ours + "linear_fc2.weight": weights.row(f"{down}.weight", sizes.hidden, ffn),
+    }
+    if arch.add_bias_linear:
+        table[ours + "linear_fc1.bias"] = weights.gated(f"{gate}.bias", f"{up}.bias", ffn)
+        table[ours + "linear_fc2.bias"] = weights.replicated(f"{down}.bias", sizes.hidden)
+    return table
+
+
+def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+    """The two norms of a layer."""
+    return {
+        ours + "input_layernorm.weight": weights.replicated(theirs + "input_layernorm.weight", sizes.hidden),
+        ours + "pre_mlp_layernorm.weight": weights.replicated(theirs + "post_attention_layernorm.weight", sizes.hidden),
+    }
+
+
+def llama_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """One layer of Llama, Qwen2, Qwen3 and Mistral."""
+    return {
+        **norm_table(sizes, ours, theirs),
+        **attention_table(arch, sizes, ours, theirs),
+        **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp."),
+    }
+
+
+def llama_table(arch: ArchConfig) -> Table:
+    """The whole table of Llama, Qwen2, Qwen3 and Mistral."""
+    return decoder_table(arch, llama_layer)

@@ -1,0 +1,132 @@
+"""GPT-2: learned positions, biases, and linear layers stored transposed (transformers/models/gpt2, Conv1D)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge import mapping as weights
+from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.derived import ffn_hidden_size
+from megatron_wrap.core.config.hugging_face import UnsupportedModel
+from megatron_wrap.core.config.schema import ArchConfig
+
+_GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
+"""activation_function -> whether it is the tanh form."""
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unless(
+        config,
+        activation_function=tuple(_GELU),
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
+    dropouts = {float(config.get(key, 0.1)) for key in ("resid_pdrop", "embd_pdrop")}
+    if len(dropouts) > 1:
+        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, and Megatron-Core has one hidden_dropout")
+    hidden, heads = need(config, "n_embd"), need(config, "n_head")
+    return {
+        **PLAIN,
+        "num_layers": need(config, "n_layer"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+        "vocab_size": need(config, "vocab_size"),
+        "max_position_embeddings": need(config, "n_positions"),
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
+        "normalization": "LayerNorm",
+        "norm_epsilon": float(config.get("layer_norm_epsilon", 1e-5)),
+        "swiglu": False,
+        "openai_gelu": _GELU[config.get("activation_function", "gelu_new")],
+        "add_bias_linear": True,
+        "hidden_dropout": dropouts.pop(),
+        "attention_dropout": float(config.get("attn_pdrop", 0.1)),
+        "init_method_std": float(config.get("initializer_range", 0.02)),
+    }
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {
+        "n_layer": arch.num_layers,
+        "n_embd": arch.hidden_size,
+        "n_inner": ffn_hidden_size(arch),
+        "n_head": arch.num_attention_heads,
+        "n_positions": arch.max_position_embeddings,
+        "vocab_size": arch.vocab_size,
+        "activation_function": "gelu_new" if arch.openai_gelu else "gelu",
+        "layer_norm_epsilon": arch.norm_epsilon,
+        "tie_word_embeddings": not arch.untie_embeddings_and_output_weights,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout),
+        "attn_pdrop": arch.attention_dropout,
+        "initializer_range": arch.init_method_std,
+    }
+
+
+def _table(arch: ArchConfig) -> Table:
+    sizes = Sizes.of(arch)
+    hidden, ffn = sizes.hidden, sizes.ffn
+    positions = arch.max_position_embeddings
+    assert positions is not None
+    table: Table = {
+        "embedding.word_embeddings.weight": weights.vocabulary("transformer.wte.weight", sizes.vocab, hidden),
+        "embedding.position_embeddings.weight": weights.replicated("transformer.wpe.weight", positions, hidden),
+    }
+
+    def norm(ours: str, theirs: str) -> None:
+        for kind in ("weight", "bias"):
+            table[f"{ours}.{kind}"] = weights.replicated(f"{theirs}.{kind}", hidden)
+
+    def linear(ours: str, theirs: str, weight: weights.Mapping, bias: weights.Mapping) -> None:
+        table[f"{ours}.weight"], table[f"{ours}.bias"] = weights.transposed(weight), bias
+
+    for number in range(arch.num_layers):
+        ours, theirs = f"decoder.layers.{number}.", f"transformer.h.{number}."
+        qkv, proj = theirs + "attn.c_attn", theirs + "attn.c_proj"
+        up, down = theirs + "mlp.c_fc", theirs + "mlp.c_proj"
+        heads = (sizes.heads, sizes.groups, sizes.width)
+        norm(ours + "input_layernorm", theirs + "ln_1")
+        linear(
+            ours + "self_attention.linear_qkv",
+            qkv,
+            weights.query_key_value(*(3 * (f"{qkv}.weight",)), *heads, hidden),
+            weights.query_key_value(*(3 * (f"{qkv}.bias",)), *heads),
+        )
+        linear(
+            ours + "self_attention.linear_proj",
+            proj,
+            weights.row(f"{proj}.weight", hidden, hidden),
+            weights.replicated(f"{proj}.bias", hidden),
+        )
+        norm(ours + "pre_mlp_layernorm", theirs + "ln_2")
+        linear(
+            ours + "mlp.linear_fc1",
+            up,
+            weights.column(f"{up}.weight", ffn, hidden),
+            weights.column(f"{up}.bias", ffn),
+        )
+        linear(
+            ours + "mlp.linear_fc2",
+            down,
+            weights.row(f"{down}.weight", hidden, ffn),
+            weights.replicated(f"{down}.bias", hidden),
+        )
+    norm("decoder.final_layernorm", "transformer.ln_f")
+    if arch.untie_embeddings_and_output_weights:
+        table["output_layer.weight"] = weights.vocabulary("lm_head.weight", sizes.vocab, hidden)
+    return table
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    arch_values=_arch_values,
+    config_values=_config_values,
+    parameters=_table,
+    base_prefix="transformer.",
+    # causal masks that transformers 4 kept as buffers
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+)

@@ -1,0 +1,58 @@
+"""Phi 3, the dense ones: Llama with fused projections (transformers/models/phi3)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge import mapping as weights
+from megatron_wrap.bridge.families.decoder import (
+    Sizes,
+    Table,
+    decoder_config,
+    decoder_table,
+    decoder_values,
+    norm_table,
+)
+from megatron_wrap.bridge.families.mistral import window_config, window_values
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.hugging_face import UnsupportedModel
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    dropouts = {float(config.get(key) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
+    if len(dropouts) > 1:
+        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, and Megatron-Core has one hidden_dropout")
+    values = decoder_values(config, tied=False)
+    return {**values, "hidden_dropout": dropouts.pop(), **window_values(config.get("sliding_window"))}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    values = decoder_config(arch)
+    if values.pop("head_dim") * arch.num_attention_heads != arch.hidden_size:
+        raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout)
+    limits = {"original_max_position_embeddings": arch.max_position_embeddings}
+    # its own default, which lies beyond a small vocabulary
+    return {**values, **dropouts, **limits, **window_config(arch), "pad_token_id": None}
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    attention, mlp = theirs + "self_attn.", theirs + "mlp."
+    qkv, gate_up = attention + "qkv_proj.weight", mlp + "gate_up_proj.weight"
+    inner = sizes.heads * sizes.width
+    return {
+        **norm_table(sizes, ours, theirs),
+        ours + "self_attention.linear_qkv.weight": weights.query_key_value(
+            qkv, qkv, qkv, sizes.heads, sizes.groups, sizes.width, sizes.hidden
+        ),
+        ours + "self_attention.linear_proj.weight": weights.row(attention + "o_proj.weight", sizes.hidden, inner),
+        ours + "mlp.linear_fc1.weight": weights.gated(gate_up, gate_up, sizes.ffn, sizes.hidden),
+        ours + "mlp.linear_fc2.weight": weights.row(mlp + "down_proj.weight", sizes.hidden, sizes.ffn),
+    }
+
+
+def _table(arch: ArchConfig) -> Table:
+    return decoder_table(arch, _layer)
+
+
+FAMILY = Family("phi3", "Phi3ForCausalLM", _arch_values, _config_values, _table)

@@ -1,0 +1,32 @@
+"""Qwen 2 and 2.5: Llama with biases in the query, key and value projections (transformers/models/qwen2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.hugging_face import UnsupportedModel
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def refuse_windows(config: Mapping[str, Any]) -> None:
+    """Qwen's window holds for some layers only; no published model switches it on.
+
+    Raises:
+        UnsupportedModel: it is on.
+    """
+    kinds = set(config.get("layer_types") or ())
+    if config.get("use_sliding_window", False) or "sliding_attention" in kinds:
+        raise UnsupportedModel("use_sliding_window is true, and windows that differ between layers cannot be built")
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_windows(config)
+    return {**decoder_values(config, tied=False), "add_qkv_bias": True}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {**decoder_config(arch), "use_sliding_window": False}
+
+
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", _arch_values, _config_values, llama_table)

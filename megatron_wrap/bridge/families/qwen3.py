@@ -1,0 +1,24 @@
+"""Qwen 3: Llama with norms of queries and keys and a head width of its own (transformers/models/qwen3)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table, refuse_unless
+from megatron_wrap.bridge.families.qwen2 import refuse_windows
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_windows(config)
+    refuse_unless(config, attention_bias=False)
+    # head_dim is 128 where the file does not say it, whatever the hidden size
+    values = decoder_values({"head_dim": 128, **config}, tied=False)
+    return {**values, "qk_layernorm": True}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {**decoder_config(arch), "attention_bias": False, "use_sliding_window": False}
+
+
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _arch_values, _config_values, llama_table)

@@ -1,0 +1,230 @@
+"""The tensors of a Hugging Face folder: what is there, without reading it, and slices of it.
+
+safetensors is an eight-byte length, a JSON header with dtype, shape and place of each tensor, and the data
+(huggingface.co/docs/safetensors, format). The headers are read here, so that a truncated or missing shard is found
+before anything starts; slices are read by safetensors itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.mapping import Region
+from megatron_wrap.core.config.reading import nearest
+from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own bound
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a folder."""
+
+    file: Path
+    name: str
+    """Its name in the file."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightSource:
+    """The weights of one folder by their full names.
+
+    Args:
+        folder: with model.safetensors, its shards and index, or any single *.safetensors.
+        family: whose prefix is added where the file leaves it out.
+        allow_pickle: take pytorch_model.bin where there is no safetensors.
+
+    Raises:
+        CheckpointError: no weights, a missing, truncated or corrupt file.
+    """
+
+    def __init__(self, folder: Path, family: Family, allow_pickle: bool = False) -> None:
+        self.folder = folder
+        self._pickled: dict[Path, dict[str, Any]] = {}
+        stored = self._find(allow_pickle)
+        prefix = family.base_prefix
+        if stored and not any(name.startswith(prefix) for name in stored):
+            stored = {name if name == "lm_head.weight" else prefix + name: entry for name, entry in stored.items()}
+        self.tensors: Mapping[str, StoredTensor] = stored
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """A part of a tensor, on the CPU; it may share the file's pages, so copy it and let it go.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        entry = self.tensors[name]
+        index = tuple(slice(start, stop) for start, stop in region)
+        if entry.file in self._pickled:
+            return self._pickled[entry.file][entry.name][index]
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            # opened anew each time: what was read stays mapped, and counts as memory, until the file is closed
+            with safe_open(str(entry.file), framework="pt", device="cpu") as file:
+                return file.get_slice(entry.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} cannot be read ({error}); fetch the file again"
+            ) from error
+
+    def check(self, family: Family, arch: ArchConfig) -> None:
+        """Hold names, shapes and types against those of the architecture; nothing is read.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or has another shape; the first one, and how many more.
+        """
+        wanted = expected_shapes(family, arch)
+        missing = [name for name in wanted if name not in self.tensors]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {missing[0]} is missing{_more(missing)}{nearest(missing[0], self.tensors)}; is this "
+                "the folder of a whole model of the architecture in its config.json?"
+            )
+        for name, shape in wanted.items():
+            entry = self.tensors[name]
+            if entry.shape != shape:
+                raise CheckpointError(
+                    f"{entry.file}: {name} has shape {_words(entry.shape)}, and config.json asks for {_words(shape)}"
+                )
+            if entry.dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{entry.file}: {name} has type {entry.dtype}; weights must be bf16, fp16 or fp32"
+                )
+        tied = not arch.untie_embeddings_and_output_weights
+        ignored = (*family.ignored, *((r"lm_head\.weight",) if tied else ()))
+        unknown = [
+            name
+            for name in self.tensors
+            if name not in wanted and not any(re.fullmatch(pattern, name) for pattern in ignored)
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{self.tensors[unknown[0]].file}: {unknown[0]} has no place in a {family.model_type} model of this "
+                f"architecture{_more(unknown)}{nearest(unknown[0], wanted)}; weights that are not used would be lost"
+            )
+
+    def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
+        folder = self.folder
+        if (folder / INDEX).is_file():
+            return self._indexed(folder / INDEX)
+        files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+        if len(files) > 1:
+            raise CheckpointError(f"{folder}: has {len(files)} safetensors files and no {INDEX}; fetch the index too")
+        if files:
+            return dict(stored_tensors(files[0]))
+        bins = sorted(folder.glob("pytorch_model*.bin"))
+        if bins and allow_pickle:
+            return self._unpickle(bins)
+        if bins:
+            raise CheckpointError(
+                f"{folder}: holds {bins[0].name} and no safetensors; megatron_wrap.model_provider.hf_allow_pickle: "
+                "true reads it (torch.load with weights_only)"
+            )
+        raise CheckpointError(f"{folder}: holds no weights ({SINGLE}, or {INDEX} and its shards)")
+
+    def _indexed(self, index: Path) -> dict[str, StoredTensor]:
+        try:
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index}: is no index of safetensors files ({error!r}); fetch it again") from error
+        stored: dict[str, StoredTensor] = {}
+        for file in sorted(set(files.values())):
+            if os.path.basename(file) != file:
+                raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder")
+            if not (self.folder / file).is_file():
+                raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; fetch it")
+            stored.update(stored_tensors(self.folder / file))
+        for name, file in files.items():
+            if name not in stored or stored[name].file.name != file:
+                raise CheckpointError(f"{self.folder / file}: lacks {name}, which {INDEX} says it has; fetch it again")
+        return stored
+
+    def _unpickle(self, files: list[Path]) -> dict[str, StoredTensor]:
+        import torch
+
+        types = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+        stored: dict[str, StoredTensor] = {}
+        for file in files:
+            try:
+                tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # the zip reader, the unpickler and torch each have their own kinds
+                reason = " ".join(str(error).split())[:200]
+                raise CheckpointError(f"{file}: cannot be read ({reason}); fetch the file again") from error
+            self._pickled[file] = tensors
+            for name, tensor in tensors.items():
+                kind = types.get(tensor.dtype, str(tensor.dtype))
+                stored[name] = StoredTensor(file, name, kind, tuple(tensor.shape))
+        return stored
+
+
+def stored_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Name and entry of each tensor of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: truncated or corrupt.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if not 0 < length <= min(_LARGEST_HEADER, size - 8):
+                raise ValueError(f"its header would have {length} of {size} bytes")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        entries = {
+            name: (str(about["dtype"]), tuple(int(n) for n in about["shape"]), about["data_offsets"])
+            for name, about in header.items()
+        }
+        end = max((int(offsets[1]) for _, _, offsets in entries.values()), default=0)
+        for name, (dtype, shape, (start, stop)) in entries.items():
+            if dtype in _BYTES and (stop - start) != math.prod(shape) * _BYTES[dtype]:
+                raise ValueError(f"{name} does not fill its place")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{file}: is no safetensors file ({error}); fetch it again") from error
+    if size != 8 + length + end:
+        kind = "truncated" if size < 8 + length + end else "longer than its header says"
+        raise CheckpointError(
+            f"{file}: is {kind}: {size} bytes, and its header asks for {8 + length + end}; fetch it again"
+        )
+    for name, (dtype, shape, _) in entries.items():
+        yield name, StoredTensor(file, name, dtype, shape)
+
+
+def expected_shapes(family: Family, arch: ArchConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every Hugging Face tensor of the architecture, in the order of the model."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for mapping in family.parameters(arch).values():
+        for name, shape in mapping.shapes().items():
+            known = shapes.get(name, shape)
+            shapes[name] = tuple(map(max, known, shape))
+    return shapes
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "()"

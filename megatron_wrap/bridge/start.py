@@ -1,0 +1,43 @@
+"""Where a run's first weights come from: the folder of `model_provider.hf_path`, held against the architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.source import PICKLE_FILES, WEIGHT_FILES, WeightSource
+from megatron_wrap.core.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config, resolve_folder
+from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.errors import CheckpointError
+
+
+def check_hugging_face(config: RunConfig) -> None:
+    """What can be said of a local folder's weights from their headers, before any process starts. Those of a hub id are
+    fetched and checked when the model is built.
+
+    Raises:
+        ConfigError, CheckpointError: as `weight_source`.
+    """
+    path = config.model_provider.hf_path
+    if path is not None and Path(path).expanduser().is_dir():
+        weight_source(config)
+
+
+def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
+    """The family and the weights of `hf_path`, found and checked but not read; None: the run has no hf_path.
+
+    Raises:
+        ConfigError, CheckpointError: a file is missing or damaged, or a tensor is missing, unexpected or of another
+            shape.
+    """
+    provider = config.model_provider
+    if provider.hf_path is None:
+        return None
+    family: Family = read_hugging_face_config(provider.hf_path).family
+    patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
+    source = WeightSource(resolve_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
+    try:
+        source.check(family, config.arch)
+    except CheckpointError as error:
+        raise CheckpointError(f"{HF_PATH}: {error}") from error
+    return family, source

@@ -1,0 +1,179 @@
+"""From the parameters of all processes to whole Hugging Face tensors, block by block. Everything here is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.mapping import Piece, Region
+from megatron_wrap.bridge.source import expected_shapes
+from megatron_wrap.bridge.transfer import blocks, local_pieces, mapped_parameters, placed
+from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import ParallelState
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece that one rank holds and answers for."""
+
+    rank: int
+    """Global rank."""
+    parameter: str
+    """Its key among that rank's parameters."""
+    piece: Piece
+
+
+@dataclass
+class WholeTensor:
+    """One Hugging Face tensor and who holds its parts; the same on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: list[OwnedPiece] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class WeightStream:
+    """The whole model as Hugging Face tensors, gathered when asked for. Collective over the world.
+
+    Args:
+        chunks: this process's bare model chunks.
+        dtype: of the tensors; None: as the parameters are.
+
+    Raises:
+        CheckpointError: the family cannot hold this model.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        family: Family,
+        arch: ArchConfig,
+        parallel: ParallelState,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._rank = parallel.world.rank
+        self._device = device
+        self._parameters: dict[str, Tensor] = {}
+        mine: list[OwnedPiece] = []
+        for number, chunk in enumerate(chunks):
+            for name, parameter, mapping in mapped_parameters(chunk, family, arch):
+                speaks = parallel.dp_cp.rank == 0 and (mapping.split or parallel.tp.rank == 0)
+                if not speaks:
+                    continue
+                key = f"{number}/{name}"
+                self._parameters[key] = parameter.detach()
+                pieces = local_pieces(name, parameter, mapping, parallel.tp)
+                mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+        kinds = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
+        everywhere = gather_objects((mine, kinds))
+        self.dtype = dtype or _one_dtype({kind for _, of_rank in everywhere for kind in of_rank})
+        self.tensors = _whole_tensors([piece for of_rank, _ in everywhere for piece in of_rank], family, arch)
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[Tensor | None]:
+        """Blocks of rows of a tensor, first to last, on the CPU of global rank `to_rank`; None on the others."""
+        for _, block in self.numbered_blocks(tensor, to_rank):
+            yield block
+
+    def numbered_blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[tuple[int, Tensor | None]]:
+        """`blocks`, each with the number of its first row."""
+        for region in blocks(tuple((0, size) for size in tensor.shape), self.dtype.itemsize):
+            yield region[0][0], self._gather(tensor, region, to_rank)
+
+    def whole(self, tensor: WholeTensor) -> Tensor:
+        """A whole tensor on every rank, on the device of the model."""
+        region = tuple((0, size) for size in tensor.shape)
+        result = torch.empty(tensor.shape, dtype=self.dtype, device=self._device)
+        for owned, part in _overlaps(tensor, region):
+            values = self._held(owned, part) if owned.rank == self._rank else self._room(part)
+            broadcast(values, owned.rank)
+            _put(result, region, part, values)
+        return result
+
+    def _gather(self, tensor: WholeTensor, region: Region, to_rank: int) -> Tensor | None:
+        here = to_rank == self._rank
+        result = torch.empty([stop - start for start, stop in region], dtype=self.dtype) if here else None
+        for owned, part in _overlaps(tensor, region):
+            if owned.rank == self._rank:
+                values = self._held(owned, part)
+                if not here:
+                    send(values, to_rank)
+            elif here:
+                values = self._room(part)
+                receive(values, owned.rank)
+            if result is not None:
+                _put(result, region, part, values)
+        return result
+
+    def _held(self, owned: OwnedPiece, part: Region) -> Tensor:
+        return placed(self._parameters[owned.parameter], owned.piece, part).to(self.dtype).contiguous()
+
+    def _room(self, part: Region) -> Tensor:
+        return torch.empty([stop - start for start, stop in part], dtype=self.dtype, device=self._device)
+
+
+def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:
+    """The pieces that have rows of `region` (which spans all other dimensions), with the part of the tensor."""
+    start, stop = region[0]
+    for owned in tensor.parts:
+        (low, high), *rest = owned.piece.region
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield owned, ((first, last), *rest)
+
+
+def _put(result: Tensor, region: Region, part: Region, values: Tensor) -> None:
+    place = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, region, strict=True))
+    result[place].copy_(values)
+
+
+def _one_dtype(kinds: set[torch.dtype]) -> torch.dtype:
+    """The type that holds all of them: a model may keep a router in fp32."""
+    order = (torch.float32, torch.bfloat16, torch.float16)
+    half = [kind for kind in order[1:] if kind in kinds]
+    return half[0] if half else order[0]
+
+
+def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig) -> list[WholeTensor]:
+    """Every tensor of the architecture with its parts, in the order of the model.
+
+    Raises:
+        CheckpointError: a part that nobody holds, or that two hold.
+    """
+    whole = {name: WholeTensor(name, shape) for name, shape in expected_shapes(family, arch).items()}
+    seen: set[tuple[str, Region]] = set()
+    for one in owned:
+        # tied embeddings are on the first and on the last stage
+        if (one.piece.name, one.piece.region) not in seen:
+            seen.add((one.piece.name, one.piece.region))
+            whole[one.piece.name].parts.append(one)
+    for tensor in whole.values():
+        held = sum(one.piece.numel for one in tensor.parts)
+        if held != tensor.numel:
+            raise CheckpointError(
+                f"{tensor.name} cannot be gathered: the ranks hold {held} of its {tensor.numel} elements; does the "
+                "model provider build the model of the configuration?"
+            )
+    return list(whole.values())

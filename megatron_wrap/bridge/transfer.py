@@ -1,0 +1,100 @@
+"""From a Hugging Face folder into the parameters of this process, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.mapping import Mapping, Piece, Region
+from megatron_wrap.bridge.source import WeightSource
+from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.core.model.initial_weights import global_names
+from megatron_wrap.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import Axis
+
+BLOCK_BYTES = 64 * 2**20
+"""Largest part of a tensor that is read, sent or written at once, bytes: the memory beyond the model's own."""
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Transformer Engine keeps a norm inside the linear layer that follows it."""
+
+
+def mapped_parameters(
+    chunk: torch.nn.Module, family: Family, arch: ArchConfig
+) -> Iterator[tuple[str, torch.nn.Parameter, Mapping]]:
+    """Global name, parameter and mapping of each parameter of a bare model chunk. The output layer of a tied model has
+    the name of the embedding.
+
+    Raises:
+        CheckpointError: the family has no place for a parameter: the provider builds another model.
+    """
+    table = family.parameters(arch)
+    for name, parameter in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
+        for fused, own in _FUSED_NORMS.items():
+            name = name.replace(fused, own)
+        if name not in table:
+            raise CheckpointError(
+                f"the parameter {name} of this model has no place in Hugging Face's {family.model_type}; the model "
+                "provider builds another model than config.json describes"
+            )
+        yield name, parameter, table[name]
+
+
+@torch.no_grad()
+def load_weights(chunk: torch.nn.Module, family: Family, arch: ArchConfig, source: WeightSource, tp: Axis) -> None:
+    """Fill every parameter of a bare model chunk from the folder; only this rank's slices are read.
+
+    Memory beyond the parameters: one block of `BLOCK_BYTES`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the model is another one.
+    """
+    for name, parameter, mapping in mapped_parameters(chunk, family, arch):
+        if mapping.padded:
+            parameter.zero_()
+        for piece in local_pieces(name, parameter, mapping, tp):
+            for block in blocks(piece.region, parameter.element_size()):
+                part = source.read(piece.name, block)
+                placed(parameter, piece, block).copy_(part)
+                del part
+
+
+def local_pieces(name: str, parameter: Tensor, mapping: Mapping, tp: Axis) -> list[Piece]:
+    """The pieces of a parameter of this rank.
+
+    Raises:
+        CheckpointError: its shape is not the mapping's.
+    """
+    try:
+        return mapping.pieces(parameter.shape, tp.rank, tp.size)
+    except ValueError as error:
+        raise CheckpointError(f"the parameter {name} cannot be filled from Hugging Face weights: {error}") from error
+
+
+def blocks(region: Region, element_size: int) -> Iterator[Region]:
+    """Cut a region of a Hugging Face tensor along its first dimension into parts of at most `BLOCK_BYTES`."""
+    (start, stop), *rest = region
+    row = element_size
+    for low, high in rest:
+        row *= high - low
+    step = max(1, BLOCK_BYTES // max(1, row))
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *rest)
+
+
+def placed(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
+    """The view of the parameter that holds `block`, rows of the piece's region, laid out as Hugging Face has it."""
+    view = parameter[tuple(slice(start, stop) for start, stop in piece.place)]
+    if piece.transposed:
+        view = view.t()
+    start = piece.region[0][0]
+    return view[block[0][0] - start : block[0][1] - start]

@@ -1,0 +1,82 @@
+"""The reference model beside a run's checkpoints: saved once, since it never changes. All functions are collective."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_wrap.checkpoint import content
+from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, on_rank_0, publish
+from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.engine.reference import ReferenceModel
+from megatron_wrap.engine.state import Progress, TrainingState
+from megatron_wrap.errors import CheckpointError
+
+FOLDER = "reference"
+"""In the folder of the checkpoints; it holds one checkpoint of iteration 0 with weights alone."""
+
+
+def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+    """Save the reference model beside the checkpoints of `folder`, unless this run has done so or came from there.
+
+    Raises:
+        CheckpointError: on every rank, when any could not write.
+    """
+    reference = _of(state)
+    if state.agreed.get("saved_reference") == str(folder):
+        return
+    publish(
+        state,
+        CheckpointStore(Path(folder) / FOLDER),
+        iteration=0,
+        sharded_state=lambda: {
+            **content.common_entries(Progress()),
+            **content.model_entries(state, reference.chunks),
+        },
+    )
+    state.agreed["saved_reference"] = str(folder)
+
+
+def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
+    """Load the reference model that stands beside the checkpoints of `folder`, whatever layout it was saved on.
+
+    Args:
+        folder: a run's folder, or one checkpoint in it.
+
+    Returns:
+        False where there is none.
+
+    Raises:
+        CheckpointError: on every rank: it is not whole, or of another model.
+    """
+    from megatron_wrap.checkpoint.strategy import agreed, read
+
+    reference = _of(state)
+    beside = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
+    found = on_rank_0(lambda: next((str(path) for path in beside if CheckpointStore(path).present()), None))
+    if found is None:
+        return False
+    saved: SavedContent = on_rank_0(lambda: examine(state, found))
+    request: dict[str, Any] = saved.readable(content.model_entries(state, reference.chunks))
+    check_tensors(saved, request)
+    with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}"):
+        content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
+    state.agreed["saved_reference"] = str(folder)
+    return True
+
+
+def copy_policy(state: TrainingState) -> None:
+    """Give the reference model the policy's present weights."""
+    content.synchronize_parameters(state)
+    with torch.no_grad():
+        for target, source in zip(_of(state).chunks, state.chunks, strict=True):
+            content.bare_model(target).load_state_dict(content.bare_model(source).state_dict())
+
+
+def _of(state: TrainingState) -> ReferenceModel:
+    if state.reference is None:
+        raise CheckpointError("the run has no reference model; set megatron_wrap.models.reference")
+    return state.reference

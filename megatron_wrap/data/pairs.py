@@ -1,0 +1,62 @@
+"""Preference samples to token ids: a prompt with a better and a worse answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_wrap.data.chat import ChatTokens, encode_sample
+from megatron_wrap.errors import DataError
+
+PAIR_KEYS = (
+    '"prompt", "chosen" and "rejected"; "chosen" and "rejected" as whole conversations; or "prompt_ids", "chosen_ids" '
+    'and "rejected_ids"'
+)
+
+
+def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
+    """Prompt and chosen answer, and prompt and rejected answer; the loss mask marks the answer.
+
+    - `prompt`, `chosen`, `rejected`: three texts (an answer ends with the end token), or three lists of messages (the
+      assistant's turns of an answer are marked).
+    - `chosen`, `rejected`: two lists of messages; what both begin with is the prompt.
+    - `prompt_ids`, `chosen_ids`, `rejected_ids`: tokenized before, as trl's DPOTrainer does it, the answers without
+      the prompt; `tokenizer` may be None.
+
+    Raises:
+        DataError: other keys, or values that do not fit; the message names what is taken.
+    """
+    if all(key in sample for key in ("prompt_ids", "chosen_ids", "rejected_ids")):
+        return _joined(sample, "chosen_ids"), _joined(sample, "rejected_ids")
+    if "chosen" not in sample or "rejected" not in sample:
+        found = ", ".join(f'"{key}"' for key in sample) or "none"
+        raise DataError(f"a sample has the keys {found}; a pair takes {PAIR_KEYS}")
+    chosen, rejected = sample["chosen"], sample["rejected"]
+    if "prompt" in sample:
+        prompt = sample["prompt"]
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        shared = _shared_messages(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    else:
+        raise DataError(f'"chosen" and "rejected" are texts without a "prompt"; a pair takes {PAIR_KEYS}')
+
+    def encoded(answer: Any) -> ChatTokens:
+        tools = {"tools": sample["tools"]} if "tools" in sample else {}
+        return encode_sample(tokenizer, {"prompt": prompt, "completion": answer, **tools})
+
+    return encoded(chosen), encoded(rejected)
+
+
+def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many messages both conversations begin with."""
+    both = list(zip(chosen, rejected, strict=False))
+    shared = next((place for place, (one, other) in enumerate(both) if one != other), len(both))
+    if shared in (len(chosen), len(rejected)):
+        raise DataError('"chosen" and "rejected" are the same conversation, or one is the beginning of the other')
+    return shared
+
+
+def _joined(sample: Mapping[str, Any], key: str) -> ChatTokens:
+    prompt, answer = sample["prompt_ids"], sample[key]
+    mask = [0] * len(prompt) + [1] * len(answer)
+    return encode_sample(None, {"input_ids": [*prompt, *answer], "loss_mask": mask})

@@ -1,0 +1,172 @@
+"""What a rank does for the tests of the bridge, and the transformers models that they begin from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CONFIG = Path(__file__).parent / "hugging_face.yaml"
+VOCAB = 301
+NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    **NO_IDS,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}),
+    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama3.1": ("LlamaForCausalLM", {"head_dim": 64, "rope_parameters": LLAMA3}),
+    "llama3.2-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
+    "llama-linear-rope": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
+    ),
+    "llama-four-layers": ("LlamaForCausalLM", {"num_hidden_layers": 4}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
+    ),
+}
+"""Name -> transformers class and what of its configuration is not as in `SIZES`."""
+
+
+def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
+    """A random transformers model of the family, every parameter random, saved into `folder`."""
+    import torch
+    import transformers
+
+    class_name, settings = FAMILIES[name]
+    model_class = getattr(transformers, class_name)
+    sizes = {} if class_name.startswith("GPT2") else SIZES
+    config = model_class.config_class(**{**sizes, **settings})
+    model = model_class._from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(21)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            norm = parameter.dim() == 1 and parameter_name.endswith("weight")
+            parameter.copy_(1.0 + 0.3 * noise if norm else 0.15 * noise)
+    model.save_pretrained(folder, **save_arguments)
+    return folder
+
+
+def token_ids(count: int = 2, length: int = 64) -> list[list[int]]:
+    """The same random tokens on every rank."""
+    import numpy
+
+    return numpy.random.default_rng(22).integers(0, VOCAB, (count, length)).tolist()
+
+
+def expected_logits(folder: Path) -> Any:
+    """transformers' logits [2, 64, V] of a folder as a numpy array."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor(token_ids())).logits.numpy()
+
+
+def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, max_shard_size: str | int) -> Any:
+    """Begin from `folder` on this rank's layout, export to `export_to`; the logits [2, 64, V] on rank 0."""
+    import numpy
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+
+    outputs = f"megatron_wrap.logger.output_dir={export_to}-outputs"
+    with MegatronWrap.from_pretrained(folder, CONFIG, [*overrides, outputs]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        found = sequence_logits(wrap._ready(), token_ids())
+        wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
+        if wrap._initialized().world.rank == 0:
+            return numpy.stack([row.numpy() for row in found])
+    return None
+
+
+def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """The verdict on the folder's model, that on the model with one weight of layer 2 changed, and before that all
+    weights as they are streamed, name -> numpy array, on rank 0."""
+    import torch
+
+    from megatron_wrap.checkpoint.verify import verify_hugging_face
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.testing.gradients import unwrapped
+
+    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_wrap.model_provider.verify_hf=true"]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        good = verify_hugging_face(wrap.state)
+        streamed = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
+        with torch.no_grad():
+            for chunk in wrap.state.chunks:
+                for name, parameter in global_names(unwrapped(chunk), tied=False):
+                    if name == "decoder.layers.2.mlp.linear_fc2.weight" and wrap.tp_rank == 0:
+                        parameter[3, 5] += 0.5
+        bad = verify_hugging_face(wrap.state)
+    return good.to_json(), bad.to_json(), streamed
+
+
+def train_twice(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Losses of steps 3 and 4 of a run that goes on from its checkpoint of step 2, those without a stop, and the last
+    weights as the model alone, set up from the second checkpoint, streams and exports them."""
+    import shutil
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.parallel.collectives import broadcast_object
+
+    tokens = token_ids(16, 40)
+    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in tokens]
+    settings = [
+        *overrides,
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.save={outputs}/checkpoints",
+        "megatron_lm.train.common.save_interval=2",
+    ]
+
+    def run(stop: int) -> list[float]:
+        losses = []
+        with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+            wrap.initialize()
+            wrap.setup_model_and_optimizer()
+            for batch in wrap.batches(samples):
+                losses.append(wrap.train(batch)["loss"])
+                if wrap.iteration == stop:
+                    break
+        return losses
+
+    whole = run(4)[2:]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        exported = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
+        wrap.save_pretrained(f"{outputs}/out")
+        if wrap.state.parallel.world.rank == 0:  # back to the checkpoint of step 2
+            shutil.rmtree(f"{outputs}/checkpoints/iter_0000004")
+        broadcast_object(None, source_rank=0)
+    return whole, run(4), exported

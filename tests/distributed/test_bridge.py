@@ -1,0 +1,105 @@
+"""Hugging Face in and out: a random transformers model of each family in each layout has transformers' logits, and the
+exported folder is the model, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _bridge_runs as runs
+import numpy
+import pytest
+
+PARALLEL = "megatron_lm.model.parallel."
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "tp2": (2, (f"{PARALLEL}tensor_model_parallel_size=2",)),
+    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
+    "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
+    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """original(family) -> its folder and transformers' logits; each is made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = runs.make_folder(name, tmp_path_factory.mktemp(name), max_shard_size="100KB")
+            made[name] = folder, runs.expected_logits(folder)
+        return made[name]
+
+    return make
+
+
+def load(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+VARIANTS = ("llama-four-layers", "llama-biases", "llama3.1", "llama-linear-rope", "qwen2-tied")
+"""What layouts cannot tell from another case: on one rank, and on all splits at once."""
+CASES = [
+    (family, layout) for family in runs.FAMILIES for layout in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids="-".join)
+def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, layout, ranks, original, tmp_path):
+    import torch
+
+    folder, expected = original(family)
+    world_size, overrides = LAYOUTS[layout]
+    found = ranks(world_size).run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
+    assert expected.std() > 0.3
+    assert numpy.abs(found - expected).max() <= 1e-4
+
+    before, after = load(folder), load(tmp_path / "out")
+    assert after.config.to_dict() == {**before.config.to_dict(), "_name_or_path": after.config.name_or_path}
+    weights = after.state_dict()
+    assert weights.keys() == before.state_dict().keys()
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-pp2", "cp2", "pp2-vpp2", "dp2"])
+def test_verification_finds_what_differs_on_any_layout(layout, ranks, tmp_path, original):
+    more = {
+        "pp2-vpp2": (
+            2,
+            (f"{PARALLEL}pipeline_model_parallel_size=2", f"{PARALLEL}virtual_pipeline_model_parallel_size=2"),
+        ),
+        "dp2": (2, ("megatron_lm.train.optimizer.use_distributed_optimizer=true",)),
+    }
+    world_size, overrides = {**LAYOUTS, **more}[layout]
+    folder, _ = original("llama-four-layers")
+    good, bad, streamed = ranks(world_size).run(runs.verify, str(folder), overrides, str(tmp_path))[0]
+    assert good["agrees"], good
+    assert good["weights"] == 2 + 1 + 4 * 9
+    assert [one["name"] for one in good["activations"]] == [
+        *("embedding", "layer 0", "layer 1", "layer 2", "layer 3"),
+        *("logits of sequence 0", "logits of sequence 1"),
+    ]
+    assert not bad["agrees"]
+    assert bad["first_difference"] == "weight model.layers.2.mlp.down_proj.weight differs by 0.5 after the round trip"
+    assert [one["agrees"] for one in bad["activations"]] == [True, True, True, False, False, False, False]
+    expected = load(folder).state_dict()
+    assert streamed.keys() == expected.keys()
+    for name, array in streamed.items():
+        assert (array == expected[name].numpy()).all(), name
+
+
+def test_a_run_that_resumes_does_not_begin_from_the_folder_again(ranks, tmp_path, original):
+    folder, _ = original("qwen2")
+    first, second, exported = ranks(2).run(runs.train_twice, str(folder), LAYOUTS["tp2"][1], str(tmp_path))[0]
+    assert first == second
+    weights = load(tmp_path / "out").state_dict()
+    assert all((weights[name].numpy() == array).all() for name, array in exported.items())
+    before = load(folder).state_dict()
+    assert not any((before[name].numpy() == array).all() for name, array in exported.items())

@@ -1,0 +1,55 @@
+"""`check-parity --platform cuda` over the GPUs that are here; skipped where there is none."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from megatron_wrap.testing import check_parity
+
+ROOT = Path(__file__).parents[2]
+MOCK = ROOT / "configs/tiny-llama-mock.yaml"
+SFT = ROOT / "tests/distributed/layouts.yaml"
+LAYOUTS = ["mbs1", "padded", "dp2", "dp2-dopt", "tp2-sp", "pp2", "pp2-vpp2", "cp2"]
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Tokenized samples of unequal lengths, part of their tokens not learned."""
+    generator = random.Random(3)
+    lengths = [generator.randint(12, 48) for _ in range(16)]
+    return [
+        {
+            "input_ids": [generator.randrange(500) for _ in range(length)],
+            "loss_mask": [int(generator.random() < 0.6) for _ in range(length)],
+        }
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft"])
+def test_the_shipped_flows_agree(flow):
+    """Layouts of more processes than GPUs are left out and say so; the others agree in fp32."""
+    config, given = (MOCK, None) if flow == "minimal_mock" else (SFT, samples())
+    report = check_parity(config, layouts=LAYOUTS, samples=given, platform="cuda")
+    gpus = torch.cuda.device_count()
+    assert report.agrees, report.table()
+    for row in report.rows:
+        if row.processes > gpus:
+            assert row.note == f"takes {row.processes} processes, each on a GPU; this machine has {gpus}"
+        else:
+            assert row.agrees is True, report.table()
+
+
+def test_a_wrong_flow_is_caught(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/distributed")
+    report = check_parity(
+        SFT, flow="_flow_zoo:MeanOfMeans", layouts=["mbs1"], samples=samples(), steps=1, platform="cuda"
+    )
+    assert not report.agrees
+    assert "mean of means" in report.rows[0].note, report.table()

@@ -1,0 +1,200 @@
+"""What a Hugging Face folder can lack: each one clear error, before anything is read or started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megatron_wrap.bridge.source import INDEX, SINGLE
+from megatron_wrap.bridge.start import check_hugging_face, weight_source
+from megatron_wrap.core.config import load_run_config
+from megatron_wrap.core.config.hugging_face import HF_PATH
+from megatron_wrap.errors import CheckpointError
+
+RUN = """\
+megatron_lm:
+  train:
+    common: {micro_batch_size: 2, global_batch_size: 8, seq_length: 32, train_iters: 10}
+    learning-rate: {lr: 2e-4}
+megatron_wrap:
+  flow: {__select__: minimal_mock}
+"""
+IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 37, "num_key_value_heads": 2, **IDS, **settings}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sharded Llama of two layers; the working directory holds run.yaml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    llama().save_pretrained(tmp_path / "model", max_shard_size="6KB")
+    return tmp_path / "model"
+
+
+def look(folder: Path, *overrides: str) -> Any:
+    config = load_run_config("run.yaml", [f"{HF_PATH}={folder}", *overrides])
+    check_hugging_face(config)
+    found = weight_source(config)
+    assert found is not None
+    return found[1]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        look(folder)
+    assert str(raised.value).startswith(f"{HF_PATH}: ") or str(folder) in str(raised.value)
+    return str(raised.value)
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the folder as one file with other tensors."""
+    tensors = {name: tensor for shard in shards(folder) for name, tensor in load_file(shard).items()}
+    edit(tensors)
+    for shard in shards(folder):
+        shard.unlink()
+    (folder / INDEX).unlink(missing_ok=True)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+def test_sharded_and_single_files_hold_the_same(folder):
+    assert len(shards(folder)) > 2
+    sharded = look(folder)
+    expected = {
+        name: sharded.read(name, tuple((0, n) for n in at.shape)).clone() for name, at in sharded.tensors.items()
+    }
+    change(folder, lambda tensors: None)
+    single = look(folder)
+    assert single.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(single.read(name, tuple((0, n) for n in tensor.shape)), tensor)
+        first, *rest = tensor.shape
+        part = single.read(name, ((first // 2, first), *((1, n) for n in rest)))
+        assert torch.equal(part, tensor[(slice(first // 2, None), *(slice(1, None) for _ in rest))])
+
+
+def test_a_shard_that_is_missing(folder):
+    shards(folder)[1].unlink()
+    assert "model-00002-of-" in refusal(folder)
+    assert "is missing; fetch it" in refusal(folder)
+
+
+@pytest.mark.parametrize("cut", [100, 1])
+def test_a_truncated_shard(folder, cut):
+    file = shards(folder)[0]
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert f"{file.name}: is truncated: " in refusal(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"not json, really" + b"\0" * 64])
+def test_a_corrupt_shard(folder, content):
+    file = shards(folder)[0]
+    file.write_bytes(content)
+    assert f"{file.name}: is no safetensors file" in refusal(folder)
+
+
+def test_an_index_that_is_none(folder):
+    (folder / INDEX).write_text("{}")
+    assert "is no index of safetensors files" in refusal(folder)
+
+
+def test_an_index_that_names_another_folder(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../model-00001.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    assert "which is not a file of this folder" in refusal(folder)
+
+
+def test_shards_without_an_index(folder):
+    (folder / INDEX).unlink()
+    assert "safetensors files and no model.safetensors.index.json" in refusal(folder)
+
+
+def test_a_weight_that_is_missing(folder):
+    change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "model.layers.1.mlp.up_proj.weight is missing" in refusal(folder)
+
+
+def test_a_weight_that_is_not_expected(folder):
+    change(folder, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}))
+    assert "model.layers.1.mlp.up_proj.bias has no place in a llama model of this architecture" in refusal(folder)
+
+
+def test_a_weight_of_another_shape(folder):
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(38, 16)}))
+    assert "lm_head.weight has shape 38 x 16, and config.json asks for 37 x 16" in refusal(folder)
+
+
+def test_a_weight_of_another_type(folder):
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}))
+    assert "model.norm.weight has type I8" in refusal(folder)
+
+
+def test_a_folder_without_weights(folder):
+    for shard in shards(folder):
+        shard.unlink()
+    (folder / INDEX).unlink()
+    assert "holds no weights" in refusal(folder)
+
+
+def test_pickled_weights_are_read_behind_a_switch_only(folder):
+    expected: dict[str, torch.Tensor] = {}
+    change(folder, expected.update)
+    torch.save(expected, folder / "pytorch_model.bin")
+    (folder / SINGLE).unlink()
+    assert "megatron_wrap.model_provider.hf_allow_pickle: true reads it" in refusal(folder)
+    source = look(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
+    for name, tensor in expected.items():
+        assert torch.equal(source.read(name, tuple((0, n) for n in tensor.shape)), tensor)
+
+
+def test_a_pickle_that_runs_code_is_refused(folder):
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (print, ("harm",))
+
+    change(folder, lambda tensors: None)
+    torch.save({"model.norm.weight": Harm()}, folder / "pytorch_model.bin")
+    (folder / SINGLE).unlink()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
+        look(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
+
+
+def test_a_tied_model_may_store_its_output_layer_too(folder):
+    shutil.rmtree(folder)
+    llama(tie_word_embeddings=True).save_pretrained(folder)
+    assert "lm_head.weight" not in look(folder).tensors
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    look(folder)
+
+
+def test_names_without_the_prefix_and_with_old_buffers(folder):
+    """As openai-community/gpt2 has them."""
+    shutil.rmtree(folder)
+    GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=4, n_positions=32, **IDS)).save_pretrained(
+        folder
+    )
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+
+    change(folder, strip)
+    assert "transformer.wte.weight" in look(folder).tensors

@@ -1,0 +1,50 @@
+"""`megatron-wrap new-flow`: what it writes, and what it refuses to. tests/end_to_end runs what it has written."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.cli.main import main
+from megatron_wrap.core.config import load_run_config
+
+
+def test_it_writes_a_flow_its_run_and_its_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-flow", "reward_flow", "--folder", "mine"]) == 0
+    files = {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()}
+    assert sorted(files) == ["reward_flow.py", "reward_flow.yaml", "test_reward_flow.py"]
+    assert "mine/test_reward_flow.py" in capsys.readouterr().out
+    classes = [node.name for node in ast.parse(files["reward_flow.py"]).body if isinstance(node, ast.ClassDef)]
+    assert classes == ["RewardFlow"]
+    flow = load_run_config(tmp_path / "mine/reward_flow.yaml").flow
+    assert (flow.flow_key, flow.options) == ("reward_flow:RewardFlow", {"focus": 2.0})
+    assert not any(word in text for text in files.values() for word in ("NAME", "CLASS", "FOLDER/"))
+    assert all(len(line) <= 120 for text in files.values() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("My-Flow", "'My-Flow' is no name for a module"),
+        ("class", "'class' is no name for a module"),
+        ("json", "'json' is the name of a module that is installed already; choose another, such as my_json"),
+    ],
+)
+def test_a_name_that_cannot_be_imported_is_refused(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new-flow", name, "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.yaml").write_text("mine")
+    assert main(["new-flow", "reward", "--folder", str(tmp_path)]) == 2
+    assert "reward.yaml: there already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.yaml"]

@@ -1,0 +1,164 @@
+"""A flow's block of the YAML against the dataclass that the flow declares. No process group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.core.config import load_run_config
+from megatron_wrap.core.flow import (
+    FlowOptions,
+    MegatronWrapFlowConfig,
+    MegatronWrapFlowEntry,
+    MegatronWrapGPTModelSFTFlow,
+    MegatronWrapMinimalMockFlow,
+)
+from megatron_wrap.core.flow.config import decode_flow_config
+from megatron_wrap.errors import ConfigError, FlowError
+
+RUN = """\
+megatron_lm:
+  model: {arch: {__select__: tiny-llama, __override__: {vocab_size: 64}}}
+  train:
+    common: {micro_batch_size: 2, global_batch_size: 4, seq_length: 32, train_iters: 2}
+    learning-rate: {lr: 1e-3}
+    dtype: {__select__: fp32}
+megatron_wrap:
+  flow:
+    __select__: SELECT
+    __override__:
+      flow_key: FLOW
+"""
+
+
+class Focal(MegatronWrapGPTModelSFTFlow):
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelSFTFlow.Config):
+        exponent: float
+        layers: tuple[int, ...] = (1, 2)
+        name: str | None = None
+
+        def __post_init__(self) -> None:
+            if self.exponent < 0:
+                raise ValueError(f"exponent is {self.exponent}; 0 or larger")
+
+
+class Undecorated(MegatronWrapGPTModelSFTFlow):
+    class Config(MegatronWrapGPTModelSFTFlow.Config):
+        exponent: float = 2.0
+
+
+class Foreign(MegatronWrapGPTModelSFTFlow):
+    @dataclass(frozen=True)
+    class Config:  # type: ignore[assignment]
+        exponent: float = 2.0
+
+
+class Silent(MegatronWrapMinimalMockFlow):
+    Config = None  # type: ignore[assignment]
+
+
+HERE = f"{__name__}:"
+Read = Callable[..., Any]
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """read(flow, *lines of the block): what the flow gets as `flow_config`."""
+    monkeypatch.chdir(tmp_path)
+
+    def read(flow: str, *lines: str, select: str = "custom", overrides: tuple[str, ...] = ()) -> Any:
+        text = RUN.replace("SELECT", select).replace("FLOW", flow)
+        Path("run.yaml").write_text(text + "".join(f"      {line}\n" for line in lines))
+        config = load_run_config("run.yaml", overrides)
+        return decode_flow_config(MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key), config)
+
+    return read
+
+
+def test_the_block_becomes_an_instance(read: Read) -> None:
+    found = read(HERE + "Focal", "exponent: 2", "truncation: left", overrides=("megatron_wrap.flow.layers=[3]",))
+    assert found == Focal.Config(flow_key=HERE + "Focal", exponent=2.0, truncation="left", layers=(3,))
+    assert type(found.exponent) is float
+    # beside the keys of the file that it was selected with
+    assert read(HERE + "Focal", "exponent: 0.5", select="gpt_sft").collate_type == "variable_length"
+
+
+def test_a_flow_registered_by_decorator(read: Read) -> None:
+    MegatronWrapFlowEntry.register("focal_of_this_test")(Focal)
+    assert read("focal_of_this_test", "exponent: 1").exponent == 1.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["exponent: 1", "exponnet: 2"],
+            "run.yaml:13 megatron_wrap.flow.exponnet: unknown key; did you mean exponent?",
+        ),
+        (
+            ["exponent: 1", "zz: 2"],
+            "run.yaml:13 megatron_wrap.flow.zz: unknown key; the fields of Focal.Config are coll",
+        ),
+        (["exponent: much"], "run.yaml:12 megatron_wrap.flow.exponent: must be a number, not the string 'much'"),
+        (
+            ["exponent: 1", "truncation: up"],
+            "run.yaml:13 megatron_wrap.flow.truncation: must be one of right, left, ref",
+        ),
+        (
+            ["name: x"],
+            "run.yaml:11 megatron_wrap.flow.flow_key: megatron_wrap.flow.exponent is missing and Focal.Config",
+        ),
+        (["exponent: -1"], "Focal.Config refuses its values: exponent is -1.0; 0 or larger"),
+    ],
+)
+def test_a_wrong_block_is_refused_where_it_stands(read: Read, lines: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(HERE + "Focal", *lines)
+    assert message in str(refusal.value)
+
+
+def test_a_key_of_the_command_line_is_named_so(read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"^command line megatron_wrap\.flow\.exponent: must be a number"):
+        read(HERE + "Focal", overrides=("megatron_wrap.flow.exponent=x",))
+
+
+@pytest.mark.parametrize(
+    ("flow", "message"),
+    [("Undecorated", "is no dataclass; write @dataclass"), ("Foreign", r"class Config\(MegatronWrapFlowConfig\)")],
+)
+def test_a_config_that_is_none_is_refused(read: Read, flow: str, message: str) -> None:
+    with pytest.raises(FlowError, match=message):
+        read(HERE + flow)
+
+
+def test_without_a_config_only_the_tree_s_keys_are_known(read: Read) -> None:
+    found = read(HERE + "Silent", "vary_length: false", select="minimal_mock")
+    assert isinstance(found, FlowOptions)
+    assert found.vary_length is False
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml:12 megatron_wrap\.flow\.more: unknown key; Silent declares no keys"
+    ):
+        read(HERE + "Silent", "more: 1", select="minimal_mock")
+
+
+def test_keys_beyond_the_file_need_another_flow(read: Read, tmp_path: Path) -> None:
+    """A file of the tree says all keys of its own flow, without anything being imported."""
+    Path("run.yaml").write_text(RUN.replace("SELECT", "gpt_sft").replace("flow_key: FLOW", "colate_type: x"))
+    with pytest.raises(ConfigError, match=r"run\.yaml:11 megatron_wrap\.flow\.colate_type: unknown key; did you mean"):
+        load_run_config("run.yaml")
+    with pytest.raises(ConfigError, match=r"run\.yaml:11 megatron_wrap\.flow\.flow_key: must be a string, not null"):
+        read("null")
+
+
+@pytest.mark.parametrize("flow", [MegatronWrapGPTModelSFTFlow, MegatronWrapMinimalMockFlow])
+def test_a_shipped_flow_has_the_defaults_of_its_file(read: Read, flow: Any) -> None:
+    key = {MegatronWrapGPTModelSFTFlow: "gpt_sft", MegatronWrapMinimalMockFlow: "minimal_mock"}[flow]
+    assert read(key, select=key) == flow.Config(flow_key=key)
+    assert issubclass(flow.Config, MegatronWrapFlowConfig)
+    assert next(field.name for field in dataclasses.fields(flow.Config)) == "flow_key"
