@@ -170,3 +170,35 @@ def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank
     router = "decoder.layers.1.mlp.router.weight"
     share = numpy.linalg.norm(expected["gradients"][router] - plain["gradients"][router])
     assert share > 0.05 * numpy.linalg.norm(plain["gradients"][router])  # the loss is there to be seen
+
+
+RECOMPUTE = "megatron_lm.train.recompute."
+FULL = tuple(
+    f"{RECOMPUTE}{text}"
+    for text in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=2")
+)
+MODULES = (
+    f"{RECOMPUTE}recompute_granularity=selective",
+    f"{RECOMPUTE}recompute_modules=[core_attn,moe,shared_experts]",
+)
+
+
+@pytest.mark.parametrize("recompute", [FULL, MODULES], ids=["full", "modules"])
+@pytest.mark.parametrize("case", ["dp1", "tp2-ep2-etp1"])
+def test_recomputation_changes_nothing(recompute: tuple[str, ...], case: str, one_rank, ranks, tmp_path):
+    """Losses of the routers are counted once, and the expert bias sees each token once."""
+    model = {**MODELS["deepseek-v3"], **LOSSES["aux-seq-z"]}
+    overrides = (*arch(model), "megatron_lm.train.common.micro_batch_size=1")
+    assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *recompute))
+
+
+def test_bf16_trains_alike_in_every_layout(one_rank, ranks, tmp_path):
+    overrides = (*arch(MODELS["mixtral"], LOSSES["aux"]), "megatron_lm.train.dtype.bf16=true")
+    overrides = (*overrides, "megatron_lm.train.common.micro_batch_size=1")
+    expected = one_rank(*overrides)
+    processes, of_layout = layout("dp2-ep2-dopt")
+    arguments = ((*STEPS_OF_RUN, *overrides, *of_layout), str(tmp_path), False, STEPS)
+    found = ranks(processes).run(_model_runs.train, *arguments)[0]
+    assert found["initial"] == expected["initial"]
+    for name in ("losses", "router_losses"):
+        numpy.testing.assert_allclose(found[name], expected[name], rtol=1e-2)
