@@ -164,7 +164,7 @@ def build_chunks(
         _mark_experts(chunk)
         if hugging_face is not None:
             family, source = hugging_face
-            load_weights(chunk, family, config.arch, source, parallel.tp)
+            load_weights(chunk, family, config.arch, source, parallel)
         elif new_weights:
             fill_initial_weights(
                 chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
