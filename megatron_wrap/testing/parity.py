@@ -89,7 +89,7 @@ class ParityReport:
         """The report as a person reads it."""
         where = "" if self.platform == "cpu" else f", on {self.platform}"
         lines = [f"parity of {self.flow} with one process{where}", ""]
-        lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}  ")
+        lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}")
         for row in self.rows:
             mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
             numbers = [row.objective_difference, row.metric_difference, row.gradient_difference]
