@@ -18,6 +18,7 @@ import numpy
 
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.core.config.hugging_face import HF_PATH, spelled_out
 from megatron_wrap.core.config.schema import ArchConfig
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.diagnosis import Deviation, likely_cause
@@ -426,7 +427,11 @@ def _overrides(
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:
-        values += _tiny(load_run_config(config, [*values, *overrides]))
+        whole = load_run_config(config, [*values, *overrides])
+        if whole.model_provider.hf_path is not None:  # a tiny model has not the architecture of the folder
+            values += spelled_out(whole)
+            overrides = [*overrides, f"{HF_PATH}=null"]
+        values += _tiny(whole)
     return [*values, *overrides]
 
 

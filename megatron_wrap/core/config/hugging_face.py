@@ -6,6 +6,7 @@ registry below, so this layer imports none of them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_wrap.core.config.composed import Origin, Tree
 from megatron_wrap.core.config.reading import Node, describe, nearest, shown_path
-from megatron_wrap.core.config.schema import SECTION_PATHS
+from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.registry import Registry
 
@@ -209,6 +210,15 @@ def apply_hugging_face(tree: Tree) -> Tree:
     if tokenizer and tokenizer[-1].node.value is None and found.has_tokenizer:
         _set(tree, SECTION_PATHS["data"], "tokenizer", str(found.folder), found)
     return tree
+
+
+def spelled_out(config: RunConfig) -> list[str]:
+    """Overrides that give the whole architecture of a run in place of its `hf_path`."""
+    arch = {field.name: getattr(config.arch, field.name) for field in dataclasses.fields(config.arch)}
+    values = {**{key: value for key, value in arch.items() if key != "upstream"}, **config.arch.upstream}
+    section = SECTION_PATHS["arch"]
+    given = [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *given]
 
 
 def _lay_over(tree: Tree, found: HuggingFaceConfig, key: str, value: Any) -> None:
