@@ -178,7 +178,7 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
     outputs = f"megatron_wrap.logger.output_dir={export_to}-outputs"
     with MegatronWrap.from_pretrained(folder, CONFIG, [*overrides, outputs]) as wrap:
         wrap.initialize()
-        wrap.setup_model_and_optimizer()
+        wrap.setup_model()
         found = sequence_logits(wrap._ready(), token_ids())
         wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
         if wrap._initialized().world.rank == 0:

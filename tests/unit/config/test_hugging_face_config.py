@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.core.config import RunConfig, load_run_config
-from megatron_wrap.core.config.hugging_face import HF_PATH, spelled_out
+from megatron_wrap.core.config.hugging_face import FAMILIES, HF_PATH, spelled_out
 from megatron_wrap.errors import ConfigError
 
 RUN = """\
@@ -180,3 +180,18 @@ def test_reading_it_needs_no_torch(run, tmp_path):
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_family_from_outside(run):
+    import dataclasses
+
+    from megatron_wrap.bridge import register_bridge
+    from megatron_wrap.bridge.families.llama import FAMILY
+
+    mine = register_bridge(dataclasses.replace(FAMILY, model_type="my_llama"))
+    try:
+        assert run(model_type="my_llama").arch == run().arch
+        with pytest.raises(ConfigError, match="'my_llama' is registered already"):
+            register_bridge(dataclasses.replace(mine))
+    finally:
+        FAMILIES._targets.pop("my_llama")

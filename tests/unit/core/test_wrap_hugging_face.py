@@ -1,0 +1,200 @@
+"""The facade's verbs around Hugging Face folders, on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.cli.main import main
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.core.config.explain import explain
+from megatron_wrap.errors import CheckpointError, ConfigError, MegatronWrapError
+
+RUN = """\
+megatron_lm:
+  train:
+    common: {micro_batch_size: 2, global_batch_size: 4, seq_length: 16, train_iters: 6}
+    learning-rate: {lr: 1e-2}
+    dtype: {__select__: fp32}
+megatron_wrap:
+  init: {platform: cpu}
+  flow: {__select__: gpt_sft}
+"""
+SAMPLES = [{"input_ids": list(range(1, 14)), "loss_mask": [1] * 13}] * 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random Llama of one layer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids, vocab_size=37, num_key_value_heads=2)).save_pretrained(
+        tmp_path / "model"
+    )
+    return tmp_path / "model"
+
+
+def begun(folder: Path, *overrides: str) -> MegatronWrap:
+    Path("hf.yaml").write_text(RUN)
+    wrap = MegatronWrap.from_pretrained(folder, "hf.yaml", overrides)
+    wrap.initialize()
+    return wrap
+
+
+def test_training_is_refused_where_the_model_differs(in_fork, folder):
+    def body() -> None:
+        import torch
+
+        from megatron_wrap.checkpoint import verify
+
+        verify.TOLERANCE[torch.float32] = -1.0  # nothing agrees
+        with (
+            begun(folder, "megatron_wrap.model_provider.verify_hf=true") as wrap,
+            pytest.raises(CheckpointError, match=r"verify_hf: the model is not that of .*: embedding is the first"),
+        ):
+            wrap.setup_model_and_optimizer()
+
+    in_fork(body)
+
+
+def test_the_model_alone_evaluates_and_exports_and_does_not_train(in_fork, folder, tmp_path):
+    def body() -> None:
+        with begun(folder) as wrap:
+            wrap.setup_model()
+            assert wrap.state.optimizer is None
+            alone = wrap.evaluate({"set": SAMPLES})
+            for verb in (lambda: wrap.train(SAMPLES), wrap.save):
+                with pytest.raises(MegatronWrapError, match=r"call wrap\.setup_model_and_optimizer"):
+                    verb()
+        with begun(folder) as wrap:
+            wrap.setup_model_and_optimizer()
+            assert wrap.evaluate({"set": SAMPLES}) == alone
+            wrap.train(SAMPLES)
+            trained = wrap.evaluate({"set": SAMPLES})
+            wrap.save_pretrained(tmp_path / "out", dtype="bfloat16", max_shard_size=2000)
+        assert trained != alone
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+        with begun(tmp_path / "out") as wrap:
+            wrap.setup_model()
+            rounded = wrap.evaluate({"set": SAMPLES})["eval/set/loss"]
+        assert rounded == pytest.approx(trained["eval/set/loss"], rel=1e-2)
+
+    in_fork(body)
+
+
+def test_a_second_export_leaves_nothing_of_the_first(in_fork, folder, tmp_path):
+    def body() -> None:
+        out = tmp_path / "out"
+        with begun(folder) as wrap:
+            wrap.setup_model()
+            wrap.save_pretrained(out, max_shard_size=2000)
+            assert len(list(out.glob("model-*.safetensors"))) > 2
+            wrap.save_pretrained(out)
+            assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+
+    in_fork(body)
+
+
+def test_what_an_export_refuses(in_fork, folder, tmp_path):
+    def body() -> None:
+        (tmp_path / "file").write_text("")
+        with begun(folder) as wrap:
+            wrap.setup_model()
+            with pytest.raises(CheckpointError, match=r"is the folder that the run began from \(hf_path\)"):
+                wrap.save_pretrained(folder)
+            with pytest.raises(CheckpointError, match=r"no Hugging Face folder could be written to .*file/out"):
+                wrap.save_pretrained(tmp_path / "file" / "out")
+            with pytest.raises(ConfigError, match="max_shard_size 'five' is not a size"):
+                wrap.save_pretrained(tmp_path / "out", max_shard_size="five")
+            with pytest.raises(ConfigError, match="dtype 'int8' is not known; choose float32, bfloat16, float16"):
+                wrap.save_pretrained(tmp_path / "out", dtype="int8")
+            with pytest.raises(ConfigError, match="cannot be exported as gpt2: position_embedding_type would be"):
+                wrap.save_pretrained(tmp_path / "out", family="gpt2")
+
+    in_fork(body)
+
+
+def test_a_push_uploads_what_was_saved(in_fork, folder, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    class Hub:
+        def create_repo(self, repo_id: str, private: bool | None, exist_ok: bool) -> None:
+            assert (repo_id, private, exist_ok) == ("org/name", True, True)
+
+        def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+            assert (repo_id, commit_message) == ("org/name", "hf, iteration 0")
+            assert (folder_path / "model.safetensors").is_file()
+            return type("Commit", (), {"commit_url": "address"})
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+
+    def body() -> None:
+        with begun(folder) as wrap:
+            wrap.setup_model()
+            assert wrap.push_to_hub("org/name", tmp_path / "out", private=True) == "address"
+            monkeypatch.setattr(Hub, "create_repo", lambda *_, **__: 1 / 0)
+            with pytest.raises(CheckpointError, match="could not be uploaded to org/name: division by zero"):
+                wrap.push_to_hub("org/name", tmp_path / "out")
+
+    in_fork(body)
+
+
+def test_explain_says_that_a_value_is_the_folders(in_fork, folder):
+    from megatron_wrap.core.config.decode import load_tree
+
+    Path("hf.yaml").write_text(RUN)
+    text = explain(load_tree("hf.yaml", [f"megatron_wrap.model_provider.hf_path={folder}"]), "vocab_size")
+    assert text.startswith("megatron_lm.model.arch.vocab_size = 37")
+    assert "config.json (hf_path)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export-hf", "nothing", "out"], "nothing: no such run or checkpoint"),
+        (["export-hf", ".", "out"], ".: holds no checkpoint"),
+        (["export-hf", "run.yaml", "out"], "megatron_lm.train.common.save is null, so the run has no checkpoint"),
+        (["verify-hf", "./nothing"], "no Hugging Face folder './nothing'"),
+        (["verify-hf", "."], "config.json: no such file"),
+    ],
+)
+def test_the_commands_refuse_in_one_line(in_fork, capsys, arguments, message):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_wrong_table_of_names_is_found_although_it_comes_back_as_it_went(in_fork, folder):
+    """Gate and up exchanged: both directions agree with each other, and the layer computes something else."""
+
+    def body() -> None:
+        import dataclasses
+
+        from megatron_wrap.bridge.families import llama
+        from megatron_wrap.checkpoint.verify import verify_hugging_face
+
+        def exchanged(arch: Any) -> Any:
+            table = dict(right.parameters(arch))
+            gated = table["decoder.layers.0.mlp.linear_fc1.weight"]
+            table["decoder.layers.0.mlp.linear_fc1.weight"] = dataclasses.replace(gated, parts=gated.parts[::-1])
+            return table
+
+        right = llama.FAMILY
+        llama.FAMILY = dataclasses.replace(right, parameters=exchanged)
+        with begun(folder) as wrap:
+            wrap.setup_model()
+            verdict = verify_hugging_face(wrap.state)
+        assert not verdict.agrees
+        assert not verdict.weight_differences
+        assert verdict.first_difference is not None
+        assert verdict.first_difference.startswith("layer 0 is the first output that differs")
+        assert "layer 0" in next(line for line in verdict.table().splitlines() if line.endswith("DIFFERS"))
+
+    in_fork(body)
