@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
+from megatron_wrap.core.config.hugging_face import HF_PATH, spelled_out
 from megatron_wrap.core.config.schema import ArchConfig
 from megatron_wrap.testing.layouts import LayoutCase
 
@@ -49,7 +50,11 @@ def check_overrides(
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:
-        values += _tiny(load_run_config(config, [*values, *overrides]))
+        whole = load_run_config(config, [*values, *overrides])
+        if whole.model_provider.hf_path is not None:  # a tiny model has not the architecture of the folder
+            values += spelled_out(whole)
+            overrides = [*overrides, f"{HF_PATH}=null"]
+        values += _tiny(whole)
     return [*values, *overrides]
 
 

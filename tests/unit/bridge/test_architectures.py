@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "qwen3-8b": ("qwen3", 8_190_735_360),
     "qwen3-14b": ("qwen3", 14_768_307_200),
     "qwen3-32b": ("qwen3", 32_762_123_264),
+    "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
+    "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
+    "mixtral-8x7b": ("mixtral", 46_702_792_704),
+    "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
+    "deepseek-v3": ("deepseek_v3", 671_026_404_352),
 }
 """Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors."""
 
@@ -89,12 +95,13 @@ def test_the_published_model_there_and_back(name, run):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     assert model.num_parameters() == parameters
 
-    # the same tensors, which a whole model has under the names and in the shapes of the table
+    # the same tensors, under the names and in the shapes of the table; of experts, which transformers joins when it
+    # reads a file, all together
     tied = not config.arch.untie_embeddings_and_output_weights
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    assert expected_shapes(family, complete(config)) == {
-        k: v for k, v in shapes.items() if not (tied and k == "lm_head.weight")
-    }
+    state = {key: tensor for key, tensor in model.state_dict().items() if not (tied and key == "lm_head.weight")}
+    shapes = expected_shapes(family, complete(config))
+    assert _outside_experts(shapes) == _outside_experts({key: tuple(tensor.shape) for key, tensor in state.items()})
+    assert sum(map(math.prod, shapes.values())) == sum(tensor.numel() for tensor in state.values())
 
     # and what transformers writes says the same architecture again
     arch = family.arch_values(theirs.to_dict())
@@ -118,6 +125,10 @@ def test_what_a_family_cannot_express_is_named(run):
     scaled = run("tiny-llama", "megatron_lm.model.arch.softmax_scale=0.5")
     assert what_differs(choose_family(run("tiny-llama")), complete(scaled)) == "it has no softmax_scale, which is 0.5"
     choose_family(run("tiny-llama", "megatron_lm.model.arch.cross_entropy_loss_fusion=true"))
+
+
+def _outside_experts(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {k.replace("block_sparse_moe", "mlp"): shape for k, shape in shapes.items() if ".experts." not in k}
 
 
 def _as_decoded(value: Any) -> Any:
