@@ -65,7 +65,7 @@ def _tiny(config: RunConfig) -> list[str]:
     groups = arch.num_query_groups or arch.num_attention_heads
     few_groups = groups if groups < 2 else 2
     heads = few_groups * min(arch.num_attention_heads // groups, 4)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_layers": 4,
         "num_attention_heads": heads,
         "num_query_groups": few_groups,
@@ -75,6 +75,11 @@ def _tiny(config: RunConfig) -> list[str]:
         "ffn_hidden_size": 128,
         **experts,
     }
+    if arch.multi_latent_attention:
+        ranks = {"kv_lora_rank": 32, "q_lora_rank": "null" if arch.q_lora_rank is None else 48}
+        sizes |= {**ranks, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
+    if arch.window_size is not None:  # one that sequences of a few dozen tokens feel
+        sizes["window_size"] = [min(size, 12) for size in arch.window_size]
     values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
     return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]
 
