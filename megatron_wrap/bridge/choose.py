@@ -66,7 +66,7 @@ def config_json(config: RunConfig, dtype: str, model_type: str | None = None) ->
         found = read_hugging_face_config(config.model_provider.hf_path)
         if found.family is family:
             values = {key: value for key, value in found.values.items() if key != "torch_dtype"}
-            return {**values, "architectures": [family.architecture], "dtype": dtype}
+            return {**values, **family.exported_values, "architectures": [family.architecture], "dtype": dtype}
     values = family.config_values(complete(config))
     # the defaults of transformers lie beyond a small vocabulary
     special = dict.fromkeys(("bos_token_id", "eos_token_id"))
@@ -75,6 +75,7 @@ def config_json(config: RunConfig, dtype: str, model_type: str | None = None) ->
         "model_type": family.model_type,
         **special,
         **values,
+        **family.exported_values,
         "dtype": dtype,
     }
 
@@ -82,8 +83,13 @@ def config_json(config: RunConfig, dtype: str, model_type: str | None = None) ->
 def complete(config: RunConfig) -> ArchConfig:
     """The architecture with the numbers that null stands for."""
     arch = config.arch
+    experts: dict[str, Any] = {}
+    if arch.num_experts is not None:
+        experts["moe_layer_freq"] = derived.moe_layer_pattern(arch)
+        experts["moe_ffn_hidden_size"] = derived.moe_ffn_hidden_size(arch)
     return dataclasses.replace(
         arch,
+        **experts,
         ffn_hidden_size=derived.ffn_hidden_size(arch),
         num_query_groups=derived.num_query_groups(arch),
         kv_channels=derived.kv_channels(arch),

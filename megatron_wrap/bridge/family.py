@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_wrap.bridge.mapping import Mapping as WeightMapping
@@ -29,3 +29,7 @@ class Family:
     """Prefix that files written by transformers' bare model (without its head) leave out."""
     ignored: tuple[str, ...] = ()
     """Patterns (full match) of tensors that older files hold and no model has: buffers."""
+    left_out: Callable[[ArchConfig], dict[str, str]] = lambda arch: {}
+    """Patterns of tensors that belong to a part which is not built -> what a user is told of it."""
+    exported_values: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json of an export says whatever that of the beginning said."""

@@ -58,6 +58,7 @@ class Mapping:
         along: dimension of our parameter that the runs go along.
         transposed: Hugging Face stores the matrices with their dimensions exchanged (GPT-2's Conv1D).
         padded: the parameter may be longer than its runs (vocabulary); what is left is zero and is not exported.
+        fp32: ours and theirs keep it in fp32 whatever the type of the model.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -66,6 +67,7 @@ class Mapping:
     along: int = 0
     transposed: bool = False
     padded: bool = False
+    fp32: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of each Hugging Face tensor that the parameter is made of, as far as this parameter knows."""
@@ -80,7 +82,8 @@ class Mapping:
         return self._shape(length // size if self.split else length)
 
     def pieces(self, local_shape: Sequence[int], rank: int, size: int) -> list[Piece]:
-        """What `rank` of `size` tensor-parallel ranks holds, in the order of its parameter.
+        """What `rank` of `size` tensor-parallel ranks holds, in the order of its parameter. A split that the
+        parameter's shape does not show was not made: some layers are cut in one implementation, whole in another.
 
         Args:
             local_shape: shape of the parameter on this rank; with `padded` it says how much padding there is.
@@ -88,7 +91,7 @@ class Mapping:
         Raises:
             ValueError: a parameter that is not padded has another shape.
         """
-        if not self.split:
+        if not self.split or (tuple(local_shape) == self.local_shape(1) and not self.padded):
             rank, size = 0, 1
         if tuple(local_shape) != self.local_shape(size) and not self.padded:
             raise ValueError(
@@ -175,3 +178,8 @@ def query_key_value(
 def transposed(mapping: Mapping) -> Mapping:
     """The same parameter of Hugging Face tensors that are stored transposed; a vector stays as it is."""
     return mapping if mapping.other is None else replace(mapping, transposed=True)
+
+
+def in_fp32(mapping: Mapping) -> Mapping:
+    """The same parameter, kept in fp32."""
+    return replace(mapping, fp32=True)

@@ -89,6 +89,11 @@ class WeightSource:
                 f"{entry.file}: {entry.name} cannot be read ({error}); fetch the file again"
             ) from error
 
+    def left_out(self, family: Family, arch: ArchConfig) -> list[str]:
+        """What a user is to be told of tensors here that are not read."""
+        patterns = family.left_out(arch).items()
+        return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
+
     def check(self, family: Family, arch: ArchConfig) -> None:
         """Hold names, shapes and types against those of the architecture; nothing is read.
 
@@ -114,10 +119,11 @@ class WeightSource:
                 )
         tied = not arch.untie_embeddings_and_output_weights
         ignored = (*family.ignored, *((r"lm_head\.weight",) if tied else ()))
+        left_out = family.left_out(arch)
         unknown = [
             name
             for name in self.tensors
-            if name not in wanted and not any(re.fullmatch(pattern, name) for pattern in ignored)
+            if name not in wanted and not any(re.fullmatch(pattern, name) for pattern in (*ignored, *left_out))
         ]
         if unknown:
             raise CheckpointError(

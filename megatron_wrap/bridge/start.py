@@ -41,3 +41,9 @@ def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
     except CheckpointError as error:
         raise CheckpointError(f"{HF_PATH}: {error}") from error
     return family, source
+
+
+def weights_left_out(config: RunConfig) -> list[str]:
+    """What a user is to be told of weights of `hf_path` that are not read."""
+    found = weight_source(config)
+    return [] if found is None else found[1].left_out(found[0], config.arch)

@@ -14,6 +14,7 @@ from megatron_wrap.bridge.mapping import Piece, Region
 from megatron_wrap.bridge.source import expected_shapes
 from megatron_wrap.bridge.transfer import blocks, local_pieces, mapped_parameters, placed
 from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.core.model.initial_weights import is_expert
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
@@ -38,6 +39,7 @@ class WholeTensor:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     parts: list[OwnedPiece] = field(default_factory=list)
 
     @property
@@ -47,6 +49,11 @@ class WholeTensor:
         for length in self.shape:
             size *= length
         return size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.dtype.itemsize
 
 
 class WeightStream:
@@ -75,17 +82,18 @@ class WeightStream:
         mine: list[OwnedPiece] = []
         for number, chunk in enumerate(chunks):
             for name, parameter, mapping in mapped_parameters(chunk, family, arch):
-                speaks = parallel.dp_cp.rank == 0 and (mapping.split or parallel.tp.rank == 0)
-                if not speaks:
+                replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
+                if replica or not (mapping.split or parallel.tp.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
-                pieces = local_pieces(name, parameter, mapping, parallel.tp)
+                pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
         kinds = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
         everywhere = gather_objects((mine, kinds))
         self.dtype = dtype or _one_dtype({kind for _, of_rank in everywhere for kind in of_rank})
-        self.tensors = _whole_tensors([piece for of_rank, _ in everywhere for piece in of_rank], family, arch)
+        owned = [one for of_rank, _ in everywhere for one in of_rank]
+        self.tensors = _whole_tensors(owned, family, arch, self.dtype)
 
     @property
     def dtype_name(self) -> str:
@@ -99,39 +107,40 @@ class WeightStream:
 
     def numbered_blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[tuple[int, Tensor | None]]:
         """`blocks`, each with the number of its first row."""
-        for region in blocks(tuple((0, size) for size in tensor.shape), self.dtype.itemsize):
+        for region in blocks(tuple((0, size) for size in tensor.shape), tensor.dtype.itemsize):
             yield region[0][0], self._gather(tensor, region, to_rank)
 
     def whole(self, tensor: WholeTensor) -> Tensor:
         """A whole tensor on every rank, on the device of the model."""
         region = tuple((0, size) for size in tensor.shape)
-        result = torch.empty(tensor.shape, dtype=self.dtype, device=self._device)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         for owned, part in _overlaps(tensor, region):
-            values = self._held(owned, part) if owned.rank == self._rank else self._room(part)
+            here = owned.rank == self._rank
+            values = self._held(owned, part, tensor.dtype) if here else self._room(part, tensor.dtype)
             broadcast(values, owned.rank)
             _put(result, region, part, values)
         return result
 
     def _gather(self, tensor: WholeTensor, region: Region, to_rank: int) -> Tensor | None:
         here = to_rank == self._rank
-        result = torch.empty([stop - start for start, stop in region], dtype=self.dtype) if here else None
+        result = torch.empty([stop - start for start, stop in region], dtype=tensor.dtype) if here else None
         for owned, part in _overlaps(tensor, region):
             if owned.rank == self._rank:
-                values = self._held(owned, part)
+                values = self._held(owned, part, tensor.dtype)
                 if not here:
                     send(values, to_rank)
             elif here:
-                values = self._room(part)
+                values = self._room(part, tensor.dtype)
                 receive(values, owned.rank)
             if result is not None:
                 _put(result, region, part, values)
         return result
 
-    def _held(self, owned: OwnedPiece, part: Region) -> Tensor:
-        return placed(self._parameters[owned.parameter], owned.piece, part).to(self.dtype).contiguous()
+    def _held(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
+        return placed(self._parameters[owned.parameter], owned.piece, part).to(dtype).contiguous()
 
-    def _room(self, part: Region) -> Tensor:
-        return torch.empty([stop - start for start, stop in part], dtype=self.dtype, device=self._device)
+    def _room(self, part: Region, dtype: torch.dtype) -> Tensor:
+        return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
 
 
 def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:
@@ -156,16 +165,20 @@ def _one_dtype(kinds: set[torch.dtype]) -> torch.dtype:
     return half[0] if half else order[0]
 
 
-def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig) -> list[WholeTensor]:
+def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dtype: torch.dtype) -> list[WholeTensor]:
     """Every tensor of the architecture with its parts, in the order of the model.
 
     Raises:
         CheckpointError: a part that nobody holds, or that two hold.
     """
-    whole = {name: WholeTensor(name, shape) for name, shape in expected_shapes(family, arch).items()}
+    fp32 = {name for mapping in family.parameters(arch).values() if mapping.fp32 for name in mapping.shapes()}
+    whole = {
+        name: WholeTensor(name, shape, torch.float32 if name in fp32 else dtype)
+        for name, shape in expected_shapes(family, arch).items()
+    }
     seen: set[tuple[str, Region]] = set()
     for one in owned:
-        # tied embeddings are on the first and on the last stage
+        # tied embeddings are on the first and on the last stage, and some split layers are whole on each rank
         if (one.piece.name, one.piece.region) not in seen:
             seen.add((one.piece.name, one.piece.region))
             whole[one.piece.name].parts.append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,11 @@ from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.mapping import Mapping, Piece, Region
 from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.core.config.schema import ArchConfig
-from megatron_wrap.core.model.initial_weights import global_names
+from megatron_wrap.core.model.initial_weights import global_names, is_expert
 from megatron_wrap.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import Axis
+    from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 64 * 2**20
 """Largest part of a tensor that is read, sent or written at once, bytes: the memory beyond the model's own."""
@@ -24,21 +25,24 @@ BLOCK_BYTES = 64 * 2**20
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 """Transformer Engine keeps a norm inside the linear layer that follows it."""
 
 
 def mapped_parameters(
     chunk: torch.nn.Module, family: Family, arch: ArchConfig
-) -> Iterator[tuple[str, torch.nn.Parameter, Mapping]]:
-    """Global name, parameter and mapping of each parameter of a bare model chunk. The output layer of a tied model has
-    the name of the embedding.
+) -> Iterator[tuple[str, Tensor, Mapping]]:
+    """Global name, tensor and mapping of each parameter of a bare model chunk, and of each router's bias for balance,
+    which is a buffer. The output layer of a tied model has the name of the embedding.
 
     Raises:
         CheckpointError: the family has no place for a parameter: the provider builds another model.
     """
     table = family.parameters(arch)
-    for name, parameter in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
+    named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
+    for name, parameter in itertools.chain(named, _router_biases(chunk)):
         for fused, own in _FUSED_NORMS.items():
             name = name.replace(fused, own)
         if name not in table:
@@ -49,8 +53,19 @@ def mapped_parameters(
         yield name, parameter, table[name]
 
 
+def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for layer in getattr(chunk.decoder, "layers", ()):
+        bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)
+        if bias is not None:
+            # Megatron-Core wants it in fp32 and says so at each step only (router.py, _maintain_float32_expert_bias)
+            bias.data = bias.data.float()
+            yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", bias
+
+
 @torch.no_grad()
-def load_weights(chunk: torch.nn.Module, family: Family, arch: ArchConfig, source: WeightSource, tp: Axis) -> None:
+def load_weights(
+    chunk: torch.nn.Module, family: Family, arch: ArchConfig, source: WeightSource, parallel: ParallelState
+) -> None:
     """Fill every parameter of a bare model chunk from the folder; only this rank's slices are read.
 
     Memory beyond the parameters: one block of `BLOCK_BYTES`.
@@ -61,21 +76,22 @@ def load_weights(chunk: torch.nn.Module, family: Family, arch: ArchConfig, sourc
     for name, parameter, mapping in mapped_parameters(chunk, family, arch):
         if mapping.padded:
             parameter.zero_()
-        for piece in local_pieces(name, parameter, mapping, tp):
+        for piece in local_pieces(name, parameter, mapping, parallel):
             for block in blocks(piece.region, parameter.element_size()):
                 part = source.read(piece.name, block)
                 placed(parameter, piece, block).copy_(part)
                 del part
 
 
-def local_pieces(name: str, parameter: Tensor, mapping: Mapping, tp: Axis) -> list[Piece]:
+def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: ParallelState) -> list[Piece]:
     """The pieces of a parameter of this rank.
 
     Raises:
         CheckpointError: its shape is not the mapping's.
     """
+    axis = parallel.expert_tp if is_expert(name) else parallel.tp
     try:
-        return mapping.pieces(parameter.shape, tp.rank, tp.size)
+        return mapping.pieces(parameter.shape, axis.rank, axis.size)
     except ValueError as error:
         raise CheckpointError(f"the parameter {name} cannot be filled from Hugging Face weights: {error}") from error
 

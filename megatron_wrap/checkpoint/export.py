@@ -97,7 +97,7 @@ def save_pretrained(
             writer = number % world
             if writer == rank and failure is None:
                 try:
-                    writers[number] = _ShardWriter(target / name, tensors, stream.dtype)
+                    writers[number] = _ShardWriter(target / name, tensors)
                 except OSError as error:
                     failure = error
             for tensor in tensors:
@@ -170,12 +170,12 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 class _ShardWriter:
     """One safetensors file (huggingface.co/docs/safetensors, format), written tensor after tensor."""
 
-    def __init__(self, path: Path, tensors: Sequence[WholeTensor], dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, tensors: Sequence[WholeTensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in tensors:
-            end = offset + tensor.numel * dtype.itemsize
-            about = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            end = offset + tensor.nbytes
+            about = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
             header[tensor.name], offset = about, end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins aligned
@@ -199,12 +199,11 @@ def _shards(stream: WeightStream, limit: int) -> list[list[WholeTensor]]:
     shards: list[list[WholeTensor]] = [[]]
     size = 0
     for tensor in stream.tensors:
-        length = tensor.numel * stream.dtype.itemsize
-        if shards[-1] and size + length > limit:
+        if shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += length
+        size += tensor.nbytes
     return shards
 
 
@@ -242,7 +241,7 @@ def _finish(
         if stale and old.name not in names:
             old.unlink()
     if len(names) > 1:
-        total = sum(tensor.numel for tensors in shards for tensor in tensors) * stream.dtype.itemsize
+        total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
         weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
         _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:

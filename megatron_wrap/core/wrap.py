@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.start import check_hugging_face
+from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
@@ -166,6 +166,8 @@ class MegatronWrap:
         self._describe_model()
         if from_hugging_face:
             logger.info_rank_0(f"weights of {self.config.model_provider.hf_path}")
+            for text in weights_left_out(self.config):
+                logger.warning_rank_0(text)
         self._restore(weights_only=not training)
 
     def close(self) -> None:

@@ -162,15 +162,15 @@ def build_chunks(
         chunk = provider(request)
         chunk.to(platform.device)
         _mark_experts(chunk)
-        if hugging_face is not None:
-            family, source = hugging_face
-            load_weights(chunk, family, config.arch, source, parallel.tp)
-        elif new_weights:
+        if new_weights and hugging_face is None:
             fill_initial_weights(
                 chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
             )
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
+        if hugging_face is not None:  # after Float16Module, which halves buffers that are to stay fp32, too
+            family, source = hugging_face
+            load_weights(chunk, family, config.arch, source, parallel)
     return chunks
 
 

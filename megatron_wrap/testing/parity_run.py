@@ -26,7 +26,7 @@ class CaseResult:
     seen: Seen
     """What the ranks' calls of the flow have shown."""
     num_microbatches: int
-    router_losses: list[dict[str, float]]
+    router_losses: list[dict[str, float]] = field(default_factory=list)
     """The experts' auxiliary losses of each step, without their coefficients; empty where there are none."""
     undeclared_fields: list[str] = field(default_factory=list)
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""

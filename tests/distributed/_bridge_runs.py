@@ -29,6 +29,28 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}),
     "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -44,6 +66,59 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
     "phi3": ("Phi3ForCausalLM", {}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "head_dim": 12,
+        },
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3, "topk_method": "greedy"},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **DEEPSEEK,
+            "rope_parameters": YARN,
+            "q_lora_rank": 28,
+            "num_experts_per_tok": 4,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **DEEPSEEK,
+            "rope_parameters": YARN,
+            "q_lora_rank": 28,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -68,6 +143,9 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
             noise = torch.randn(parameter.shape, generator=generator)
             norm = parameter.dim() == 1 and parameter_name.endswith("weight")
             parameter.copy_(1.0 + 0.3 * noise if norm else 0.15 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, **save_arguments)
     return folder
 

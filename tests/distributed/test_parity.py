@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import _flow_zoo as zoo
@@ -31,10 +32,24 @@ MOCK = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
 ALL = (*DEFAULT_LAYOUTS, "dp4-dopt", "pp4", "cp4", "tp2-cp2", "pp2-vpp2-dp2-dopt")
 
 
-@pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft"])
+def pairs() -> list[dict[str, list[int]]]:
+    """Prompts with a better and a worse answer, of unequal lengths."""
+    generator = random.Random(5)
+    lengths = {"prompt_ids": 12, "chosen_ids": 30, "rejected_ids": 30}
+    return [
+        {key: [generator.randrange(500) for _ in range(generator.randint(4, most))] for key, most in lengths.items()}
+        for _ in range(16)
+    ]
+
+
+@pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft", "gpt_dpo"])
 def test_the_shipped_flows_agree_on_every_layout(flow, samples, ranks):
-    config, given = (MOCK, None) if flow == "minimal_mock" else (CONFIG, samples)
-    report = check_parity(config, samples=given, layouts=ALL, ranks=ranks)
+    config, given, overrides = CONFIG, samples, [f"megatron_wrap.flow.__select__={flow}"]
+    if flow == "minimal_mock":
+        config, given = MOCK, None
+    if flow == "gpt_dpo":
+        given, overrides = pairs(), [*overrides, "megatron_wrap.models.reference=copy"]
+    report = check_parity(config, overrides, samples=given, layouts=ALL, ranks=ranks)
     assert report.flow == flow
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 

@@ -32,6 +32,10 @@ PLAIN: dict[str, Any] = {
     "openai_gelu": False,
     "add_bias_linear": False,
     "add_qkv_bias": False,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "multi_latent_attention": False,
+    "num_experts": None,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }

@@ -15,7 +15,7 @@ def window_values(window: int | None) -> dict[str, Any]:
 
 def window_config(arch: ArchConfig) -> dict[str, Any]:
     """`window_values` backwards."""
-    window = arch.upstream.get("window_size")
+    window = arch.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
 

@@ -6,6 +6,7 @@ registry below, so this layer imports none of them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_wrap.core.config.composed import Origin, Tree
 from megatron_wrap.core.config.reading import Node, describe, nearest, shown_path
-from megatron_wrap.core.config.schema import SECTION_PATHS
+from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.registry import Registry
 
@@ -24,8 +25,8 @@ HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
 FROM_HUGGING_FACE = "hugging-face"
 """File of the tree that leaves the whole architecture to config.json; a run that selects none gets it."""
 
-TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
-"""What config.json says only of training: a run may say otherwise."""
+TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "moe_router_dtype"})
+"""What a family says only of training or of precision: a run may say otherwise."""
 
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
 """What of a hub repository is fetched to read a configuration: everything small."""
@@ -51,7 +52,21 @@ class ConfigTranslation(Protocol):
         ...
 
 
-_SHIPPED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+_SHIPPED = (
+    *("deepseek_v2", "deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+
+_GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
+LACKING: Mapping[str, str] = {
+    "gemma": _GEMMA,
+    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms behind their blocks",
+    "gemma3": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by different bases",
+    "gemma3_text": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by "
+    "different bases",
+    "olmo2": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+}
+"""model_type -> what it needs that our layers do not have."""
 
 FAMILIES: Registry[Any] = Registry(
     "Hugging Face model_type",
@@ -154,6 +169,10 @@ def family_of(model_type: str, where: str = "") -> Any:
         ConfigError: there is none; the known ones are named.
     """
     known = FAMILIES.keys()
+    if model_type in LACKING and model_type not in known:
+        raise UnsupportedModel(
+            f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {LACKING[model_type]}"
+        )
     if model_type not in known:  # a file's text is no place to import code from
         raise ConfigError(
             f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known)} Known: "
@@ -191,6 +210,15 @@ def apply_hugging_face(tree: Tree) -> Tree:
     if tokenizer and tokenizer[-1].node.value is None and found.has_tokenizer:
         _set(tree, SECTION_PATHS["data"], "tokenizer", str(found.folder), found)
     return tree
+
+
+def spelled_out(config: RunConfig) -> list[str]:
+    """Overrides that give the whole architecture of a run in place of its `hf_path`."""
+    arch = {field.name: getattr(config.arch, field.name) for field in dataclasses.fields(config.arch)}
+    values = {**{key: value for key, value in arch.items() if key != "upstream"}, **config.arch.upstream}
+    section = SECTION_PATHS["arch"]
+    given = [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *given]
 
 
 def _lay_over(tree: Tree, found: HuggingFaceConfig, key: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.core.config import RunConfig, load_run_config
-from megatron_wrap.core.config.hugging_face import HF_PATH
+from megatron_wrap.core.config.hugging_face import HF_PATH, spelled_out
 from megatron_wrap.errors import ConfigError
 
 RUN = """\
@@ -130,6 +130,18 @@ def test_what_cannot_be_built_is_refused(run, changes, message):
     found = refusal(run, **changes)
     assert found.startswith(f"run.yaml:7 {HF_PATH}: model/config.json: ")
     assert message in found
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "olmo2"])
+def test_a_family_that_cannot_be_built_exactly_is_refused_with_the_reason(run, model_type):
+    message = refusal(run, model_type=model_type)
+    assert f"model/config.json: model_type {model_type} cannot be built exactly: " in message
+
+
+def test_the_architecture_can_be_spelled_out(run, tmp_path):
+    config = run()
+    (tmp_path / "model" / "config.json").unlink()
+    assert load_run_config("run.yaml", spelled_out(config)).arch == config.arch
 
 
 def test_files_that_are_not_there(run, tmp_path):

@@ -7,10 +7,10 @@ import math
 import numpy
 import pytest
 
+from megatron_wrap.testing.comparison import OBJECTIVE_TOLERANCE, metric_differences, relative, rounding_floor
 from megatron_wrap.testing.diagnosis import Deviation, likely_cause
 from megatron_wrap.testing.layouts import parse_layout
 from megatron_wrap.testing.observer import Observer, Seen
-from megatron_wrap.testing.parity import OBJECTIVE_TOLERANCE, metric_differences, relative, rounding_floor
 from megatron_wrap.testing.parity_run import CaseResult
 
 GRADIENTS = {"a": numpy.array([1.0, 2.0]), "b": numpy.array([3.0])}
@@ -67,7 +67,7 @@ def test_names_that_change_between_micro_batches_are_refused(monkeypatch: pytest
 
     monkeypatch.setattr(observer, "gather_objects", lambda told: [told])
     one = Axis(1, 0, None)  # type: ignore[arg-type]
-    alone = ParallelState(one, one, one, one, one, one, one, None)
+    alone = ParallelState(*[one] * 9, None)
     seen = Observer(calls=[{"a": ("number", 1.0, 0.0)}, {"a": ("number", 2.0, 0.0)}]).seen(object(), alone)
     assert seen.metric_kinds == {"a": "number"}
     with pytest.raises(FlowError, match=r"metrics \['a'\] in one micro-batch and \['b'\] in another"):

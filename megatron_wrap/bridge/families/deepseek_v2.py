@@ -1,0 +1,178 @@
+"""DeepSeek V2: latent attention, shared experts, and routing within groups (transformers/models/deepseek_v2).
+
+`deepseek_v3` shares all but the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge import mapping as weights
+from megatron_wrap.bridge.families.decoder import (
+    Sizes,
+    Table,
+    decoder_config,
+    decoder_table,
+    decoder_values,
+    mlp_table,
+    need,
+    norm_table,
+    refuse_unless,
+)
+from megatron_wrap.bridge.families.experts import ROUTER, experts_table, pattern
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.hugging_face import UnsupportedModel
+from megatron_wrap.core.config.schema import ArchConfig
+
+LATENT_NORM_EPSILON = 1e-6
+"""That of the latent vectors' norms is fixed in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
+
+_YARN = {
+    "rotary_scaling_factor": ("factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "mscale": ("mscale", None),
+    "mscale_all_dim": ("mscale_all_dim", None),
+}
+"""Key of ours -> theirs, and their default."""
+
+
+def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All but the router's keys."""
+    refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1, rms_norm_eps=LATENT_NORM_EPSILON)
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    values = decoder_values({**plain, "rope_theta": theta}, tied=False)
+    layers, first_dense = values["num_layers"], config.get("first_k_dense_replace", 0)
+    width, shared = need(config, "moe_intermediate_size"), config.get("n_shared_experts") or 0
+    scaling = float(config.get("routed_scaling_factor", 1.0))
+    del values["kv_channels"]  # heads have the widths below
+    return {
+        **values,
+        **_rope(kind, rope),
+        **ROUTER,
+        "num_query_groups": values["num_attention_heads"],
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": need(config, "kv_lora_rank"),
+        "qk_head_dim": need(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
+        "v_head_dim": need(config, "v_head_dim"),
+        "num_experts": need(config, "n_routed_experts"),
+        "moe_layer_freq": [int(layer >= first_dense) for layer in range(layers)],
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared * width or None,
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_router_topk_scaling_factor": None if scaling == 1.0 else scaling,
+    }
+
+
+def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    if kind == "default":
+        return {"rope_type": "rope"}
+    if kind != "yarn" or rope.get("attention_factor") is not None:
+        raise UnsupportedModel(f"rope_type is {kind!r}, and latent attention has default and yarn without a factor")
+    missing = [theirs for theirs, default in _YARN.values() if default is None and not rope.get(theirs)]
+    if missing:
+        raise UnsupportedModel(f"{missing[0]} of yarn is missing")
+    numbers = {ours: float(rope.get(theirs) or default or 0.0) for ours, (theirs, default) in _YARN.items()}
+    original = int(numbers["original_max_position_embeddings"])
+    return {"rope_type": "yarn", **numbers, "original_max_position_embeddings": original}
+
+
+def latent_config(arch: ArchConfig) -> dict[str, Any]:
+    """`latent_values` backwards."""
+    values = decoder_config(arch)
+    del values["head_dim"]
+    layers = pattern(arch)
+    first_dense = sum(not experts for experts in layers)
+    if list(layers) != [0] * first_dense + [1] * (len(layers) - first_dense):
+        raise UnsupportedModel(f"dense layers are the first ones, and moe_layer_freq is {list(layers)}")
+    shared = (arch.moe_shared_expert_intermediate_size or 0) / (arch.moe_ffn_hidden_size or 1)
+    if shared != int(shared):
+        raise UnsupportedModel("moe_shared_expert_intermediate_size is no multiple of moe_ffn_hidden_size")
+    if arch.rope_type == "yarn":
+        scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in _YARN.items()}
+        values["rope_scaling"] = {"rope_type": "yarn", **scaling}
+    return {
+        **values,
+        "attention_bias": False,
+        "q_lora_rank": arch.q_lora_rank,
+        "kv_lora_rank": arch.kv_lora_rank,
+        "qk_nope_head_dim": arch.qk_head_dim,
+        "qk_rope_head_dim": arch.qk_pos_emb_head_dim,
+        "v_head_dim": arch.v_head_dim,
+        "n_routed_experts": arch.num_experts,
+        "n_shared_experts": int(shared),
+        "moe_intermediate_size": arch.moe_ffn_hidden_size,
+        "first_k_dense_replace": first_dense,
+        "num_experts_per_tok": arch.moe_router_topk,
+        "routed_scaling_factor": arch.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """One layer, dense or with experts."""
+    mine, attention = ours + "self_attention.", theirs + "self_attn."
+    query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
+    latent = arch.kv_lora_rank
+    table = norm_table(sizes, ours, theirs)
+    if arch.q_lora_rank is None:
+        table[mine + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
+    else:
+        rank = arch.q_lora_rank
+        table[mine + "linear_q_down_proj.weight"] = weights.column(attention + "q_a_proj.weight", rank, sizes.hidden)
+        table[mine + "q_layernorm.weight"] = weights.replicated(attention + "q_a_layernorm.weight", rank)
+        table[mine + "linear_q_up_proj.weight"] = weights.column(attention + "q_b_proj.weight", query, rank)
+    down = latent + arch.qk_pos_emb_head_dim
+    up = sizes.heads * (arch.qk_head_dim + arch.v_head_dim)
+    table |= {
+        mine + "linear_kv_down_proj.weight": weights.column(
+            attention + "kv_a_proj_with_mqa.weight", down, sizes.hidden
+        ),
+        mine + "kv_layernorm.weight": weights.replicated(attention + "kv_a_layernorm.weight", latent),
+        mine + "linear_kv_up_proj.weight": weights.column(attention + "kv_b_proj.weight", up, latent),
+        mine + "linear_proj.weight": weights.row(
+            attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
+        ),
+    }
+    if pattern(arch)[int(ours.split(".")[2])]:
+        return {**table, **experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.", shared="shared_experts")}
+    return {**table, **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")}
+
+
+def latent_table(arch: ArchConfig) -> Table:
+    """The whole table of DeepSeek V2 and V3."""
+    return decoder_table(arch, latent_layer)
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    method = config.get("topk_method", "greedy")
+    refuse_unless(config, topk_method=("greedy", "group_limited_greedy"), scoring_func="softmax", norm_topk_prob=False)
+    groups: dict[str, Any] = {}
+    if method == "group_limited_greedy":
+        groups = {
+            "moe_router_num_groups": need(config, "n_group"),
+            "moe_router_group_topk": need(config, "topk_group"),
+            "moe_router_group_score_experts": 1,
+        }
+    return {**latent_values(config), "moe_router_pre_softmax": True, **groups}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    grouped = arch.moe_router_num_groups is not None
+    return {
+        **latent_config(arch),
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "n_group": arch.moe_router_num_groups,
+        "topk_group": arch.moe_router_group_topk,
+        "norm_topk_prob": False,
+    }
+
+
+FAMILY = Family("deepseek_v2", "DeepseekV2ForCausalLM", _arch_values, _config_values, latent_table)

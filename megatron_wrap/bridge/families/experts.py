@@ -1,0 +1,67 @@
+"""What families with experts share: keys of a softmax router, and the table of a layer with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_wrap.bridge import mapping as weights
+from megatron_wrap.bridge.families.decoder import Sizes, Table, mlp_table
+from megatron_wrap.core.config.schema import ArchConfig
+
+ROUTER: dict[str, Any] = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_group_score_experts": None,
+    "moe_router_enable_expert_bias": False,
+}
+"""A plain softmax router over the chosen experts; a family says what differs."""
+
+
+def pattern(arch: ArchConfig) -> tuple[int, ...]:
+    """For each layer 1 where it has experts; the architecture is complete (`bridge.choose.complete`)."""
+    from megatron_wrap.core.config.derived import moe_layer_pattern
+
+    return moe_layer_pattern(arch)
+
+
+def experts_table(
+    arch: ArchConfig,
+    sizes: Sizes,
+    ours: str,
+    theirs: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_expert",
+) -> Table:
+    """The MLP of a layer with experts: router, experts, and shared experts where there are.
+
+    Args:
+        ours, theirs: prefixes of the MLP.
+        names: gate, up and down projection of an expert.
+        shared: name of the shared experts, of their gate with `_gate` behind it.
+    """
+    from megatron_wrap.core.config.derived import moe_ffn_hidden_size
+
+    assert arch.num_experts is not None
+    table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}
+    if arch.moe_router_enable_expert_bias:
+        bias = weights.replicated(theirs + "gate.e_score_correction_bias", arch.num_experts)
+        table[ours + "router.expert_bias"] = weights.in_fp32(bias)
+    ffn = moe_ffn_hidden_size(arch)
+    for number in range(arch.num_experts):
+        gate, up, down = (f"{theirs}experts.{number}.{name}.weight" for name in names)
+        mine = f"{ours}experts.{number}."
+        table[mine + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
+        table[mine + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
+    shared_ffn = arch.moe_shared_expert_intermediate_size
+    if shared_ffn is not None:
+        table |= mlp_table(shared_ffn, arch, sizes, ours + "shared_experts.", f"{theirs}{shared}.")
+        if arch.moe_shared_expert_gate:
+            gate = f"{theirs}{shared}_gate.weight"
+            table[ours + "shared_experts.gate_weight"] = weights.replicated(gate, 1, sizes.hidden)
+    return table

@@ -1,0 +1,55 @@
+"""Mixtral: Mistral with experts in every layer (transformers/models/mixtral)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import (
+    Sizes,
+    Table,
+    attention_table,
+    decoder_config,
+    decoder_table,
+    decoder_values,
+    need,
+    norm_table,
+    refuse_unless,
+)
+from megatron_wrap.bridge.families.experts import ROUTER, experts_table
+from megatron_wrap.bridge.families.mistral import window_config, window_values
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unless(config, router_jitter_noise=0.0)
+    values = decoder_values(config, tied=False)
+    return {
+        **values,
+        **ROUTER,
+        **window_values(config.get("sliding_window")),
+        "num_experts": need(config, "num_local_experts"),
+        "moe_layer_freq": [1] * values["num_layers"],
+        "moe_ffn_hidden_size": values["ffn_hidden_size"],
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+    }
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    experts = {"num_local_experts": arch.num_experts, "num_experts_per_tok": arch.moe_router_topk}
+    return {**decoder_config(arch), **window_config(arch), **experts}
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    names = ("w1", "w3", "w2")
+    return {
+        **norm_table(sizes, ours, theirs),
+        **attention_table(arch, sizes, ours, theirs),
+        **experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=names),
+    }
+
+
+def _table(arch: ArchConfig) -> Table:
+    return decoder_table(arch, _layer)
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", _arch_values, _config_values, _table)

@@ -1,0 +1,31 @@
+"""Qwen 1.5 and 2 with experts and a gated shared expert (transformers/models/qwen2_moe)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, need, refuse_unless
+from megatron_wrap.bridge.families.qwen2 import refuse_windows
+from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config, qwen_table
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_windows(config)
+    refuse_unless(config, qkv_bias=True)
+    values = decoder_values(config, tied=False)
+    return {
+        **values,
+        **qwen_experts(config, values["num_layers"]),
+        "add_qkv_bias": True,
+        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": arch.moe_shared_expert_intermediate_size}
+    return {**decoder_config(arch), **qwen_experts_config(arch), **shared, "qkv_bias": True}
+
+
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _arch_values, _config_values, qwen_table)

@@ -1,0 +1,78 @@
+"""Qwen 3 with experts (transformers/models/qwen3_moe)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import (
+    Sizes,
+    Table,
+    attention_table,
+    decoder_config,
+    decoder_table,
+    decoder_values,
+    mlp_table,
+    need,
+    norm_table,
+    refuse_unless,
+)
+from megatron_wrap.bridge.families.experts import ROUTER, experts_table, pattern
+from megatron_wrap.bridge.families.qwen2 import refuse_windows
+from megatron_wrap.bridge.family import Family
+from megatron_wrap.core.config.schema import ArchConfig
+
+
+def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The keys that Qwen's families with experts name alike."""
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return {
+        **ROUTER,
+        # transformers 5 writes another name for it
+        "num_experts": config.get("num_local_experts") or need(config, "num_experts"),
+        "moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in range(num_layers)],
+        "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        # theirs is a softmax over all, then divided by the sum of the chosen: a softmax over the chosen
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+    }
+
+
+def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
+    """`qwen_experts` backwards."""
+    return {
+        "num_experts": arch.num_experts,
+        "num_experts_per_tok": arch.moe_router_topk,
+        "moe_intermediate_size": arch.moe_ffn_hidden_size,
+        "norm_topk_prob": not arch.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [number for number, experts in enumerate(pattern(arch)) if not experts],
+        "use_sliding_window": False,
+    }
+
+
+def qwen_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """One layer, dense or with experts."""
+    number = int(ours.split(".")[2])
+    if pattern(arch)[number]:
+        mlp = experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.")
+    else:
+        mlp = mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")
+    return {**norm_table(sizes, ours, theirs), **attention_table(arch, sizes, ours, theirs), **mlp}
+
+
+def qwen_table(arch: ArchConfig) -> Table:
+    """The whole table of Qwen's families with experts."""
+    return decoder_table(arch, qwen_layer)
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_windows(config)
+    refuse_unless(config, attention_bias=False)
+    values = decoder_values(config, tied=False)
+    return {**values, **qwen_experts(config, values["num_layers"]), "qk_layernorm": True}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {**decoder_config(arch), **qwen_experts_config(arch), "attention_bias": False}
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _arch_values, _config_values, qwen_table)
