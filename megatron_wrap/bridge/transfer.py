@@ -19,7 +19,7 @@ from megatron_wrap.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
-BLOCK_BYTES = 64 * 2**20
+BLOCK_BYTES = 32 * 2**20
 """Largest part of a tensor that is read, sent or written at once, bytes: the memory beyond the model's own."""
 
 _FUSED_NORMS = {

@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
+    "phi3-window": ("Phi3ForCausalLM", {"sliding_window": 9, "num_key_value_heads": 4}),
     "phi3": ("Phi3ForCausalLM", {}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),

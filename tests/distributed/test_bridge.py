@@ -53,7 +53,15 @@ def load(folder: Path) -> Any:
 
 
 EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
-VARIANTS = ("mistral-window", "llama-four-layers", "llama-biases", "llama3.1", "llama-linear-rope", "qwen2-tied")
+VARIANTS = (
+    "phi3-window",
+    "mistral-window",
+    "llama-four-layers",
+    "llama-biases",
+    "llama3.1",
+    "llama-linear-rope",
+    "qwen2-tied",
+)
 """What layouts cannot tell from another case: on one rank, and on all splits at once."""
 CASES = [
     (family, layout)
