@@ -54,11 +54,26 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
         return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=False)
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        store, rank, world_size = _rendezvous(timeout)
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
     else:
         store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=True)
+
+
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Store, rank and number of processes that torchrun's environment names.
+
+    torchrun's store outlives a process group. A program's second run would find the addresses of the first there, so
+    that each start has names of its own.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    starts = store.add(f"megatron_wrap/starts_of_rank_{rank}", 1)
+    return dist.PrefixStore(f"megatron_wrap/start_{starts}", store), rank, world_size
 
 
 def stop(processes: Processes) -> None:

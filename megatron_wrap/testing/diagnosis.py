@@ -40,7 +40,7 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
             "not means over a part"
         )
     if deviation.objective_agrees and deviation.gradients_agree:
-        return _cause_of_a_metric(deviation)
+        return _cause_of_a_metric(deviation) if deviation.worst_metric else ""  # the experts' routers alone
     if found.seen.draws_random:
         return (
             "likely cause: calculate_loss draws random numbers, and every layout draws others; draw them in "

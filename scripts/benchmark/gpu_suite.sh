@@ -25,7 +25,7 @@ one() {
 }
 parity() {  # of the shipped flows, on all layouts that the GPUs here hold
   [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null
-  for flow in mock sft; do
+  for flow in mock sft dpo; do
     run parity-$flow python3 -m megatron_wrap.cli.main check-parity configs/tiny-llama-$flow.yaml --platform cuda "$@"
   done
 }

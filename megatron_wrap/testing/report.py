@@ -1,0 +1,81 @@
+"""What `check_parity` says: one row for each layout, as a table and as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayoutVerdict:
+    """One row of the report."""
+
+    layout: str
+    processes: int
+    agrees: bool | None
+    """None: the layout was left out; `note` says why."""
+    objective_difference: float = math.nan
+    """Largest relative difference over the steps."""
+    metric_difference: float = math.nan
+    gradient_difference: float = math.nan
+    """Of the worst parameter."""
+    worst_parameter: str = ""
+    worst_metric: str = ""
+    """The metric that disagrees most and both values; empty where all agree."""
+    gradient_ratio: float = math.nan
+    """Least-squares factor between this layout's whole gradient and the reference's; 1 where they agree."""
+    router_loss_difference: float = math.nan
+    """Of the experts' auxiliary losses, which are no part of the objective; nan where there are none."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All rows, and what is worth saying of the flow itself."""
+
+    flow: str
+    rows: list[LayoutVerdict]
+    notes: list[str] = field(default_factory=list)
+    platform: str = "cpu"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every layout that ran agrees."""
+        return all(row.agrees is not False for row in self.rows)
+
+    def table(self) -> str:
+        """The report as a person reads it."""
+        where = "" if self.platform == "cpu" else f", on {self.platform}"
+        lines = [f"parity of {self.flow} with one process{where}", ""]
+        lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}")
+        for row in self.rows:
+            mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
+            numbers = [row.objective_difference, row.metric_difference, row.gradient_difference]
+            shown = "  ".join(f"{'-' if math.isnan(number) else format(number, '.1e'):>9}" for number in numbers)
+            routers = "" if math.isnan(row.router_loss_difference) else f"; routers' {row.router_loss_difference:.1e}"
+            lines.append(f"{row.layout:<14} {row.processes:>5}  {shown}  {mark}{routers}")
+            if row.agrees is False and row.worst_parameter:
+                lines.append(f"{'':>14} worst: {row.worst_parameter}; gradient ratio {row.gradient_ratio:.6g}")
+            if row.worst_metric:
+                lines.append(f"{'':>14} metric {row.worst_metric}")
+            if row.note:
+                lines.append(f"{'':>14} {row.note}")
+        lines += ["", *self.notes] if self.notes else []
+        ran = [row for row in self.rows if row.agrees is not None]
+        right = sum(bool(row.agrees) for row in ran)
+        lines.append(
+            f"{right} of {len(ran)} layouts agree" + ("" if self.agrees else ": the flow is NOT layout-invariant")
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values; a number that is not there is null."""
+        rows = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in map(asdict, self.rows)
+        ]
+        return {"flow": self.flow, "platform": self.platform, "agrees": self.agrees, "rows": rows, "notes": self.notes}
