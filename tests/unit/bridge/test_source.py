@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from megatron_wrap.bridge.choose import config_json
 from megatron_wrap.bridge.source import INDEX, SINGLE
-from megatron_wrap.bridge.start import check_hugging_face, weight_source
+from megatron_wrap.bridge.start import check_hugging_face, weight_source, weights_left_out
 from megatron_wrap.core.config import load_run_config
 from megatron_wrap.core.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError
@@ -198,3 +199,27 @@ def test_names_without_the_prefix_and_with_old_buffers(folder):
 
     change(folder, strip)
     assert "transformer.wte.weight" in look(folder).tensors
+
+
+def test_layers_for_multi_token_prediction_are_left_out_with_a_word(folder):
+    """As deepseek-ai/DeepSeek-V3 has them, behind its last layer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    shutil.rmtree(folder)
+    sizes = {
+        **{"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, **IDS},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8},
+        **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "moe_intermediate_size": 8},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    }
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).save_pretrained(folder)
+    config = load_run_config("run.yaml", [f"{HF_PATH}={folder}"])
+    assert weights_left_out(config) == []
+    change(folder, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.ones(16)}))
+    check_hugging_face(config)
+    assert weights_left_out(config) == [
+        "the layers for multi-token prediction are left out: not trained, and not in an export"
+    ]
+    assert config_json(config, "float32")["num_nextn_predict_layers"] == 0
+    change(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(16)}))
+    assert "model.layers.3.enorm.weight has no place" in refusal(folder)
