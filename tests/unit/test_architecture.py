@@ -25,6 +25,7 @@ LAYERS = {
     "core.flow": 4,
     "engine": 5,
     "checkpoint": 6,
+    "core.hugging_face": 6.5,  # a part of the facade
     "core.wrap": 7,
     "cli": 8,
     "testing": 7.5,  # check-parity of the command line calls it

@@ -1,0 +1,137 @@
+"""The verbs of `MegatronWrap` around Hugging Face folders: begin from one, hold the model against it, write one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.utils.dist_logger import logger
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from typing_extensions import Self
+
+    from megatron_wrap.core.config import RunConfig
+    from megatron_wrap.engine.state import TrainingState
+
+
+class HuggingFaceVerbs:
+    """A part of `MegatronWrap`, which gives what is declared here."""
+
+    config: RunConfig
+    tokenizer: Any
+
+    if TYPE_CHECKING:
+
+        def __init__(self, config: Any, overrides: Sequence[str] = ()) -> None: ...
+
+        def _ready(self) -> TrainingState: ...
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        hf_path: str | os.PathLike[str],
+        config: str | os.PathLike[str],
+        overrides: Sequence[str] = (),
+    ) -> Self:
+        """The run of `config` that begins from a Hugging Face folder or hub id: architecture, first weights, tokenizer.
+
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be left out.
+
+        Raises:
+            ConfigError: the folder, or a value of the YAML that contradicts its config.json, with both values.
+        """
+        return cls(config, [*overrides, f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"])
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        max_shard_size: str | int = "5GB",
+        dtype: str | torch.dtype | None = None,
+        family: str | None = None,
+    ) -> Path:
+        """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
+        `AutoModelForCausalLM.from_pretrained` loads. Collective.
+
+        Args:
+            folder: on a file system that all ranks share.
+            max_shard_size: largest weight file, bytes or text such as "5GB".
+            dtype: "float32", "bfloat16" or "float16"; None: as trained.
+            family: a model_type of transformers; None: that of hf_path, else the first that has this architecture.
+
+        Raises:
+            UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
+        """
+        from megatron_wrap.checkpoint.export import save_pretrained
+
+        config, stream = self._weight_stream(dtype, family)
+        progress, parallel = self._ready().progress, self._ready().parallel
+        target = save_pretrained(config, stream, parallel, folder, self.tokenizer, max_shard_size, family)
+        logger.info_rank_0(f"Hugging Face folder of iteration {progress.iteration}: {target}")
+        return target
+
+    def export_weights(
+        self, dtype: str | torch.dtype | None = None, family: str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of each weight, on every rank and on its device, one at a time.
+
+        Collective: every rank takes all of them. For an inference engine beside the training.
+        """
+        from megatron_wrap.checkpoint.export import export_weights
+
+        _, stream = self._weight_stream(dtype, family)
+        yield from export_weights(stream)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        folder: str | os.PathLike[str],
+        private: bool | None = None,
+        commit_message: str | None = None,
+        **save_arguments: Any,
+    ) -> str:
+        """`save_pretrained` into `folder`, then upload it from global rank 0 through huggingface_hub. Collective.
+
+        Args:
+            repo_id: `org/name`; made where it does not exist, with the login that huggingface_hub knows.
+            save_arguments: of `save_pretrained`.
+
+        Returns:
+            The commit's address, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, when the hub refuses.
+        """
+        from megatron_wrap.checkpoint.export import upload
+
+        target = self.save_pretrained(folder, **save_arguments)
+        message = commit_message or f"{self.config.name}, iteration {self._ready().progress.iteration}"
+        return upload(target, repo_id, private, message)
+
+    def _weight_stream(self, dtype: Any, family: str | None) -> tuple[RunConfig, Any]:
+        from megatron_wrap.checkpoint.content import synchronize_parameters
+        from megatron_wrap.checkpoint.export import weight_stream
+
+        state = self._ready()
+        synchronize_parameters(state)
+        # the vocabulary may be the tokenizer's
+        arch = dataclasses.replace(self.config.arch, vocab_size=state.shape.vocab_size)
+        config = dataclasses.replace(self.config, arch=arch)
+        return config, weight_stream(config, state.chunks, state.parallel, state.platform.device, dtype, family)
+
+    def _refuse_unverified(self) -> None:
+        from megatron_wrap.checkpoint.verify import verify_hugging_face
+
+        verdict = verify_hugging_face(self._ready(), self.tokenizer)
+        logger.info_rank_0(verdict.table())
+        if not verdict.agrees:
+            raise CheckpointError(
+                f"megatron_wrap.model_provider.verify_hf: the model is not that of {verdict.folder}: "
+                f"{verdict.first_difference}; nothing was trained"
+            )
