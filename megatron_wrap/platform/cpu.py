@@ -23,6 +23,7 @@ import torch.distributed
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import adam, megatron
 from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
+from megatron_wrap.platform.heap import keep_freed_memory
 from megatron_wrap.platform.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
 
 # Those whose classes and functions, once imported, Megatron-Core builds on.
@@ -80,6 +81,7 @@ class CpuPlatform(Platform):
         if any(isinstance(finder, MegatronFinder) for finder in sys.meta_path):
             return  # another object of this class is at work in this process
         _refuse_loaded_cuda_packages()
+        keep_freed_memory()
         finder = MegatronFinder(self._view)
         sys.meta_path.insert(0, finder)
         replacements.on_undo(lambda: sys.meta_path.remove(finder))
