@@ -29,7 +29,7 @@ REQUIREMENTS = [
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn"],
     "tensorboard": ["tensorboard"],
-    "dev": ["pytest>=8", "pytest-timeout", "ruff", "mypy", "types-PyYAML", "types-psutil", "tensorboard"],
+    "dev": ["pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil", "tensorboard"],
 }
 
 setup(
