@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +191,30 @@ def take_router_losses() -> dict[str, Any]:
     for values in kept.values():
         values.zero_()
     return taken
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_sequence_parallel(chunks: Sequence[Any]) -> Iterator[None]:
+    """Model chunks whose tensor-parallel processes each see whole sequences, which a single token needs.
+
+    Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) keeps what it found under the
+    model's address, so a later model there gets the modules of an earlier one; and it does not say what was on before.
+    """
+    from megatron_wrap.platform.base import Replacements
+
+    changed = Replacements()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for owner in (module, getattr(module, "config", None)):  # shared experts have a copy of the model's config
+            for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings"):
+                if getattr(owner, name, False) is True:
+                    changed.set(owner, name, False)
+    try:
+        yield
+    finally:
+        changed.undo()
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
