@@ -223,8 +223,8 @@ def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> t
 def _check(state: TrainingState, max_new_tokens: int, seed: int, batch_size: int) -> None:
     if state.parallel.cp.size > 1:
         raise LayoutError(
-            f"wrap.generate: one token cannot be cut over context_parallel_size {state.parallel.cp.size}; save, and load "
-            "the checkpoint (train.common.load) or the exported folder in a layout with context_parallel_size 1"
+            f"wrap.generate: one token cannot be cut over context_parallel_size {state.parallel.cp.size}; save, and "
+            "load the checkpoint (train.common.load) or the exported folder in a layout with context_parallel_size 1"
         )
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
         if value < least:
