@@ -307,7 +307,7 @@ class MegatronWrap:
         stop: str | Sequence[str | int] = (),
         batch_size: int = 8,
     ) -> list[Completion]:
-        """Complete prompts with the weights as they are, on every layout without context parallelism. Collective.
+        """Complete prompts with the weights as they are, on every layout. Collective.
 
         Args:
             prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
@@ -326,7 +326,7 @@ class MegatronWrap:
             "length"}: what follows the prompt. The text ends before a stop text and is None without a tokenizer.
 
         Raises:
-            LayoutError: context_parallel_size above 1. DataError: a prompt or an argument is wrong.
+            DataError: a prompt or an argument is wrong.
         """
         from megatron_wrap.engine.generate import generate
         from megatron_wrap.engine.sampling import SamplingRule

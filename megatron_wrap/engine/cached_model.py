@@ -14,8 +14,8 @@ class CachedModel:
 
     Each attention layer keeps keys and values, [max_length, batch_size, groups / tp, width] each, in Megatron-Core's
     `StaticInferenceContext`. Pipeline stages, and the virtual stages of an interleaved pipeline in their order, take
-    turns: while one computes the others wait. Used in evaluation mode without a graph, and without sequence
-    parallelism, which cannot cut one token.
+    turns: while one computes the others wait. Context-parallel processes all compute the same. Used in evaluation mode
+    without a graph, and on `whole_sequences`.
 
     Args:
         batch_size: sequences, on every process of the replica the same.
@@ -62,14 +62,15 @@ class CachedModel:
         return whole[:, -1, : state.shape.vocab_size].float()
 
     def agree(self, token_ids: Tensor | None) -> Tensor:
-        """The token ids [batch_size] that the process of last stage and tensor-parallel rank 0 chose, on every
-        process of the replica; others pass None."""
+        """The token ids [batch_size] that the process of the last stage and of rank 0 along the replica's other axes
+        chose, on all its processes. Those of the last stage and tensor-parallel rank 0 give theirs, others None."""
         parallel = self._state.parallel
         shared = torch.empty(self._batch_size, dtype=torch.long, device=self._state.platform.device)
         if token_ids is not None:
             shared.copy_(token_ids)
         if parallel.is_last_stage:
             broadcast_on(shared, 0, parallel.tp.group)
+            broadcast_on(shared, 0, parallel.cp.group)
         broadcast_on(shared, parallel.pp.size - 1, parallel.pp.group)
         return shared
 

@@ -18,9 +18,9 @@ from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.samples import shared_batch
 from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import DataError, LayoutError
+from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
-from megatron_wrap.platform.megatron import without_sequence_parallel
+from megatron_wrap.platform.megatron import whole_sequences
 
 
 class Completion(TypedDict):
@@ -105,9 +105,9 @@ def generate(
         A completion for each prompt, in order, the same on every rank.
 
     Raises:
-        LayoutError: context parallelism. DataError: a prompt or an argument is wrong.
+        DataError: a prompt or an argument is wrong.
     """
-    _check(state, max_new_tokens, seed, batch_size)
+    _check(max_new_tokens, seed, batch_size)
     prompts = shared_batch(prompts, state.parallel, state.agreed, caller)
     if isinstance(prompts, str):
         raise DataError("wrap.generate: prompts is one text; give a list of prompts")
@@ -118,7 +118,7 @@ def generate(
     ]
     _check_lengths(state, rows, max_new_tokens)
     mine: list[tuple[int, list[int], str]] = []
-    with evaluation_mode(state), without_sequence_parallel(state.chunks):
+    with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
             mine += [(row.place, row.new_ids, str(row.finish_reason)) for row in _complete(state, batch, rule, ends)]
     found = sorted(result for of_replica in gather_objects(mine, state.parallel.dp.group) for result in of_replica)
@@ -220,12 +220,7 @@ def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> t
     return frozenset(ids), texts
 
 
-def _check(state: TrainingState, max_new_tokens: int, seed: int, batch_size: int) -> None:
-    if state.parallel.cp.size > 1:
-        raise LayoutError(
-            f"wrap.generate: one token cannot be cut over context_parallel_size {state.parallel.cp.size}; save, and "
-            "load the checkpoint (train.common.load) or the exported folder in a layout with context_parallel_size 1"
-        )
+def _check(max_new_tokens: int, seed: int, batch_size: int) -> None:
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"wrap.generate: {name} {value} must be at least {least}")

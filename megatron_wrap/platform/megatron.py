@@ -197,8 +197,9 @@ def take_router_losses() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def without_sequence_parallel(chunks: Sequence[Any]) -> Iterator[None]:
-    """Model chunks whose tensor-parallel processes each see whole sequences, which a single token needs.
+def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
+    """Model chunks of which each process computes whole sequences, without sequence and context parallelism: a single
+    token cannot be cut. Context-parallel processes then all compute the same.
 
     Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) keeps what it found under the
     model's address, so a later model there gets the modules of an earlier one; and it does not say what was on before.
@@ -211,6 +212,9 @@ def without_sequence_parallel(chunks: Sequence[Any]) -> Iterator[None]:
             for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings"):
                 if getattr(owner, name, False) is True:
                     changed.set(owner, name, False)
+        # rotary embeddings and core attention cut and join sequences over the group that they keep
+        if getattr(module, "cp_group", None) is not None:
+            changed.set(module, "cp_group", None)
     try:
         yield
     finally:

@@ -192,13 +192,6 @@ def _check_sample_prompts(config: RunConfig) -> None:
         refuse(config, key, f"{prompts} must be a list of texts, none of them empty; null logs no sample")
     if config.data.tokenizer is None:
         refuse(config, key, f"texts need a tokenizer; give {SECTION_PATHS['data']}.tokenizer, or write null")
-    if config.parallel.context_parallel_size > 1:
-        refuse(
-            config,
-            [*key, "parallel.context_parallel_size"],
-            f"samples cannot be generated with context_parallel_size {config.parallel.context_parallel_size}; set that "
-            "to 1, or sample_prompts to null",
-        )
 
 
 def _check_data(config: RunConfig) -> None:
