@@ -215,6 +215,11 @@ def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
         # rotary embeddings and core attention cut and join sequences over the group that they keep
         if getattr(module, "cp_group", None) is not None:
             changed.set(module, "cp_group", None)
+            # and remember what they cut for a length, not the group (rotary_pos_embedding.py, lru_cache of forward)
+            forget = getattr(type(module).forward, "cache_clear", None)
+            if forget is not None:
+                forget()
+                changed.on_undo(forget)
     try:
         yield
     finally:
