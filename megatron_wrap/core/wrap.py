@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
+    from megatron_wrap.engine.generate import Completion
     from megatron_wrap.engine.state import StepReport, TrainingState
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
@@ -240,7 +241,8 @@ class MegatronWrap(HuggingFaceVerbs):
                 evaluation sets of `megatron_wrap.data`. Of each, `eval_iters` global batches at most.
 
         Returns:
-            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged.
+            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged, and so is what the model now says to each
+            of `megatron_lm.train.common.sample_prompts`.
         """
         from megatron_wrap.data.sources import validation_sets
         from megatron_wrap.engine.forward import evaluate
@@ -257,6 +259,7 @@ class MegatronWrap(HuggingFaceVerbs):
         if metrics:
             self._metric_loggers.log(self.iteration, metrics)
             logger.info_rank_0(format_step({"iteration": self.iteration, **metrics}, self.train_iters))
+        self._log_sample_text()
         return metrics
 
     @property
@@ -274,6 +277,54 @@ class MegatronWrap(HuggingFaceVerbs):
         from megatron_wrap.engine.forward import forward
 
         return forward(self._ready(), samples)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]] | None,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str | int] = (),
+        batch_size: int = 8,
+    ) -> list[Completion]:
+        """Complete prompts with the weights as they are, on every layout. Collective.
+
+        Args:
+            prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
+                on global rank 0 alone with None on the others.
+            max_new_tokens: most tokens of a completion.
+            temperature: 0 takes the most probable token, as transformers does with do_sample=False; else logits are
+                divided by it and a token is drawn.
+            top_p, top_k: restrict what is drawn, as in transformers; None does not.
+            seed: of the drawing; None: `megatron_lm.train.common.seed`. The same seed gives the same completions on
+                every layout and in every batch, so a rollout loop gives another one at each call.
+            stop: texts and token ids that end a completion, beside the model's end tokens.
+            batch_size: prompts that a replica completes at a time; its cache holds that many whole sequences.
+
+        Returns:
+            For each prompt, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason": "stop" or
+            "length"}: what follows the prompt. The text ends before a stop text and is None without a tokenizer.
+
+        Raises:
+            DataError: a prompt or an argument is wrong.
+        """
+        from megatron_wrap.engine.generate import generate
+        from megatron_wrap.engine.sampling import SamplingRule
+
+        rule = SamplingRule(temperature, top_k, top_p)
+        seed = self.config.train.seed if seed is None else seed
+        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size)
+
+    def _log_sample_text(self) -> None:
+        prompts = self.config.train.sample_prompts
+        if not prompts:
+            return
+        from megatron_wrap.engine.generate import sample_texts
+
+        for prompt, text in sample_texts(self._ready(), self.tokenizer, prompts):
+            logger.info_rank_0(f"iteration {self.iteration}, sample of {prompt!r}: {text!r}")
 
     def log_last_metrics(self) -> None:
         """Hand the last step to the metric loggers, and write its line each `log_interval` iterations."""

@@ -37,9 +37,10 @@ def assistant_spans(tokenizer: Any, messages: Sequence[Any], tools: Any = None) 
     return text, spans, False
 
 
-def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
+def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
     """The text of `tokenizer.apply_chat_template(messages, tokenize=False)`; DataError when the template refuses."""
-    return _render(tokenizer, _normalized(messages), tools, _chat_template(tokenizer, tools))[0]
+    template = _chat_template(tokenizer, tools)
+    return _render(tokenizer, _normalized(messages), tools, template, add_generation_prompt)[0]
 
 
 def _turn_span(tokenizer: Any, conversation: list[dict], tools: Any, template: str, index: int, text: str) -> Span:

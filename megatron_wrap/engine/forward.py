@@ -39,7 +39,7 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     if not len(samples):
         raise DataError(f"wrap.evaluate: the set {name!r} is empty")
     sums = MetricSums(state.platform.device)
-    with _evaluation_mode(state):
+    with evaluation_mode(state):
         for start, batch in _batches(samples, state.config.train.global_batch_size):
             micro_batches = collate_share(state, batch, first_sample=start)
             step_weights = dict.fromkeys(micro_batches[0].weights, 1.0)
@@ -58,7 +58,7 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     """
     samples = shared_batch(samples, state.parallel, state.agreed, "forward")
     results: list[dict[str, Tensor]] = []
-    with _evaluation_mode(state):
+    with evaluation_mode(state):
         for start, batch in _batches(samples, state.config.train.global_batch_size):
             stored = _forward(state, collate_share(state, batch, first_sample=start), partial(_outputs, state))
             mine = [row for rows in stored for row in rows] if state.parallel.counts_once else []
@@ -93,7 +93,7 @@ def _forward(
 
 
 @contextmanager
-def _evaluation_mode(state: TrainingState) -> Iterator[None]:
+def evaluation_mode(state: TrainingState) -> Iterator[None]:
     """No dropout and no graph; parameters gathered first where their gathering overlaps with training's forward."""
     overlapped = state.config.ddp.overlap_param_gather and state.optimizer is not None
     for chunk in state.chunks:

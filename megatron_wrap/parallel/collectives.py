@@ -129,11 +129,17 @@ def broadcast(tensor: Tensor, source_rank: int) -> None:
         dist.broadcast(tensor, src=source_rank)
 
 
-def send(tensor: Tensor, to_rank: int) -> None:
+def broadcast_on(tensor: Tensor, source: int, group: ProcessGroup) -> None:
+    """Fill `tensor` (same shape on each rank, contiguous) on every rank of `group` with that of its rank `source`."""
+    if group.size() > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
+
+
+def send(tensor: Tensor, to_rank: int, group: ProcessGroup | None = None) -> None:
     """Give a contiguous tensor to global rank `to_rank`, which calls `receive`; waits until it is on its way."""
-    dist.send(tensor, dst=to_rank)
+    dist.send(tensor, dst=to_rank, group=group)
 
 
-def receive(tensor: Tensor, from_rank: int) -> None:
-    """Fill a contiguous tensor with what global rank `from_rank` sends."""
-    dist.recv(tensor, src=from_rank)
+def receive(tensor: Tensor, from_rank: int, group: ProcessGroup | None = None) -> None:
+    """Fill a contiguous tensor with what global rank `from_rank` sends, over the same group."""
+    dist.recv(tensor, src=from_rank, group=group)

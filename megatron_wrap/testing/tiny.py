@@ -29,6 +29,7 @@ def check_overrides(
             "load": "null",
             "finetune": "false",
             "eval_interval": "null",
+            "sample_prompts": "null",
             "check_for_nan_in_loss_and_grad": "false",  # nan is a finding here
         }.items()
     ]

@@ -215,6 +215,8 @@ class TrainConfig:
     """`wrap.evaluation_due` is true each this many iterations, and before the first; null: never."""
     eval_iters: int | None
     """Global batches taken from each evaluation set; null: the whole set."""
+    sample_prompts: list[str] | None
+    """Texts that `wrap.evaluate` completes greedily, up to 64 tokens each, and logs; null: none."""
     save: str | None
     """Folder of this run's checkpoints; a run resumes from it when it holds one. null: nothing is saved."""
     save_interval: int | None

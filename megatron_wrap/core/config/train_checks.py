@@ -182,6 +182,16 @@ def _check_intervals(config: RunConfig) -> None:
             ["train.eval_interval"],
             f"{train.eval_interval} needs {SECTION_PATHS['data']}.validation, which is null; give it or write null",
         )
+    if train.sample_prompts is not None:
+        _check_sample_prompts(config)
+
+
+def _check_sample_prompts(config: RunConfig) -> None:
+    key, prompts = ["train.sample_prompts"], config.train.sample_prompts
+    if not prompts or "" in prompts:
+        refuse(config, key, f"{prompts} must be a list of texts, none of them empty; null logs no sample")
+    if config.data.tokenizer is None:
+        refuse(config, key, f"texts need a tokenizer; give {SECTION_PATHS['data']}.tokenizer, or write null")
 
 
 def _check_data(config: RunConfig) -> None:

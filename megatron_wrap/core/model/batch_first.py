@@ -17,9 +17,15 @@ from torch import Tensor
 
 
 class BatchFirstGPTModel(GPTModel):
-    """A GPTModel; with labels it is Megatron-Core's own."""
+    """A GPTModel; with labels it is Megatron-Core's own. With an inference context the logits are those of the last
+    position, [B, 1, V/tp]."""
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **inputs: Any) -> Tensor:
+        if inputs.get("inference_context") is not None:
+            # generation looks at the last position alone. Cut here, the output layer need not know of the cache:
+            # versions of Megatron-Core differ in what they then demand of it
+            inputs["inference_context"] = None
+            hidden_states = hidden_states[-1:] if self.post_process else hidden_states
         # sequence parallelism gathers the first dimension inside the output layer, which has to be the sequence
         if labels is not None or not self.post_process or self.output_layer.sequence_parallel:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)

@@ -1,0 +1,243 @@
+"""Completions of prompts, on any layout: `MegatronWrap.generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.core.config import derived
+from megatron_wrap.core.config.hugging_face import resolve_folder
+from megatron_wrap.data.prompts import prompt_token_ids
+from megatron_wrap.engine.cached_model import CachedModel
+from megatron_wrap.engine.forward import evaluation_mode
+from megatron_wrap.engine.samples import shared_batch
+from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import DataError
+from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
+from megatron_wrap.platform.megatron import whole_sequences
+
+
+class Completion(TypedDict):
+    """What follows one prompt."""
+
+    text: str | None
+    """The new tokens as text without special tokens, cut before a stop string; None without a tokenizer."""
+    token_ids: list[int]
+    """The new tokens, a token that stopped it included."""
+    finish_reason: str
+    """"stop": at an end token or stop string; "length": after max_new_tokens."""
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """Where a completion ends."""
+
+    max_new_tokens: int
+    token_ids: frozenset[int]
+    texts: tuple[str, ...]
+    tokenizer: Any
+
+    def reason(self, new_ids: Sequence[int]) -> str | None:
+        """Why a completion is done with these tokens; None: it is not."""
+        if new_ids and (new_ids[-1] in self.token_ids or (self.texts and self._cut(self._text(new_ids)) is not None)):
+            return "stop"
+        return "length" if len(new_ids) >= self.max_new_tokens else None
+
+    def text(self, new_ids: Sequence[int]) -> str | None:
+        """The completion's text, cut before the first stop string."""
+        if self.tokenizer is None:
+            return None
+        text = self._text(new_ids)
+        cut = self._cut(text)
+        return text if cut is None else text[:cut]
+
+    def _text(self, new_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(new_ids), skip_special_tokens=True)
+
+    def _cut(self, text: str) -> int | None:
+        return min((text.index(stop) for stop in self.texts if stop in text), default=None)
+
+
+@dataclass
+class _Row:
+    """One prompt and what follows it."""
+
+    place: int
+    """Of the prompt in the list."""
+    prompt: list[int]
+    numbers: UniformNumbers
+    new_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def generate(
+    state: TrainingState,
+    tokenizer: Any,
+    prompts: Sequence[Any] | None,
+    max_new_tokens: int,
+    rule: SamplingRule,
+    seed: int,
+    stop: Sequence[str | int],
+    batch_size: int,
+    caller: str = "generate",
+) -> list[Completion]:
+    """Complete prompts with a cache of keys and values; the state stays as it was. Collective over all ranks.
+
+    All sequences of a batch begin at position 0 and there is no padding: a batch is prefilled to its shortest prompt's
+    length, then goes on token by token, a longer prompt with its own tokens as long as it has some. So each row gets
+    exactly the positions and the keys that it would get alone, with every kind of position embedding and attention;
+    left-padding would shift learned positions and windows, and needs a mask that the fast kernels do not take. Prompts
+    of similar length are batched, which keeps that part short.
+
+    Args:
+        prompts: see `prompt_token_ids`; on every rank, or on global rank 0 alone with None on the others.
+        stop: texts and token ids that end a completion, beside the model's own end tokens.
+        batch_size: prompts that one replica completes at a time.
+        caller: names the call in errors.
+
+    Returns:
+        A completion for each prompt, in order, the same on every rank.
+
+    Raises:
+        DataError: a prompt or an argument is wrong.
+    """
+    _check(max_new_tokens, seed, batch_size)
+    prompts = shared_batch(prompts, state.parallel, state.agreed, caller)
+    if isinstance(prompts, str):
+        raise DataError("wrap.generate: prompts is one text; give a list of prompts")
+    ends = StopRule(max_new_tokens, *_stops(state, tokenizer, stop), tokenizer)
+    rows = [
+        _Row(place, prompt_token_ids(tokenizer, prompt, state.shape.vocab_size), UniformNumbers(seed, place))
+        for place, prompt in enumerate(prompts)
+    ]
+    _check_lengths(state, rows, max_new_tokens)
+    mine: list[tuple[int, list[int], str]] = []
+    with evaluation_mode(state), whole_sequences(state.chunks):
+        for batch in _batches(rows, state.parallel.dp.size * batch_size):
+            mine += [(row.place, row.new_ids, str(row.finish_reason)) for row in _complete(state, batch, rule, ends)]
+    found = sorted(result for of_replica in gather_objects(mine, state.parallel.dp.group) for result in of_replica)
+    return [
+        Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason) for _, new_ids, reason in found
+    ]
+
+
+def sample_texts(
+    state: TrainingState, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 64
+) -> list[tuple[str, str]]:
+    """Each of the configuration's prompts with its greedy completion, shorter where positions end. Collective."""
+    limit = _position_limit(state)
+    if limit is not None:
+        longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
+        max_new_tokens = max(1, min(max_new_tokens, limit - longest))
+    caller = "evaluate(sample_prompts)"
+    found = generate(state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller)
+    return [(prompt, completion["text"] or "") for prompt, completion in zip(prompts, found, strict=True)]
+
+
+def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule) -> list[_Row]:
+    """This replica's rows of a batch of all replicas, completed.
+
+    All replicas do the same number of passes of one shape, because processes that share experts exchange tokens in
+    each pass: a replica with fewer rows repeats one, and where experts are shared it goes on until all are done.
+    """
+    dp = state.parallel.dp
+    mine = batch[dp.rank :: dp.size]
+    fillers = [_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (-(-len(batch) // dp.size))
+    rows = [*mine, *fillers][: len(fillers)]
+    shortest, longest = len(batch[0].prompt), max(len(row.prompt) for row in batch)
+    last = longest + ends.max_new_tokens
+    model = CachedModel(state, len(rows), last - 1)
+    together = dp.size > 1 and (state.parallel.ep.size > 1 or state.parallel.expert_tp.size > 1)
+    fed = torch.tensor([row.prompt[:shortest] for row in rows], device=state.platform.device)
+    for position in range(shortest, last):
+        logits = model.next_logits(fed)
+        mine_to_choose = None if logits is None or state.parallel.tp.rank else logits
+        chosen = model.agree(None if mine_to_choose is None else _choose(mine_to_choose, rows, rule, position))
+        fed_next = []
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            if position < len(row.prompt):
+                token = row.prompt[position]
+            elif row.finish_reason is None:
+                row.new_ids.append(token)
+                row.finish_reason = ends.reason(row.new_ids)
+            fed_next.append(token)
+        if _all_done(state, rows, together):
+            break
+        fed = torch.tensor(fed_next, device=state.platform.device)[:, None]
+    return mine
+
+
+def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule, position: int) -> Tensor:
+    """A token for each row; a row inside its prompt draws no number, for its numbers are those of its new tokens."""
+    drawing = [not rule.greedy and row.finish_reason is None and position >= len(row.prompt) for row in rows]
+    return rule.choose(logits, [row.numbers.draw() if draws else 0.0 for row, draws in zip(rows, drawing, strict=True)])
+
+
+def _all_done(state: TrainingState, rows: list[_Row], together: bool) -> bool:
+    unfinished = any(row.finish_reason is None for row in rows)
+    if together:
+        flag = torch.tensor([unfinished], dtype=torch.int32, device=state.platform.device)
+        reduce_in_place(flag, "max", state.parallel.dp.group)
+        unfinished = bool(flag.item())
+    return not unfinished
+
+
+def _batches(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
+    """Shortest prompts first; at most `size` of them, the longest at most twice as long as the shortest and 32."""
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda row: len(row.prompt)):
+        if batch and (len(batch) == size or len(row.prompt) > 2 * len(batch[0].prompt) + 32):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Ids and texts that end a completion: those given, the tokenizer's end token and those of generation_config.json
+    beside the weights that the run began from."""
+    given = [stop] if isinstance(stop, str | int) else list(stop)
+    texts = tuple(text for text in given if isinstance(text, str))
+    if texts and tokenizer is None:
+        raise DataError("wrap.generate: a stop text needs a tokenizer; set megatron_wrap.data.tokenizer, or give ids")
+    if "" in texts:
+        raise DataError("wrap.generate: a stop text is empty")
+    ids = {token for token in given if isinstance(token, int)}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    source = state.config.model_provider.hf_path
+    beside = resolve_folder(source) / "generation_config.json" if source is not None else None
+    if beside is not None and beside.is_file():
+        found = json.loads(beside.read_text(encoding="utf-8")).get("eos_token_id")
+        ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    return frozenset(ids), texts
+
+
+def _check(max_new_tokens: int, seed: int, batch_size: int) -> None:
+    for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+        if value < least:
+            raise DataError(f"wrap.generate: {name} {value} must be at least {least}")
+
+
+def _position_limit(state: TrainingState) -> int | None:
+    """Longest sequence of learned positions; None: positions are computed, and have no end."""
+    learned = state.config.arch.position_embedding_type == "learned_absolute"
+    return derived.max_position_embeddings(state.config) if learned else None
+
+
+def _check_lengths(state: TrainingState, rows: list[_Row], max_new_tokens: int) -> None:
+    limit = _position_limit(state)
+    for row in rows:
+        if limit is not None and len(row.prompt) + max_new_tokens > limit:
+            raise DataError(
+                f"wrap.generate: prompt {row.place} has {len(row.prompt)} tokens, which with max_new_tokens "
+                f"{max_new_tokens} is more than the {limit} learned positions of the model (max_position_embeddings); "
+                "shorten it or lower max_new_tokens"
+            )

@@ -1,0 +1,168 @@
+"""What a rank does for the tests of generation, and what transformers generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from _bridge_runs import CONFIG, VOCAB
+
+
+def prompts(count: int = 5) -> list[list[int]]:
+    """Random prompts of unequal length, the first not the shortest."""
+    import numpy
+
+    random = numpy.random.default_rng(5)
+    return [random.integers(0, VOCAB, length).tolist() for length in (9, 3, 17, 5, 1, 12, 4)[:count]]
+
+
+def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
+    """The greedy new tokens of transformers, each prompt alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
+        )
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
+    """The results of some calls of `wrap.generate` on this rank's layout, each with the arguments of `calls`."""
+    from megatron_wrap.core import MegatronWrap
+
+    with MegatronWrap.from_pretrained(
+        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    ) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        return [wrap.generate(**call) for call in calls]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 257 entries, whose last ends a turn, with a chat template, into `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: place for place, letter in enumerate(alphabet)}
+    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> list[str]:
+    """What each call of `wrap.generate` is refused with."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.errors import MegatronWrapError
+
+    found = []
+    with MegatronWrap.from_pretrained(
+        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    ) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        for call in calls:
+            try:
+                wrap.generate(**call)
+                found.append("")
+            except MegatronWrapError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Completions of prompts that global rank 0 alone gives."""
+    import torch
+
+    from megatron_wrap.core import MegatronWrap
+
+    with MegatronWrap.from_pretrained(
+        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    ) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
+
+
+def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """The largest difference of the cache's logits at each step from those of the whole sequence at once, on the ranks
+    of the last pipeline stage."""
+    import torch
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.cached_model import CachedModel
+    from megatron_wrap.engine.forward import evaluation_mode
+    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.platform.megatron import whole_sequences
+
+    tokens = torch.tensor([prompt * 24 for prompt in [[3, 141, 59], [26, 5, 35]]])[:, :24]
+    with MegatronWrap.from_pretrained(
+        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    ) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        whole = torch.stack(sequence_logits(wrap.state, tokens.tolist()))
+        differences = []
+        with evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks):
+            model = CachedModel(wrap.state, batch_size=2, max_length=24)
+            for start, stop in [(0, 7), *((place, place + 1) for place in range(7, 24))]:
+                found = model.next_logits(tokens[:, start:stop])
+                if found is not None:
+                    differences.append((found - whole[:, stop - 1]).abs().max().item())
+    return differences
+
+
+def train_with_generation(folder: str, overrides: tuple[str, ...], outputs: str, generates: bool) -> list[float]:
+    """Losses of three steps, with or without completions before and between them."""
+    from _bridge_runs import token_ids
+
+    from megatron_wrap.core import MegatronWrap
+
+    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in token_ids(12, 40)]
+    losses = []
+    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        for batch in wrap.batches(samples):
+            if generates:
+                wrap.generate(prompts(), max_new_tokens=4, temperature=1.0)
+            losses.append(wrap.train(batch)["loss"])
+            if wrap.iteration == 3:
+                break
+    return losses
+
+
+def samples_at_evaluation(folder: str, overrides: tuple[str, ...], outputs: str, prompts: list[str]) -> Any:
+    """The lines that an evaluation logs of its sample prompts, and the same completions from `wrap.generate`."""
+    import json
+
+    from loguru import logger
+
+    from megatron_wrap.core import MegatronWrap
+
+    settings = [
+        *overrides,
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.sample_prompts={json.dumps(prompts)}",
+    ]
+    lines: list[str] = []
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        sink = logger.add(lambda message: lines.append(str(message)), level="INFO")
+        wrap.evaluate({"held_out": [{"text": "a few words"}]})
+        logger.remove(sink)
+        return [line for line in lines if "sample of" in line], wrap.generate(prompts)

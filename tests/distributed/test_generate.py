@@ -1,0 +1,256 @@
+"""wrap.generate: greedy completions are those of transformers, token for token, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _bridge_runs
+import _generate_runs as runs
+import pytest
+
+PARALLEL = "megatron_lm.model.parallel."
+TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
+PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
+CP2 = f"{PARALLEL}context_parallel_size=2"
+EP2 = f"{PARALLEL}expert_model_parallel_size=2"
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "tp2-sp": (2, (TP2,)),
+    "tp2": (2, (TP2, f"{PARALLEL}sequence_parallel=false")),
+    "pp2": (2, (PP2,)),
+    "pp2-vpp2": (2, (PP2, f"{PARALLEL}num_layers_per_virtual_pipeline_stage=1")),
+    "dp2": (2, ()),
+    "tp2-pp2": (4, (TP2, PP2)),
+    "ep2": (2, (EP2,)),
+    "ep2-tp2": (4, (EP2, TP2, f"{PARALLEL}expert_tensor_parallel_size=1")),
+    "ep2-pp2": (4, (EP2, PP2)),
+    "cp2": (2, (CP2,)),
+    "cp2-tp2": (4, (CP2, TP2)),
+    "cp2-pp2": (4, (CP2, PP2)),
+    "ep2-cp2": (2, (EP2, CP2)),
+    "cp2-dp2": (4, (CP2,)),
+}
+DENSE = ("one", "tp2-sp", "pp2", "dp2", "tp2-pp2")
+SPARSE = ("one", "tp2-sp", "ep2", "ep2-tp2", "ep2-pp2", "ep2-cp2")
+CASES = [
+    *(("llama", layout) for layout in (*DENSE, "tp2", "cp2-tp2", "cp2-pp2", "cp2-dp2")),
+    ("llama-four-layers", "pp2-vpp2"),
+    *(("gpt2", layout) for layout in (*DENSE, "cp2")),
+    *(("qwen3", layout) for layout in DENSE),
+    *(("mixtral", layout) for layout in SPARSE),
+    *(("deepseek-v2", layout) for layout in SPARSE),
+    ("mistral-window", "one"),
+    ("mistral-window", "tp2-pp2"),
+    ("llama3.2-tied", "tp2-pp2"),
+]
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """original(family) -> its folder and transformers' greedy completions; each is made once."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = _bridge_runs.make_folder(name, tmp_path_factory.mktemp(name))
+            made[name] = folder, runs.expected(folder, NEW_TOKENS)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, original, tmp_path):
+    folder, expected = original(family)
+    world_size, overrides = LAYOUTS[layout]
+    calls = [{"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "batch_size": size} for size in (8, 2)]
+    for at_once, in_batches in ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path), calls):
+        assert [completion["token_ids"] for completion in at_once] == expected
+        assert in_batches == at_once
+        assert {completion["finish_reason"] for completion in at_once} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama-four-layers", "one"),
+        ("llama-four-layers", "tp2-pp2"),
+        ("llama-four-layers", "pp2-vpp2"),
+        ("llama-four-layers", "cp2-tp2"),
+        ("deepseek-v2", "one"),
+        ("deepseek-v2", "tp2-pp2"),
+        ("mistral-window", "tp2-sp"),
+        ("mistral-window", "cp2"),
+    ],
+)
+def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(family, layout, ranks, original, tmp_path):
+    folder, _ = original(family)
+    world_size, overrides = LAYOUTS[layout]
+    for differences in ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path)):
+        assert all(difference <= 1e-4 for difference in differences)
+        assert not differences or len(differences) == 18
+
+
+def test_drawn_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(ranks, original, tmp_path):
+    folder, greedy = original("mixtral")
+    drawn = {"max_new_tokens": 6, "temperature": 1.2, "top_p": 0.95, "top_k": 40, "seed": 7}
+    calls: list[dict[str, Any]] = [
+        {"prompts": runs.prompts(), **drawn},
+        {"prompts": runs.prompts(), **drawn, "batch_size": 2},
+        {"prompts": runs.prompts(3), **drawn},
+        {"prompts": runs.prompts(), **drawn, "seed": 8},
+        {"prompts": runs.prompts(), **drawn, "top_k": 1},
+    ]
+    found = {}
+    for layout in ("one", "tp2-sp", "pp2", "dp2", "ep2", "ep2-tp2", "ep2-cp2"):
+        world_size, overrides = LAYOUTS[layout]
+        first, *others = ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path / layout), calls)
+        assert all(other == first for other in others)
+        found[layout] = first
+    assert all(of_layout == found["one"] for of_layout in found.values())
+    whole, in_batches, fewer, other_seed, most_probable = found["one"]
+    assert in_batches == whole
+    assert fewer == whole[:3]
+    assert all(ours["token_ids"] != theirs["token_ids"] for ours, theirs in zip(whole, other_seed, strict=True))
+    assert [completion["token_ids"] for completion in most_probable] == [ids[:6] for ids in greedy]
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "tp2-pp2"])
+def test_prompts_of_rank_0_alone_are_completed_on_every_rank(layout, ranks, original, tmp_path):
+    folder, expected = original("llama")
+    world_size, overrides = LAYOUTS[layout]
+    for found in ranks(world_size).run(runs.from_rank_0, str(folder), overrides, str(tmp_path)):
+        assert [completion["token_ids"] for completion in found] == expected
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "one"), ("llama", "dp2"), ("mixtral", "ep2")])
+def test_end_tokens_of_generation_config_end_it_where_transformers_ends(family, layout, ranks, original, tmp_path):
+    import json
+    import shutil
+
+    folder, greedy = original(family)
+    ended = tmp_path / "ended"
+    shutil.copytree(folder, ended)
+    ends = [greedy[0][4], greedy[2][7]]  # replicas end after different numbers of tokens
+    (ended / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    expected = runs.expected(ended, NEW_TOKENS)
+    assert expected[0][-1] == ends[0]
+    assert len(expected[0]) <= 5
+    assert len({len(ids) for ids in expected}) > 1
+    world_size, overrides = LAYOUTS[layout]
+    calls = [
+        {"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "batch_size": 2},
+        {"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "stop": [greedy[4][1]]},
+    ]
+    for found, stopped in ranks(world_size).run(runs.generate, str(ended), overrides, str(tmp_path / "out"), calls):
+        assert [completion["token_ids"] for completion in found] == expected
+        for completion in found:
+            assert (completion["finish_reason"] == "stop") == (completion["token_ids"][-1] in ends)
+        assert len(stopped[4]["token_ids"]) <= 2
+        assert stopped[4]["finish_reason"] == "stop"
+
+
+@pytest.fixture(scope="module")
+def with_text(tmp_path_factory) -> Path:
+    folder = _bridge_runs.make_folder("llama", tmp_path_factory.mktemp("with_text"))
+    runs.write_tokenizer(folder)
+    return folder
+
+
+def test_texts_and_messages_are_completed_as_by_transformers_and_end_before_a_stop_text(with_text, ranks, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(with_text, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(with_text)
+    chat = [{"role": "user", "content": "hello"}]
+    prompts = ["It was", chat]
+    texts, ids = [], []
+    for encoded in (
+        tokenizer(prompts[0], return_tensors="pt"),
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True),
+    ):
+        output = model.generate(**encoded, max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=256)
+        ids.append(output[0, encoded["input_ids"].shape[1] :].tolist())
+        texts.append(tokenizer.decode(ids[-1], skip_special_tokens=True))
+    letter = next(letter for letter in texts[0][2:] if letter.isascii() and letter not in texts[0][:2])
+    calls = [{"prompts": prompts, "max_new_tokens": 40}, {"prompts": prompts[:1], "max_new_tokens": 40, "stop": letter}]
+    [(found, stopped)] = ranks(1).run(runs.generate, str(with_text), (), str(tmp_path), calls)
+    assert [(completion["token_ids"], completion["text"]) for completion in found] == list(zip(ids, texts, strict=True))
+    [completion] = stopped
+    assert completion["text"] == texts[0][: texts[0].index(letter)]
+    assert completion["finish_reason"] == "stop"
+    assert completion["token_ids"] == ids[0][: len(completion["token_ids"])]
+    assert letter in tokenizer.decode(completion["token_ids"])
+    assert letter not in tokenizer.decode(completion["token_ids"][:-1])
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
+def test_an_evaluation_logs_what_the_model_says_to_the_sample_prompts(layout, with_text, ranks, tmp_path):
+    world_size, overrides = LAYOUTS[layout]
+    prompts = ["It was", "Once upon a time"]
+    lines, completions = ranks(world_size).run(
+        runs.samples_at_evaluation, str(with_text), overrides, str(tmp_path), prompts
+    )[0]
+    assert len(lines) == 2
+    for line, prompt, completion in zip(lines, prompts, completions, strict=True):
+        assert f"iteration 0, sample of {prompt!r}: {completion['text']!r}" in line
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2-sp", "pp2-vpp2", "cp2-tp2", "dp2-overlap"])
+def test_training_goes_on_as_without_completions_between_its_steps(layout, ranks, original, tmp_path):
+    folder, _ = original("llama-four-layers")
+    overlap = tuple(
+        f"megatron_lm.{key}=true"
+        for key in (
+            "misc.ddp.overlap_grad_reduce",
+            "misc.ddp.overlap_param_gather",
+            "train.optimizer.use_distributed_optimizer",
+        )
+    )
+    world_size, overrides = (2, overlap) if layout == "dp2-overlap" else LAYOUTS[layout]
+    pool = ranks(world_size)
+    without, with_generation = (
+        pool.run(runs.train_with_generation, str(folder), overrides, str(tmp_path / str(generates)), generates)
+        for generates in (False, True)
+    )
+    assert with_generation == without
+
+
+def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, tmp_path):
+    folder, _ = original("gpt2")
+    calls: list[dict[str, Any]] = [
+        {"prompts": [[1, 2], [3] * 70], "max_new_tokens": 11},
+        {"prompts": [[1, 2], [3] * 70], "max_new_tokens": 10},
+        {"prompts": ["It was"]},
+        {"prompts": "It was"},
+        {"prompts": [[]]},
+        {"prompts": [[1, 301]]},
+        {"prompts": [[1, "a"]]},
+        {"prompts": [[1]], "max_new_tokens": 0},
+        {"prompts": [[1]], "seed": -1},
+        {"prompts": [[1]], "batch_size": 0},
+        {"prompts": [[1]], "stop": "x"},
+        {"prompts": [[1]], "top_p": 2.0},
+        {"prompts": []},
+    ]
+    expected = [
+        r"prompt 1 has 70 tokens, which with max_new_tokens 11 is more than the 80 learned positions",
+        "",
+        "a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer",
+        "prompts is one text; give a list",
+        "a prompt is a text, a list of messages or a list of token ids, not",
+        "has the token id 301; the vocabulary has 301 entries",
+        "a prompt is a text, a list of messages or a list of token ids, not",
+        "max_new_tokens 0 must be at least 1",
+        "seed -1 must be at least 0",
+        "batch_size 0 must be at least 1",
+        "a stop text needs a tokenizer",
+        "top_p 2.0 must be above 0 and at most 1",
+        "",
+    ]
+    [found] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
+    for said, part in zip(found, expected, strict=True):
+        assert (part in said and said.startswith("DataError: ")) if part else said == ""
