@@ -103,6 +103,10 @@ VALUES = [
     ("train.micro_batch_size=3", ConfigError, "train.micro_batch_size: global_batch_size 8 is not divisible by "
      "micro_batch_size 3; nearest legal sizes: 6 and 9"),
     ("train.eval_interval=0", ConfigError, "train.eval_interval: must be at least 1, not 0; null leaves it out"),
+    ("train.sample_prompts=[]", ConfigError, "train.sample_prompts: [] must be a list of texts, none of them empty; "
+     "null logs no sample"),
+    ("train.sample_prompts=[It was]", ConfigError, "train.sample_prompts: texts need a tokenizer; give "
+     "megatron_wrap.data.tokenizer, or write null"),
     ("train.save_interval=5", ConfigError, "train.save_interval: 5 has no effect without "
      "megatron_lm.train.common.save"),
     ("checkpoint.keep=1", ConfigError, "checkpoint.keep: 1 has no effect without megatron_lm.train.common.save"),
@@ -330,6 +334,7 @@ def test_what_is_refused_together(write_run: Write, overrides: list[str], messag
             "parallel.tensor_model_parallel_size=2",
         ],
         ["arch.vocab_size=null", "data.tokenizer=folder"],
+        ["train.sample_prompts=[It was, Once]", "data.tokenizer=folder"],
         ["train.eval_interval=5"],  # the caller gives wrap.evaluate its samples
     ],
     ids=lambda overrides: overrides[-1],
