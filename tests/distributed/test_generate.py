@@ -254,3 +254,14 @@ def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, t
     [found] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
     for said, part in zip(found, expected, strict=True):
         assert (part in said and said.startswith("DataError: ")) if part else said == ""
+
+
+def test_a_pipeline_in_half_precision_says_what_one_process_says(ranks, original, tmp_path):
+    folder, _ = original("llama-four-layers")
+    calls = [{"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS}]
+    found = []
+    for layout in ("one", "pp2-vpp2"):
+        world_size, overrides = LAYOUTS[layout]
+        bf16 = (*overrides, "megatron_lm.train.dtype.__select__=bf16")
+        found += ranks(world_size).run(runs.generate, str(folder), bf16, str(tmp_path / layout), calls)
+    assert all(completions == found[0] for completions in found)
