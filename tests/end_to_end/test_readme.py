@@ -130,14 +130,18 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         assert two == pytest.approx(one, rel=1e-5)
 
 
-def test_the_preference_example_goes_from_one_algorithm_to_the_next(checkout):
+def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sample_data):
+    (tmp_path / "examples" / "data").mkdir(parents=True)
+    for name, target in (("configs", ROOT / "configs"), ("examples/dpo", ROOT / "examples/dpo")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "examples/data/generated").symlink_to(sample_data)
     few = [f"megatron_lm.train.common.{key}" for key in ("train_iters=2", "global_batch_size=4", "eval_iters=1")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/dpo/train.py", *few]
-    done = run(command, checkout)
+    done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+% of the validation pairs are ranked right$", done.stdout, re.M)
     assert "loaded weights of outputs/tiny-llama-sft/checkpoints" in done.stderr
-    assert (checkout / "outputs/tiny-llama-dpo/checkpoints/reference/iter_0000000/metadata.json").is_file()
+    assert (tmp_path / "outputs/tiny-llama-dpo/checkpoints/reference/iter_0000000/metadata.json").is_file()
 
 
 def test_both_languages_show_the_same_code():
