@@ -28,10 +28,11 @@ SAMPLES = [{"input_ids": list(range(1, 14)), "loss_mask": [1] * 13}] * 4
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A random Llama of one layer."""
+    """A random Llama of one layer, with weights so large that each of them shows in the layer's output."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes["initializer_range"] = 0.3
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     LlamaForCausalLM(LlamaConfig(**sizes, **ids, vocab_size=37, num_key_value_heads=2)).save_pretrained(
         tmp_path / "model"
