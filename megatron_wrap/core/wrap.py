@@ -14,6 +14,7 @@ from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.core.config import RunConfig, derived, load_run_config
 from megatron_wrap.core.config.checks import check_layout, check_run
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
+from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
@@ -23,7 +24,6 @@ from megatron_wrap.utils.session import LoggerSession
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from megatron_wrap.engine.generate import Completion
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(HuggingFaceVerbs):
+class MegatronWrap(HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -468,42 +468,6 @@ class MegatronWrap(HuggingFaceVerbs):
     def state(self) -> TrainingState:
         """Everything the run holds, for tools that look inside."""
         return self._ready()
-
-    tp_size = property(lambda self: self._initialized().tp.size, doc="Tensor-parallel size.")
-    tp_rank = property(lambda self: self._initialized().tp.rank, doc="Tensor-parallel rank of this process.")
-    pp_size = property(lambda self: self._initialized().pp.size, doc="Pipeline-parallel size.")
-    pp_rank = property(lambda self: self._initialized().pp.rank, doc="Pipeline stage of this process.")
-    dp_size = property(lambda self: self._initialized().dp.size, doc="Data-parallel size, without CP.")
-    dp_rank = property(lambda self: self._initialized().dp.rank, doc="Data-parallel rank of this process.")
-    cp_size = property(lambda self: self._initialized().cp.size, doc="Context-parallel size.")
-    cp_rank = property(lambda self: self._initialized().cp.rank, doc="Context-parallel rank of this process.")
-    ep_size = property(lambda self: self._initialized().ep.size, doc="Expert-parallel size.")
-    ep_rank = property(lambda self: self._initialized().ep.rank, doc="Expert-parallel rank of this process.")
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """Tensor-parallel group of this process."""
-        return self._initialized().tp.group
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """Pipeline-parallel group of this process."""
-        return self._initialized().pp.group
-
-    @property
-    def dp_group(self) -> ProcessGroup:
-        """Data-parallel group of this process, without CP."""
-        return self._initialized().dp.group
-
-    @property
-    def cp_group(self) -> ProcessGroup:
-        """Context-parallel group of this process."""
-        return self._initialized().cp.group
-
-    @property
-    def ep_group(self) -> ProcessGroup:
-        """Expert-parallel group of this process."""
-        return self._initialized().ep.group
 
     # ---- inside ----
 

@@ -25,7 +25,8 @@ LAYERS = {
     "core.flow": 4,
     "engine": 5,
     "checkpoint": 6,
-    "core.hugging_face": 6.5,  # a part of the facade
+    "core.hugging_face": 6.5,  # parts of the facade
+    "core.layout_view": 6.5,
     "core.wrap": 7,
     "cli": 8,
     "testing": 7.5,  # check-parity of the command line calls it
