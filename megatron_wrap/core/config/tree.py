@@ -40,7 +40,8 @@ class Folder:
     entries: dict[str, "Folder | TreeFile"] = field(default_factory=dict)
 
     def write(self, target: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes the folder below `target` for confignest, with `contents` by relative path (else empty files)."""
+        """Writes the folder below `target` for confignest, with `contents` by relative path; other files are empty, and
+        left out where one is selected."""
         target.mkdir()
         manifest: dict[str, Any] = {"selection_mode": "one" if self.selects_one else "all"}
         if self.default is not None:
@@ -51,7 +52,7 @@ class Folder:
         for name, entry in self.entries.items():
             if isinstance(entry, Folder):
                 entry.write(target / name, contents)
-            else:
+            elif entry.relative in contents or not self.selects_one:
                 content = json.dumps(contents.get(entry.relative, {}))  # JSON is YAML
                 (target / f"{name}.yaml").write_text(content, encoding="utf-8")
 
