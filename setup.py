@@ -21,7 +21,7 @@ REQUIREMENTS = [
     "pyyaml>=6.0",
     "loguru>=0.7",
     "wandb",
-    "transformers>=4.57",
+    "transformers>=5",
     "tokenizers",
     "safetensors",
     "jinja2",  # chat templates of transformers

@@ -14,6 +14,10 @@ from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
 if TYPE_CHECKING:
     import torch
 
+_TF32 = "NVIDIA_TF32_OVERRIDE"
+"""cuBLAS reads it at its first use; 0: fp32 means fp32. torch means that too, but Transformer Engine asks for TF32, and
+where it is installed Megatron-Core's routers of experts use it whatever the layers are (moe_utils.py)."""
+
 
 class CudaPlatform(Platform):
     """One GPU for each process, the one numbered LOCAL_RANK."""
@@ -50,6 +54,9 @@ class CudaPlatform(Platform):
     def _install(self, replacements: Replacements) -> None:
         import torch
 
+        if _TF32 not in os.environ:
+            os.environ[_TF32] = "0"
+            replacements.on_undo(lambda: os.environ.pop(_TF32, None))
         torch.cuda.set_device(self.device)
         with megatron.quiet_import():
             adam.use_in_megatron(replacements)

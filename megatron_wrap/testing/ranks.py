@@ -109,8 +109,8 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, platfo
     )
     torch.set_num_threads(1)
     if platform == "cuda":
-        # Megatron-Core wants one queue; fp32 is to mean fp32; sums in one order where kernels can
-        os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", NVIDIA_TF32_OVERRIDE="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        # Megatron-Core wants one queue; sums in one order where kernels can
+        os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)

@@ -118,9 +118,9 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str)
         with evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks):
             model = CachedModel(wrap.state, batch_size=2, max_length=24)
             for start, stop in [(0, 7), *((place, place + 1) for place in range(7, 24))]:
-                found = model.next_logits(tokens[:, start:stop])
+                found = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))
                 if found is not None:
-                    differences.append((found - whole[:, stop - 1]).abs().max().item())
+                    differences.append((found.cpu() - whole[:, stop - 1]).abs().max().item())
     return differences
 
 
