@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import _started
 import numpy
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
@@ -50,10 +52,8 @@ def samples() -> list[dict[str, list[int]]]:
     return [{"input_ids": generator.integers(0, VOCAB, n).tolist(), "loss_mask": [1] * n} for n in lengths]
 
 
-def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> Any:
-    """A run with checkpoints in `folder`, resumed when it holds one; close it."""
-    from megatron_wrap.core import MegatronWrap
-
+def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> AbstractContextManager[Any]:
+    """A run with checkpoints in `folder`, resumed when it holds one."""
     common = (
         f"{ARCH}.vocab_size={VOCAB}",
         f"{TRAIN}.global_batch_size={BATCH}",
@@ -62,14 +62,7 @@ def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> Any:
         f"{TRAIN}.save={folder}",
         f"megatron_wrap.logger.output_dir={folder}/records",
     )
-    wrap = MegatronWrap(CONFIG, overrides=[*common, *overrides])
-    try:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-    except BaseException:
-        wrap.close()
-        raise
-    return wrap
+    return _started.started(CONFIG, [*common, *overrides])
 
 
 def train(
@@ -93,7 +86,8 @@ def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
     from megatron_wrap.errors import CheckpointError
 
     try:
-        started(folder, overrides).close()
+        with started(folder, overrides):
+            pass
     except CheckpointError as error:
         return str(error)
     return "no error"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from _started import started
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
 TRAIN, RATE, PARALLEL = "megatron_lm.train.common", "megatron_lm.train.learning-rate", "megatron_lm.model.parallel"
@@ -37,26 +38,12 @@ def pairs(count: int = 40) -> list[dict[str, list[int]]]:
     ]
 
 
-def started(overrides: Sequence[str]) -> Any:
-    """A run; close it."""
-    from megatron_wrap.core import MegatronWrap
-
-    wrap = MegatronWrap(CONFIG, overrides=[*DPO, *overrides])
-    try:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-    except BaseException:
-        wrap.close()
-        raise
-    return wrap
-
-
 def train(
     overrides: Sequence[str], samples: Sequence[Any], until: int = 10, save_at: int | None = None
 ) -> list[dict[str, float]]:
     """Train to iteration `until`; what each step taken here reports."""
     taken = []
-    with started(overrides) as wrap:
+    with started(CONFIG, [*DPO, *overrides]) as wrap:
         while wrap.iteration < until:
             place = wrap.iteration * BATCH
             metrics = wrap.train(samples[place : place + BATCH])
@@ -70,13 +57,13 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
     """Whole weights before the first step."""
     from megatron_wrap.testing.gradients import gather_weights
 
-    with started(overrides) as wrap:
+    with started(CONFIG, [*DPO, *overrides]) as wrap:
         return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
 
 
 def outputs(overrides: Sequence[str], samples: Sequence[Any], steps: int = 0) -> list[dict[str, float]]:
     """What `wrap.forward` gives for each sample, after some steps on them."""
-    with started(overrides) as wrap:
+    with started(CONFIG, [*DPO, *overrides]) as wrap:
         for _ in range(steps):
             wrap.train(samples[:BATCH])
         return [{name: float(value) for name, value in of_sample.items()} for of_sample in wrap.forward(samples)]
@@ -84,7 +71,7 @@ def outputs(overrides: Sequence[str], samples: Sequence[Any], steps: int = 0) ->
 
 def evaluation(overrides: Sequence[str], samples: Sequence[Any], steps: int) -> dict[str, float]:
     """An evaluation after some steps."""
-    with started(overrides) as wrap:
+    with started(CONFIG, [*DPO, *overrides]) as wrap:
         for step in range(steps):
             wrap.train(samples[step * BATCH : (step + 1) * BATCH])
         return wrap.evaluate({"set": samples[:7]})
@@ -95,7 +82,7 @@ def refusal(overrides: Sequence[str], samples: Sequence[Any] = ()) -> str:
     from megatron_wrap.errors import MegatronWrapError
 
     try:
-        with started(overrides) as wrap:
+        with started(CONFIG, [*DPO, *overrides]) as wrap:
             wrap.train(samples[:BATCH])
     except MegatronWrapError as error:
         return str(error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import _started
 import numpy
 import torch
 from _checkpoint_runs import state_digest
@@ -36,17 +37,10 @@ def options(flow: str = "", **settings: Any) -> tuple[str, ...]:
     return (*values, *([f"megatron_wrap.flow.flow_key=_engine_flows:{flow}"] if flow else []))
 
 
-@contextmanager
-def started(overrides: Sequence[str], folder: str | Path | None = None) -> Iterator[Any]:
+def started(overrides: Sequence[str], folder: str | Path | None = None) -> AbstractContextManager[Any]:
     """A run that is ready to train; its records go to `folder`."""
-    from megatron_wrap.core import MegatronWrap
-
-    if folder is not None:
-        overrides = [*overrides, f"megatron_wrap.logger.output_dir={folder}"]
-    with MegatronWrap(CONFIG, overrides=list(overrides)) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
+    records = [] if folder is None else [f"megatron_wrap.logger.output_dir={folder}"]
+    return _started.started(CONFIG, [*overrides, *records])
 
 
 # ---- samples ----

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from _bridge_runs import CONFIG, VOCAB
+
+
+@contextmanager
+def begun(folder: str, overrides: tuple[str, ...], outputs: str, training: bool = False) -> Iterator[Any]:
+    """The run that begins from a folder, set up on this rank's layout."""
+    from megatron_wrap.core import MegatronWrap
+
+    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
+    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer() if training else wrap.setup_model()
+        yield wrap
 
 
 def prompts(count: int = 5) -> list[list[int]]:
@@ -34,13 +48,7 @@ def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
 
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
     """The results of some calls of `wrap.generate` on this rank's layout, each with the arguments of `calls`."""
-    from megatron_wrap.core import MegatronWrap
-
-    with MegatronWrap.from_pretrained(
-        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    ) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
+    with begun(folder, overrides, outputs) as wrap:
         return [wrap.generate(**call) for call in calls]
 
 
@@ -64,15 +72,10 @@ def write_tokenizer(folder: Path) -> None:
 
 def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> list[str]:
     """What each call of `wrap.generate` is refused with."""
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.errors import MegatronWrapError
 
     found = []
-    with MegatronWrap.from_pretrained(
-        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    ) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
+    with begun(folder, overrides, outputs) as wrap:
         for call in calls:
             try:
                 wrap.generate(**call)
@@ -86,13 +89,7 @@ def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Completions of prompts that global rank 0 alone gives."""
     import torch
 
-    from megatron_wrap.core import MegatronWrap
-
-    with MegatronWrap.from_pretrained(
-        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    ) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
+    with begun(folder, overrides, outputs) as wrap:
         return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
 
 
@@ -101,18 +98,13 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str)
     of the last pipeline stage."""
     import torch
 
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.cached_model import CachedModel
     from megatron_wrap.engine.forward import evaluation_mode
     from megatron_wrap.engine.logits import sequence_logits
     from megatron_wrap.platform.megatron import whole_sequences
 
     tokens = torch.tensor([prompt * 24 for prompt in [[3, 141, 59], [26, 5, 35]]])[:, :24]
-    with MegatronWrap.from_pretrained(
-        folder, CONFIG, [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    ) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
+    with begun(folder, overrides, outputs) as wrap:
         whole = torch.stack(sequence_logits(wrap.state, tokens.tolist()))
         differences = []
         with evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks):
@@ -128,14 +120,9 @@ def train_with_generation(folder: str, overrides: tuple[str, ...], outputs: str,
     """Losses of three steps, with or without completions before and between them."""
     from _bridge_runs import token_ids
 
-    from megatron_wrap.core import MegatronWrap
-
     samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in token_ids(12, 40)]
     losses = []
-    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with begun(folder, overrides, outputs, training=True) as wrap:
         for batch in wrap.batches(samples):
             if generates:
                 wrap.generate(prompts(), max_new_tokens=4, temperature=1.0)
@@ -151,17 +138,9 @@ def samples_at_evaluation(folder: str, overrides: tuple[str, ...], outputs: str,
 
     from loguru import logger
 
-    from megatron_wrap.core import MegatronWrap
-
-    settings = [
-        *overrides,
-        f"megatron_wrap.logger.output_dir={outputs}",
-        f"megatron_lm.train.common.sample_prompts={json.dumps(prompts)}",
-    ]
+    shown = f"megatron_lm.train.common.sample_prompts={json.dumps(prompts)}"
     lines: list[str] = []
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with begun(folder, (*overrides, shown), outputs, training=True) as wrap:
         sink = logger.add(lambda message: lines.append(str(message)), level="INFO")
         wrap.evaluate({"held_out": [{"text": "a few words"}]})
         logger.remove(sink)

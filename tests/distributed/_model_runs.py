@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from _started import started
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
@@ -38,13 +39,10 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         digests of all initial weights by global name; digests after training of this rank's own copies of the word
         embedding; on rank 0, in fp32, the whole gradients of the first step.
     """
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.core.model.initial_weights import global_names
     from megatron_wrap.testing.gradients import gather_weights, unwrapped
 
-    with MegatronWrap(CONFIG, overrides=(*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(CONFIG, (*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:
         state = wrap._ready()
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size

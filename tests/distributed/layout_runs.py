@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from _started import started
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
 VOCAB = 500
@@ -74,14 +75,11 @@ def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -
     Returns:
         losses, tokens, grad_norms of each step, and the whole gradients of step 1 as numpy arrays.
     """
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
     from megatron_wrap.metrics.metric import MetricSums
     from megatron_wrap.testing.gradients import gather_gradients
 
-    with MegatronWrap(CONFIG, overrides=overrides) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(CONFIG, overrides) as wrap:
         size = wrap.global_batch_size
         samples = token_samples(size * steps, wrap.config.train.seq_length)
         gradients: dict[str, Any] = {}
