@@ -23,6 +23,7 @@ import torch.distributed
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import adam, megatron
 from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
+from megatron_wrap.platform.gloo import share_device
 from megatron_wrap.platform.heap import keep_freed_memory
 from megatron_wrap.platform.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
 
@@ -82,6 +83,7 @@ class CpuPlatform(Platform):
             return  # another object of this class is at work in this process
         _refuse_loaded_cuda_packages()
         keep_freed_memory()
+        share_device(replacements)
         finder = MegatronFinder(self._view)
         sys.meta_path.insert(0, finder)
         replacements.on_undo(lambda: sys.meta_path.remove(finder))
