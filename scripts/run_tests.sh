@@ -38,6 +38,7 @@ trap '[ -z "$newer_run" ] || kill -- "-$newer_run" 2> /dev/null; rm -rf "$scratc
 if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   # ranks wait for each other a third of their time: two runs beside each other end sooner than one after the other
   set -m  # a process group of its own, for the trap
+  echo "the distributed tests run on Megatron-Core 0.19 at the same time; what they say comes at the end" >&2
   on_newer_megatron_core > "$scratch/newer.log" 2>&1 &
   newer_run=$!
   set +m

@@ -15,7 +15,7 @@ from megatron_wrap.platform.base import Replacements
 
 
 def share_device(replacements: Replacements) -> None:
-    """Let the gloo groups that are made from now on share a device, until the replacements are undone."""
+    """Let the gloo groups that torch makes from now on share a device, until the replacements are undone."""
     if not torch.distributed.is_gloo_available():
         return
     module: Any = torch.distributed.distributed_c10d
@@ -25,13 +25,16 @@ def share_device(replacements: Replacements) -> None:
     class OneDevice(type):
         """Stands for the backend's class where torch calls it and asks for instances of it."""
 
-        def __call__(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        def __call__(cls, *arguments: Any, **named: Any) -> Any:
+            if len(arguments) != 3 or named.keys() != {"timeout"}:
+                # not as torch 2.10 to 2.13 call it (2.14 gives one more argument): torch's own, with its own device
+                return backend(*arguments, **named)
             devices[:] = devices or _devices(backend)
             options = backend._Options()
             options._devices = devices
             options._threads = 2 * len(devices)
-            options._timeout = timeout
-            return backend(store, rank, size, options)
+            options._timeout = named["timeout"]
+            return backend(*arguments, options)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, backend)

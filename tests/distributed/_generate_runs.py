@@ -18,7 +18,10 @@ def begun(folder: str, overrides: tuple[str, ...], outputs: str, training: bool 
     settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
     with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
         wrap.initialize()
-        wrap.setup_model_and_optimizer() if training else wrap.setup_model()
+        if training:
+            wrap.setup_model_and_optimizer()
+        else:
+            wrap.setup_model()
         yield wrap
 
 

@@ -30,16 +30,18 @@ for group, _ in made:
 backend = made[0][0]._get_backend(torch.device("cpu"))
 assert type(backend) is theirs and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo)
 assert backend.options._timeout == seconds
+other = threads_of(lambda: dist.distributed_c10d.ProcessGroupGloo(dist.PrefixStore("other", store), 0, 1))
 replacements.undo()
 assert dist.distributed_c10d.ProcessGroupGloo is theirs
 own = threads_of(lambda: dist.new_group([0]))
-print(*(count for _, count in [*made, own]), flush=True)
+print(*(count for _, count in [*made, other, own]), flush=True)
 os._exit(0)
 """
 
 
 def threads(**variables: str) -> list[int]:
-    """Those that each of four groups on the default group's device starts, and one with a device of its own."""
+    """Those that each of four groups on the default group's device starts, and two with devices of their own: one that
+    is called in another form, and one made after the sharing was undone."""
     done = subprocess.run(
         [sys.executable, "-c", GROUPS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
@@ -51,4 +53,4 @@ def threads(**variables: str) -> list[int]:
 def test_groups_share_one_device_until_it_is_undone():
     workers, workers_and_loop = 2, 3
     for variables in ({}, {"GLOO_SOCKET_IFNAME": "lo"}):
-        assert threads(**variables) == [*[workers] * 4, workers_and_loop]
+        assert threads(**variables) == [*[workers] * 4, workers_and_loop, workers_and_loop]
