@@ -10,7 +10,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument("config", help="YAML of the run; its flow, its options and its data are taken")
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="the last word on a key")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
     parser.add_argument("--flow", metavar="KEY", help="a registered flow or my_package.my_module:MyFlow")
     parser.add_argument("--layouts", metavar="NAMES", help="names such as dp2,tp2-sp,cp2 joined by commas")
     parser.add_argument("--max-processes", type=int, default=4, help="leave layouts of more processes out (default 4)")

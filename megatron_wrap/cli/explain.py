@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rest",
         nargs="*",
+        default=[],
         metavar="[KEY] [a.b=c ...]",
         help="dotted path of a value or section (none: the whole tree), and overrides",
     )

@@ -24,17 +24,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="megatron-wrap", description="Training algorithms on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-wrap {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        # only the chosen command's module is imported: explain must not pay for what train needs
-        if name in arguments[:1]:
-            module = importlib.import_module(f"megatron_wrap.cli.{name.replace('-', '_')}")
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    parsers = {
+        name: subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        for name, text in COMMANDS.items()
+    }
+    if not arguments or arguments[0] not in parsers:
+        parser.parse_args(arguments)  # ends with the help, the version or what is wrong
+        parser.error("COMMAND comes first")
+    # only the chosen command's module is imported: explain must not pay for what train needs
+    module = importlib.import_module(f"megatron_wrap.cli.{arguments[0].replace('-', '_')}")
+    module.add_arguments(parsers[arguments[0]])
+    args = parsers[arguments[0]].parse_intermixed_args(arguments[1:])  # overrides may stand after options, too
     try:
-        return int(args.run(args))
+        return int(module.run(args))
     except MegatronWrapError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -35,7 +35,7 @@ class Nodes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument("config", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="the last word on a key")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
     parser.add_argument("--script", metavar="FILE", help="run this training script in place of the built-in loop")
     parser.epilog = (
         "environment: GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), "

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rest",
         nargs="*",
+        default=[],
         metavar="[CONFIG] [a.b.c=value ...]",
         help="YAML of a run (its precision and kernels are taken, not its layout; default: fp32), and overrides",
     )

@@ -242,7 +242,7 @@ class TorchCoreAttention(MegatronModule):
         super().__init__(config=config)
         if config.softmax_type != "vanilla":
             raise PlatformError(
-                f"softmax_type={config.softmax_type!r} needs transformer_impl transformer_engine; set it to 'vanilla'"
+                f"softmax_type={config.softmax_type!r} needs Transformer Engine's attention; set it to 'vanilla'"
             )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -287,7 +287,7 @@ class TorchCoreAttention(MegatronModule):
             LayoutError: the documents do not fit the tokens or the ranks.
         """
         if attention_bias is not None:
-            raise PlatformError("attention_bias needs transformer_impl transformer_engine")
+            raise PlatformError("attention_bias needs Transformer Engine's attention")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = mask_type in _CAUSAL
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
-#   bash scripts/benchmark/gpu_suite.sh one|two|both [OUTPUT_FOLDER]       one GPU, the layouts of two, or both
+#   bash scripts/benchmark/gpu_suite.sh one|two|both|four [OUTPUT_FOLDER]  one GPU, the layouts of two, both, or of four
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
@@ -12,7 +12,7 @@ run() {  # NAME COMMAND...: results to results.txt, the rest to NAME.log
 }
 speed() { run "$1" torchrun --nproc-per-node "$2" --log-dir "$out" scripts/benchmark/train_speed.py --name "$1" "${@:3}"; }
 one() {
-  run tests timeout 240 python3 -m pytest -q tests/gpu
+  run tests timeout 400 python3 -m pytest -q tests/gpu
   for implementation in torch transformer_engine; do
     impl=$arch.transformer_impl=$implementation
     speed tiny-$implementation 1 scripts/benchmark/overhead.yaml --steps 8 $impl
@@ -42,5 +42,28 @@ two() {
   done
 }
 both() { two; one; }
+four() {
+  [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null
+  local te=$arch.transformer_impl=transformer_engine
+  for implementation in transformer_engine torch; do  # what agrees or not does not mind company
+    run hf-$implementation timeout 400 python3 -m pytest -q -rP --tb=short -k $implementation tests/gpu/test_bridge_gpu.py &
+    run generate-$implementation timeout 400 python3 -m pytest -q --tb=short -k $implementation tests/gpu/test_generate_gpu.py &
+  done
+  for flow in sft dpo; do
+    run parity-$flow timeout 400 python3 -m megatron_wrap.cli.main check-parity configs/tiny-llama-$flow.yaml --platform cuda $te &
+  done
+  run parity-mixtral timeout 400 python3 -m megatron_wrap.cli.main check-parity configs/tiny-mixtral-sft.yaml --platform cuda $te &
+  run parity-window timeout 400 python3 -m megatron_wrap.cli.main check-parity configs/tiny-llama-sft.yaml --platform cuda \
+    --layouts tp2-sp,cp2 $te "$arch.window_size=[11,0]" &
+  wait
+  for implementation in transformer_engine torch; do
+    for sizes in "1 1 1" "4 1 1" "2 2 1" "2 1 2"; do
+      read -r tp pp cp <<< "$sizes"
+      speed 1b-tp$tp-pp$pp-cp$cp-$implementation 4 scripts/benchmark/llama-1b.yaml --steps 7 --warmup 3 \
+        $arch.transformer_impl=$implementation $parallel.tensor_model_parallel_size=$tp \
+        $parallel.pipeline_model_parallel_size=$pp $parallel.context_parallel_size=$cp
+    done
+  done
+}
 "${1:-one}"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee -a "$out/results.txt"

@@ -128,6 +128,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers class and what of its configuration is not as in `SIZES`."""
 
 
+PARALLEL = "megatron_lm.model.parallel."
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "tp2": (2, (f"{PARALLEL}tensor_model_parallel_size=2",)),
+    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
+    "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
+    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
+    "ep2": (2, (f"{PARALLEL}expert_model_parallel_size=2",)),
+    "ep2-tp2": (
+        4,
+        (
+            f"{PARALLEL}expert_model_parallel_size=2",
+            f"{PARALLEL}tensor_model_parallel_size=2",
+            f"{PARALLEL}expert_tensor_parallel_size=1",
+        ),
+    ),
+}
+"""Name -> processes and what it takes in the configuration."""
+
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
+VARIANTS = (
+    "phi3-window",
+    "mistral-window",
+    "llama-four-layers",
+    "llama-biases",
+    "llama3.1",
+    "llama-linear-rope",
+    "qwen2-tied",
+)
+"""What layouts cannot tell from another case: on one rank, and on all splits at once."""
+CASES = [
+    (family, layout)
+    for family in FAMILIES
+    for layout in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
+    if family in EXPERTS or not layout.startswith("ep2")
+]
+"""(family, layout) of each comparison with transformers."""
+
+
 def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
     """A random transformers model of the family, every parameter random, saved into `folder`."""
     import torch
@@ -149,6 +188,20 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, **save_arguments)
     return folder
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Every tensor of a folder's safetensors files, which its index names."""
+    import json
+
+    from safetensors.torch import load_file
+
+    found = {
+        name: (file.name, tensor) for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: file for name, (file, _) in found.items()}
+    return {name: tensor for name, (_, tensor) in found.items()}
 
 
 def token_ids(count: int = 2, length: int = 64) -> list[list[int]]:

@@ -9,6 +9,43 @@ from typing import Any
 
 from _bridge_runs import CONFIG, VOCAB
 
+PARALLEL = "megatron_lm.model.parallel."
+TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
+PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
+CP2 = f"{PARALLEL}context_parallel_size=2"
+EP2 = f"{PARALLEL}expert_model_parallel_size=2"
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "tp2-sp": (2, (TP2,)),
+    "tp2": (2, (TP2, f"{PARALLEL}sequence_parallel=false")),
+    "pp2": (2, (PP2,)),
+    "pp2-vpp2": (2, (PP2, f"{PARALLEL}num_layers_per_virtual_pipeline_stage=1")),
+    "dp2": (2, ()),
+    "tp2-pp2": (4, (TP2, PP2)),
+    "ep2": (2, (EP2,)),
+    "ep2-tp2": (4, (EP2, TP2, f"{PARALLEL}expert_tensor_parallel_size=1")),
+    "ep2-pp2": (4, (EP2, PP2)),
+    "cp2": (2, (CP2,)),
+    "cp2-tp2": (4, (CP2, TP2)),
+    "cp2-pp2": (4, (CP2, PP2)),
+    "ep2-cp2": (2, (EP2, CP2)),
+    "cp2-dp2": (4, (CP2,)),
+}
+DENSE = ("one", "tp2-sp", "pp2", "dp2", "tp2-pp2")
+SPARSE = ("one", "tp2-sp", "ep2", "ep2-tp2", "ep2-pp2", "ep2-cp2")
+CASES = [
+    *(("llama", layout) for layout in (*DENSE, "tp2", "cp2-tp2", "cp2-pp2", "cp2-dp2")),
+    ("llama-four-layers", "pp2-vpp2"),
+    *(("gpt2", layout) for layout in (*DENSE, "cp2")),
+    *(("qwen3", layout) for layout in DENSE),
+    *(("mixtral", layout) for layout in SPARSE),
+    *(("deepseek-v2", layout) for layout in SPARSE),
+    ("mistral-window", "one"),
+    ("mistral-window", "tp2-pp2"),
+    ("llama3.2-tied", "tp2-pp2"),
+]
+NEW_TOKENS = 12
+
 
 @contextmanager
 def begun(folder: str, overrides: tuple[str, ...], outputs: str, training: bool = False) -> Iterator[Any]:

@@ -3,31 +3,12 @@ exported folder is the model, bit for bit."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import _bridge_runs as runs
 import numpy
 import pytest
-
-PARALLEL = "megatron_lm.model.parallel."
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "tp2": (2, (f"{PARALLEL}tensor_model_parallel_size=2",)),
-    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
-    "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
-    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
-    "ep2": (2, (f"{PARALLEL}expert_model_parallel_size=2",)),
-    "ep2-tp2": (
-        4,
-        (
-            f"{PARALLEL}expert_model_parallel_size=2",
-            f"{PARALLEL}tensor_model_parallel_size=2",
-            f"{PARALLEL}expert_tensor_parallel_size=1",
-        ),
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,49 +34,18 @@ def load(folder: Path) -> Any:
     return model
 
 
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
-VARIANTS = (
-    "phi3-window",
-    "mistral-window",
-    "llama-four-layers",
-    "llama-biases",
-    "llama3.1",
-    "llama-linear-rope",
-    "qwen2-tied",
-)
-"""What layouts cannot tell from another case: on one rank, and on all splits at once."""
-CASES = [
-    (family, layout)
-    for family in runs.FAMILIES
-    for layout in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
-    if family in EXPERTS or not layout.startswith("ep2")
-]
-
-
-def stored(folder: Path) -> dict[str, Any]:
-    """Every tensor of a folder's safetensors files, which its index names."""
-    from safetensors.torch import load_file
-
-    found = {
-        name: (file.name, tensor) for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index == {name: file for name, (file, _) in found.items()}
-    return {name: tensor for name, (_, tensor) in found.items()}
-
-
-@pytest.mark.parametrize(("family", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
 def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, layout, ranks, original, tmp_path):
     import torch
 
     folder, expected = original(family)
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     found = ranks(world_size).run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
     assert expected.std() > 0.3
     assert numpy.abs(found - expected).max() <= 1e-4
 
     # the file's tensors are the original's; that transformers reads them alike is seen once for each family
-    before, after = stored(folder), stored(tmp_path / "out")
+    before, after = runs.stored(folder), runs.stored(tmp_path / "out")
     assert after.keys() == before.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     if layout != "tp2-pp2":
@@ -113,11 +63,14 @@ def test_verification_finds_what_differs_on_any_layout(layout, ranks, tmp_path, 
     more = {
         "pp2-vpp2": (
             2,
-            (f"{PARALLEL}pipeline_model_parallel_size=2", f"{PARALLEL}virtual_pipeline_model_parallel_size=2"),
+            (
+                f"{runs.PARALLEL}pipeline_model_parallel_size=2",
+                f"{runs.PARALLEL}virtual_pipeline_model_parallel_size=2",
+            ),
         ),
         "dp2": (2, ("megatron_lm.train.optimizer.use_distributed_optimizer=true",)),
     }
-    world_size, overrides = {**LAYOUTS, **more}[layout]
+    world_size, overrides = {**runs.LAYOUTS, **more}[layout]
     folder, _ = original("llama-four-layers")
     good, bad, streamed = ranks(world_size).run(runs.verify, str(folder), overrides, str(tmp_path))[0]
     assert good["agrees"], good
@@ -137,7 +90,7 @@ def test_verification_finds_what_differs_on_any_layout(layout, ranks, tmp_path, 
 
 def test_a_run_that_resumes_does_not_begin_from_the_folder_again(ranks, tmp_path, original):
     folder, _ = original("qwen2")
-    first, second, exported = ranks(2).run(runs.train_twice, str(folder), LAYOUTS["tp2"][1], str(tmp_path))[0]
+    first, second, exported = ranks(2).run(runs.train_twice, str(folder), runs.LAYOUTS["tp2"][1], str(tmp_path))[0]
     assert first == second
     weights = load(tmp_path / "out").state_dict()
     assert all((weights[name].numpy() == array).all() for name, array in exported.items())

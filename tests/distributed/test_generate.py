@@ -9,43 +9,6 @@ import _bridge_runs
 import _generate_runs as runs
 import pytest
 
-PARALLEL = "megatron_lm.model.parallel."
-TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
-PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
-CP2 = f"{PARALLEL}context_parallel_size=2"
-EP2 = f"{PARALLEL}expert_model_parallel_size=2"
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "tp2-sp": (2, (TP2,)),
-    "tp2": (2, (TP2, f"{PARALLEL}sequence_parallel=false")),
-    "pp2": (2, (PP2,)),
-    "pp2-vpp2": (2, (PP2, f"{PARALLEL}num_layers_per_virtual_pipeline_stage=1")),
-    "dp2": (2, ()),
-    "tp2-pp2": (4, (TP2, PP2)),
-    "ep2": (2, (EP2,)),
-    "ep2-tp2": (4, (EP2, TP2, f"{PARALLEL}expert_tensor_parallel_size=1")),
-    "ep2-pp2": (4, (EP2, PP2)),
-    "cp2": (2, (CP2,)),
-    "cp2-tp2": (4, (CP2, TP2)),
-    "cp2-pp2": (4, (CP2, PP2)),
-    "ep2-cp2": (2, (EP2, CP2)),
-    "cp2-dp2": (4, (CP2,)),
-}
-DENSE = ("one", "tp2-sp", "pp2", "dp2", "tp2-pp2")
-SPARSE = ("one", "tp2-sp", "ep2", "ep2-tp2", "ep2-pp2", "ep2-cp2")
-CASES = [
-    *(("llama", layout) for layout in (*DENSE, "tp2", "cp2-tp2", "cp2-pp2", "cp2-dp2")),
-    ("llama-four-layers", "pp2-vpp2"),
-    *(("gpt2", layout) for layout in (*DENSE, "cp2")),
-    *(("qwen3", layout) for layout in DENSE),
-    *(("mixtral", layout) for layout in SPARSE),
-    *(("deepseek-v2", layout) for layout in SPARSE),
-    ("mistral-window", "one"),
-    ("mistral-window", "tp2-pp2"),
-    ("llama3.2-tied", "tp2-pp2"),
-]
-NEW_TOKENS = 12
-
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
@@ -55,17 +18,17 @@ def original(tmp_path_factory):
     def make(name: str) -> tuple[Path, Any]:
         if name not in made:
             folder = _bridge_runs.make_folder(name, tmp_path_factory.mktemp(name))
-            made[name] = folder, runs.expected(folder, NEW_TOKENS)
+            made[name] = folder, runs.expected(folder, runs.NEW_TOKENS)
         return made[name]
 
     return make
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
 def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, original, tmp_path):
     folder, expected = original(family)
-    world_size, overrides = LAYOUTS[layout]
-    calls = [{"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "batch_size": size} for size in (8, 2)]
+    world_size, overrides = runs.LAYOUTS[layout]
+    calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "batch_size": size} for size in (8, 2)]
     for at_once, in_batches in ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path), calls):
         assert [completion["token_ids"] for completion in at_once] == expected
         assert in_batches == at_once
@@ -87,7 +50,7 @@ def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, o
 )
 def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(family, layout, ranks, original, tmp_path):
     folder, _ = original(family)
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     for differences in ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path)):
         assert all(difference <= 1e-4 for difference in differences)
         assert not differences or len(differences) == 18
@@ -105,7 +68,7 @@ def test_drawn_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompt
     ]
     found = {}
     for layout in ("one", "pp2", "dp2", "ep2-cp2", "ep2-tp2"):
-        world_size, overrides = LAYOUTS[layout]
+        world_size, overrides = runs.LAYOUTS[layout]
         first, *others = ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path / layout), calls)
         assert all(other == first for other in others)
         found[layout] = first
@@ -120,7 +83,7 @@ def test_drawn_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompt
 @pytest.mark.parametrize("layout", ["one", "dp2", "tp2-pp2"])
 def test_prompts_of_rank_0_alone_are_completed_on_every_rank(layout, ranks, original, tmp_path):
     folder, expected = original("llama")
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     for found in ranks(world_size).run(runs.from_rank_0, str(folder), overrides, str(tmp_path)):
         assert [completion["token_ids"] for completion in found] == expected
 
@@ -135,14 +98,14 @@ def test_end_tokens_of_generation_config_end_it_where_transformers_ends(family, 
     shutil.copytree(folder, ended)
     ends = [greedy[0][4], greedy[2][7]]  # replicas end after different numbers of tokens
     (ended / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    expected = runs.expected(ended, NEW_TOKENS)
+    expected = runs.expected(ended, runs.NEW_TOKENS)
     assert expected[0][-1] == ends[0]
     assert len(expected[0]) <= 5
     assert len({len(ids) for ids in expected}) > 1
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     calls = [
-        {"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "batch_size": 2},
-        {"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS, "stop": [greedy[4][1]]},
+        {"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "batch_size": 2},
+        {"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "stop": [greedy[4][1]]},
     ]
     for found, stopped in ranks(world_size).run(runs.generate, str(ended), overrides, str(tmp_path / "out"), calls):
         assert [completion["token_ids"] for completion in found] == expected
@@ -189,7 +152,7 @@ def test_texts_and_messages_are_completed_as_by_transformers_and_end_before_a_st
 
 @pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
 def test_an_evaluation_logs_what_the_model_says_to_the_sample_prompts(layout, with_text, ranks, tmp_path):
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     prompts = ["It was", "Once upon a time"]
     lines, completions = ranks(world_size).run(
         runs.samples_at_evaluation, str(with_text), overrides, str(tmp_path), prompts
@@ -210,7 +173,7 @@ def test_training_goes_on_as_without_completions_between_its_steps(layout, ranks
             "train.optimizer.use_distributed_optimizer",
         )
     )
-    world_size, overrides = (2, overlap) if layout == "dp2-overlap" else LAYOUTS[layout]
+    world_size, overrides = (2, overlap) if layout == "dp2-overlap" else runs.LAYOUTS[layout]
     pool = ranks(world_size)
     without, with_generation = (
         pool.run(runs.train_with_generation, str(folder), overrides, str(tmp_path / str(generates)), generates)
@@ -258,10 +221,10 @@ def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, t
 
 def test_a_pipeline_in_half_precision_says_what_one_process_says(ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
-    calls = [{"prompts": runs.prompts(), "max_new_tokens": NEW_TOKENS}]
+    calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS}]
     found = []
     for layout in ("one", "pp2-vpp2"):
-        world_size, overrides = LAYOUTS[layout]
+        world_size, overrides = runs.LAYOUTS[layout]
         bf16 = (*overrides, "megatron_lm.train.dtype.__select__=bf16")
         found += ranks(world_size).run(runs.generate, str(folder), bf16, str(tmp_path / layout), calls)
     assert all(completions == found[0] for completions in found)

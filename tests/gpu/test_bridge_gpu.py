@@ -1,8 +1,7 @@
-"""Hugging Face in and out on one GPU with both implementations, in fp32; skipped where there is no GPU."""
+"""Hugging Face in and out on GPUs with both implementations, in fp32: the cases of tests/distributed/test_bridge.py
+that the GPUs here hold; skipped where there is no GPU."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-import numpy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import _bridge_runs as runs
+import numpy
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 IMPLEMENTATIONS = ["torch", pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_TE, reason="not here"))]
-FAMILIES = [name for name in runs.FAMILIES if name not in ("llama-four-layers", "qwen2-tied")]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +23,7 @@ def original(tmp_path_factory):
 
     def make(name):
         if name not in made:
-            folder = runs.make_folder(name, tmp_path_factory.mktemp(name))
+            folder = runs.make_folder(name, tmp_path_factory.mktemp(name), max_shard_size="100KB")
             made[name] = folder, runs.expected_logits(folder)
         return made[name]
 
@@ -35,14 +31,22 @@ def original(tmp_path_factory):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, implementation, original, tmp_path):
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
+def test_logits_are_those_of_transformers_and_the_export_is_the_original(
+    family, layout, implementation, ranks, original, tmp_path
+):
+    world_size, overrides = runs.LAYOUTS[layout]
+    pool = ranks(world_size)
     folder, expected = original(family)
-    overrides = ("megatron_wrap.init.platform=cuda", f"megatron_lm.model.arch.transformer_impl={implementation}")
-    found = runs.logits_and_export(str(folder), overrides, str(tmp_path / "out"), "5GB")
-    assert numpy.abs(found - expected).max() <= 1e-4
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    overrides = (
+        *overrides,
+        "megatron_wrap.init.platform=cuda",
+        f"megatron_lm.model.arch.transformer_impl={implementation}",
+    )
+    found = pool.run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
+    difference = numpy.abs(found - expected).max()
+    print(f"{family} {layout} {implementation}: logits differ by {difference:.1e}")
+    assert difference <= 1e-4
+    before, after = runs.stored(folder), runs.stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.core.config.schema import ArchConfig, RunConfig
 from megatron_wrap.core.model.provider import ModelRequest
+from megatron_wrap.core.model.transformer import parameter_dtype
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -66,6 +67,7 @@ def _block_spec(request: ModelRequest) -> Any:
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
+    from megatron_wrap.ops.attention import TorchCoreAttention
     from megatron_wrap.platform import megatron as versions
 
     arch = request.config.arch
@@ -77,9 +79,9 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
     if request.transformer_engine:
         layer = versions.te_layer_spec(**arguments)
+        if not _has_attention_of_transformer_engine(request.config):
+            layer.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     else:
-        from megatron_wrap.ops.attention import TorchCoreAttention
-
         layer = versions.local_layer_spec(
             norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
         )
@@ -94,6 +96,13 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
         versions.expert_submodules(layer).router = router
     return layer
+
+
+def _has_attention_of_transformer_engine(config: RunConfig) -> bool:
+    """Over context-parallel ranks that pass keys around, none of its backends takes fp32 or a sliding window
+    (dot_product_attention/utils.py, get_attention_backend)."""
+    alone = config.parallel.context_parallel_size == 1
+    return alone or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
 
 
 def _torch_norm(arch: ArchConfig) -> Any:

@@ -32,14 +32,6 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     wanted = config.arch.transformer_impl
     if wanted == "torch":
         return False
-    if config.parallel.context_parallel_size > 1 and parameter_dtype(config) == torch.float32:
-        # none of its attention backends takes both (dot_product_attention/utils.py, get_attention_backend)
-        if wanted == "auto":
-            return False
-        raise PlatformError(
-            "megatron_lm.model.arch.transformer_impl is transformer_engine, whose attention has no context parallelism "
-            "in fp32; set it to torch or auto, or select megatron_lm.train.dtype bf16"
-        )
     available = platform.has_transformer_engine
     if wanted == "transformer_engine" and not available:
         raise PlatformError(
