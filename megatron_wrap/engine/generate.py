@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron_wrap.core.config import derived
 from megatron_wrap.core.config.hugging_face import resolve_folder
 from megatron_wrap.data.prompts import prompt_token_ids
-from megatron_wrap.engine.cached_model import CachedModel
+from megatron_wrap.engine.cached_model import cached_model
 from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.samples import shared_batch
 from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
-from megatron_wrap.platform.megatron import whole_sequences
+from megatron_wrap.platform.generation import whole_sequences
 
 
 class Completion(TypedDict):
@@ -89,11 +89,9 @@ def generate(
 ) -> list[Completion]:
     """Complete prompts with a cache of keys and values; the state stays as it was. Collective over all ranks.
 
-    All sequences of a batch begin at position 0 and there is no padding: a batch is prefilled to its shortest prompt's
-    length, then goes on token by token, a longer prompt with its own tokens as long as it has some. So each row gets
-    exactly the positions and the keys that it would get alone, with every kind of position embedding and attention;
-    left-padding would shift learned positions and windows, and needs a mask that the fast kernels do not take. Prompts
-    of similar length are batched, which keeps that part short.
+    Prompts of unequal length are left-padded, and prefilled together. Each row keeps the positions that it would have
+    alone and attends no padding, with every kind of position embedding and attention. Prompts of similar length are
+    batched, which keeps the padding short.
 
     Args:
         prompts: see `prompt_token_ids`; on every rank, or on global rank 0 alone with None on the others.
@@ -150,32 +148,30 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
     mine = batch[dp.rank :: dp.size]
     fillers = [_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (-(-len(batch) // dp.size))
     rows = [*mine, *fillers][: len(fillers)]
-    shortest, longest = len(batch[0].prompt), max(len(row.prompt) for row in batch)
-    last = longest + ends.max_new_tokens
-    model = CachedModel(state, len(rows), last - 1)
+    longest = max(len(row.prompt) for row in batch)
+    padding = [longest - len(row.prompt) for row in rows]
     together = dp.size > 1 and (state.parallel.ep.size > 1 or state.parallel.expert_tp.size > 1)
-    fed = torch.tensor([row.prompt[:shortest] for row in rows], device=state.platform.device)
-    for position in range(shortest, last):
-        logits = model.next_logits(fed)
-        mine_to_choose = None if logits is None or state.parallel.tp.rank else logits
-        chosen = model.agree(None if mine_to_choose is None else _choose(mine_to_choose, rows, rule, position))
-        fed_next = []
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            if position < len(row.prompt):
-                token = row.prompt[position]
-            elif row.finish_reason is None:
-                row.new_ids.append(token)
-                row.finish_reason = ends.reason(row.new_ids)
-            fed_next.append(token)
-        if _all_done(state, rows, together):
-            break
-        fed = torch.tensor(fed_next, device=state.platform.device)[:, None]
+    fed = torch.tensor(
+        [[0] * slots + row.prompt for slots, row in zip(padding, rows, strict=True)], device=state.platform.device
+    )
+    with cached_model(state, padding, longest + ends.max_new_tokens - 1) as model:
+        for _ in range(ends.max_new_tokens):
+            logits = model.next_logits(fed)
+            mine_to_choose = None if logits is None or state.parallel.tp.rank else logits
+            chosen = model.agree(None if mine_to_choose is None else _choose(mine_to_choose, rows, rule))
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                if row.finish_reason is None:
+                    row.new_ids.append(token)
+                    row.finish_reason = ends.reason(row.new_ids)
+            if _all_done(state, rows, together):
+                break
+            fed = chosen[:, None]
     return mine
 
 
-def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule, position: int) -> Tensor:
-    """A token for each row; a row inside its prompt draws no number, for its numbers are those of its new tokens."""
-    drawing = [not rule.greedy and row.finish_reason is None and position >= len(row.prompt) for row in rows]
+def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
+    """A token for each row; one that is done draws no number."""
+    drawing = [not rule.greedy and row.finish_reason is None for row in rows]
     return rule.choose(logits, [row.numbers.draw() if draws else 0.0 for row, draws in zip(rows, drawing, strict=True)])
 
 
@@ -189,15 +185,10 @@ def _all_done(state: TrainingState, rows: list[_Row], together: bool) -> bool:
 
 
 def _batches(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
-    """Shortest prompts first; at most `size` of them, the longest at most twice as long as the shortest and 32."""
-    batch: list[_Row] = []
-    for row in sorted(rows, key=lambda row: len(row.prompt)):
-        if batch and (len(batch) == size or len(row.prompt) > 2 * len(batch[0].prompt) + 32):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+    """`size` rows at a time, shortest prompts first."""
+    by_length = sorted(rows, key=lambda row: len(row.prompt))
+    for start in range(0, len(rows), size):
+        yield by_length[start : start + size]
 
 
 def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:

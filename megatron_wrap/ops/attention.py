@@ -62,16 +62,11 @@ def attend(
         [s_q, b, heads, d_v].
     """
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    call = functools.partial(
-        F.scaled_dot_product_attention,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
     s_q, s_k = query.shape[2], key.shape[2]
     left, right = window if window is not None else (-1, -1)
     left = s_k if left < 0 else left
     right = 0 if causal else (s_k if right < 0 else right)
+    call = functools.partial(_scaled_dot_product_attention, dropout_p=dropout, scale=scale)
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, s_q, s_k)))
     if left < s_k - 1 or (not causal and right < s_k - 1):
@@ -87,6 +82,18 @@ def attend(
         # Flash kernels align a causal mask with the last key where torch's is_causal aligns it with the first.
         output = call(query, key, value, attn_mask=causal_lower_right(s_q, s_k))
     return output.permute(2, 0, 1, 3)
+
+
+def _scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **named: Any
+) -> Tensor:
+    """torch's, with groups. Of its kernels on a GPU the one that takes a mask knows none: without copies of the keys
+    torch would take the way that keeps all scores."""
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1 and query.is_cuda and type(attn_mask) is Tensor:
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+        copies = 1
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
 
 
 def _windowed(
@@ -246,8 +253,9 @@ class TorchCoreAttention(MegatronModule):
             )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.layer_number = layer_number
         # apply_query_key_layer_scaling divides here and multiplies before the softmax: nothing is left of it in fp32.
-        self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
+        self.softmax_scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
         self.cp_group = getattr(pg_collection, "cp", None)
@@ -255,7 +263,20 @@ class TorchCoreAttention(MegatronModule):
             from megatron.core import parallel_state
 
             self.cp_group = parallel_state.get_context_parallel_group()
+        self.no_token: Tensor | None = None
+        """bool [b, slots], True = no token: keys that nothing attends, whatever a call says; see `masked`."""
         self.current_max_attn_logits = None  # read by Megatron-Core's qk-clip, which needs another implementation
+
+    @classmethod
+    def masked(cls, other: Any, no_token: Tensor) -> TorchCoreAttention:
+        """Another core attention's rule, Transformer Engine's or one of these, in which nothing attends some keys.
+
+        Args:
+            no_token: bool [b, slots], True = may not be attended; of s_k keys the first s_k columns count.
+        """
+        made = cls(other.config, other.layer_number, AttnMaskType.causal, "self", softmax_scale=other.softmax_scale)
+        made.cp_group, made.no_token = other.cp_group, no_token
+        return made.train(other.training)
 
     def forward(
         self,
@@ -291,6 +312,9 @@ class TorchCoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = mask_type in _CAUSAL
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
+        if self.no_token is not None:
+            unattended = self.no_token[:, None, None, : key.shape[0]]
+            mask = unattended if mask is None else mask | unattended
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if (cp_size > 1 or packed) and mask is not None:
@@ -329,7 +353,7 @@ class TorchCoreAttention(MegatronModule):
         rule = functools.partial(
             attend,
             causal=causal,
-            scale=self.scale,
+            scale=self.softmax_scale,
             window=self.window,
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
@@ -361,7 +385,7 @@ class TorchCoreAttention(MegatronModule):
             longest = int(documents.max_seqlen_q)
             return kernel(
                 *(query, key, value, marks, marks, longest, longest),
-                scale=self.scale,
+                scale=self.softmax_scale,
                 window_size=(left, 0 if causal else right),
             )
         # Reading the lengths waits for the GPU; the CPU, and packed sequences under context parallelism, take this way.

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,39 +191,6 @@ def take_router_losses() -> dict[str, Any]:
     for values in kept.values():
         values.zero_()
     return taken
-
-
-# --- generation ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
-    """Model chunks of which each process computes whole sequences, without sequence and context parallelism: a single
-    token cannot be cut. Context-parallel processes then all compute the same.
-
-    Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) keeps what it found under the
-    model's address, so a later model there gets the modules of an earlier one; and it does not say what was on before.
-    """
-    from megatron_wrap.platform.base import Replacements
-
-    changed = Replacements()
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        for owner in (module, getattr(module, "config", None)):  # shared experts have a copy of the model's config
-            for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings"):
-                if getattr(owner, name, False) is True:
-                    changed.set(owner, name, False)
-        # rotary embeddings and core attention cut and join sequences over the group that they keep
-        if getattr(module, "cp_group", None) is not None:
-            changed.set(module, "cp_group", None)
-            # and remember what they cut for a length, not the group (rotary_pos_embedding.py, lru_cache of forward)
-            forget = getattr(type(module).forward, "cache_clear", None)
-            if forget is not None:
-                forget()
-                changed.on_undo(forget)
-    try:
-        yield
-    finally:
-        changed.undo()
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

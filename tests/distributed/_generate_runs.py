@@ -133,26 +133,29 @@ def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
 
 
-def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """The largest difference of the cache's logits at each step from those of the whole sequence at once, on the ranks
-    of the last pipeline stage."""
+def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str, padding: list[int]) -> Any:
+    """The largest difference of the cache's logits at each step, of left-padded sequences, from those of each whole
+    sequence at once, on the ranks of the last pipeline stage."""
     import torch
 
-    from megatron_wrap.engine.cached_model import CachedModel
+    from megatron_wrap.engine.cached_model import cached_model
     from megatron_wrap.engine.forward import evaluation_mode
     from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.platform.megatron import whole_sequences
+    from megatron_wrap.platform.generation import whole_sequences
 
-    tokens = torch.tensor([prompt * 24 for prompt in [[3, 141, 59], [26, 5, 35]]])[:, :24]
+    length, prefilled = 24, 7
+    tokens = torch.tensor([(prompt * length)[:length] for prompt in ([3, 141, 59], [26, 5, 35])])
     with begun(folder, overrides, outputs) as wrap:
-        whole = torch.stack(sequence_logits(wrap.state, tokens.tolist()))
+        alone = [row[slots:].tolist() for row, slots in zip(tokens, padding, strict=True)]
+        whole = [torch.cat([row[:1].expand(length - len(row), -1), row]) for row in sequence_logits(wrap.state, alone)]
+        expected = torch.stack(whole)
         differences = []
-        with evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks):
-            model = CachedModel(wrap.state, batch_size=2, max_length=24)
-            for start, stop in [(0, 7), *((place, place + 1) for place in range(7, 24))]:
+        evaluation = evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks)
+        with evaluation[0], evaluation[1], cached_model(wrap.state, padding, length) as model:
+            for start, stop in [(0, prefilled), *((place, place + 1) for place in range(prefilled, length))]:
                 found = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))
                 if found is not None:
-                    differences.append((found.cpu() - whole[:, stop - 1]).abs().max().item())
+                    differences.append((found.cpu() - expected[:, stop - 1]).abs().max().item())
     return differences
 
 

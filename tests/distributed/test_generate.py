@@ -46,12 +46,17 @@ def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, o
         ("deepseek-v2", "tp2-pp2"),
         ("mistral-window", "tp2-sp"),
         ("mistral-window", "cp2"),
+        ("gpt2", "one"),
     ],
 )
-def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(family, layout, ranks, original, tmp_path):
+@pytest.mark.parametrize("padding", [[0, 0], [5, 0]], ids=["equal", "padded"])
+def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
+    family, layout, padding, ranks, original, tmp_path
+):
     folder, _ = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
-    for differences in ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path)):
+    found = ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), padding)
+    for differences in found:
         assert all(difference <= 1e-4 for difference in differences)
         assert not differences or len(differences) == 18
 

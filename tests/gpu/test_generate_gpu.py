@@ -56,13 +56,15 @@ def test_greedy_is_that_of_transformers_token_for_token(family, layout, implemen
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("family", "layout"), STEPS, ids=["-".join(case) for case in STEPS])
+@pytest.mark.parametrize("padding", [[0, 0], [5, 0]], ids=["equal", "padded"])
 def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
-    family, layout, implementation, ranks, original, tmp_path
+    family, layout, padding, implementation, ranks, original, tmp_path
 ):
     world_size, overrides = runs.LAYOUTS[layout]
     pool = ranks(world_size)
     folder, _ = original(family)
-    found = pool.run(runs.cached_and_recomputed, str(folder), on_gpu(overrides, implementation), str(tmp_path))
+    overrides = on_gpu(overrides, implementation)
+    found = pool.run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), padding)
     for differences in found:
         assert len(differences) == 18
         assert max(differences) <= 1e-4

@@ -1,0 +1,49 @@
+"""What `left_padded` does to a model, with Megatron-Core's rotary embedding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.generation import left_padded
+
+
+@pytest.fixture
+def installed():
+    choose_platform("cpu").install()
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core_attention = torch.nn.Identity()
+        self.config = SimpleNamespace(apply_rope_fusion=True)
+
+
+def test_each_row_gets_the_angles_that_it_would_get_alone_and_all_is_put_back(installed):
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    rotary, attention = RotaryEmbedding(8, 1.0, use_cpu_initialization=True), Attention()
+    chunk = torch.nn.ModuleList([rotary, attention])
+    alone, core = rotary(12), attention.core_attention
+    padding = torch.tensor([3, 0])
+    seen = []
+
+    def masked(other, no_token):
+        seen.append((other, no_token.tolist()))
+        return torch.nn.Identity()
+
+    with left_padded([chunk], padding, 12, masked):
+        angles = rotary(12)
+        assert angles.shape == (12, 2, 1, 8)
+        assert torch.equal(angles[3:, 0], alone[:9, 0])
+        assert torch.equal(angles[:, 1], alone[:, 0])
+        assert attention.core_attention is not core
+        assert not attention.config.apply_rope_fusion
+    assert seen == [(core, [[True] * 3 + [False] * 9, [False] * 12])]
+    assert torch.equal(rotary(12), alone)
+    assert attention.core_attention is core
+    assert attention.config.apply_rope_fusion
