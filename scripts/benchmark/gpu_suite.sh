@@ -20,6 +20,10 @@ one() {
     speed 1b-$implementation-mbs4 1 scripts/benchmark/llama-1b.yaml $train.micro_batch_size=4 $impl
     run overhead-$implementation python3 scripts/benchmark/overhead.py scripts/benchmark/llama-1b.yaml --pairs 16 $impl
   done
+  for implementation in torch transformer_engine; do
+    run generate-$implementation torchrun --nproc-per-node 1 --log-dir "$out" scripts/benchmark/generate_speed.py \
+      scripts/benchmark/llama-1b.yaml --name $implementation $arch.transformer_impl=$implementation
+  done
   one=($parallel.tensor_model_parallel_size=1 $parallel.context_parallel_size=1)
   run initial-weights-7b python3 scripts/benchmark/initial_weights.py configs/llama2-7b-minimal-mock.yaml "${one[@]}"
 }
@@ -56,6 +60,10 @@ four() {
   run parity-window timeout 400 python3 -m megatron_wrap.cli.main check-parity configs/tiny-llama-sft.yaml --platform cuda \
     --layouts tp2-sp,cp2 $te "$arch.window_size=[11,0]" &
   wait
+  run link-2 torchrun --nproc-per-node 2 scripts/benchmark/link_speed.py
+  run link-4 torchrun --nproc-per-node 4 scripts/benchmark/link_speed.py
+  run overhead-tp4 torchrun --nproc-per-node 4 --log-dir "$out" scripts/benchmark/overhead.py scripts/benchmark/llama-1b.yaml \
+    --pairs 8 $te $parallel.tensor_model_parallel_size=4
   for implementation in transformer_engine torch; do
     for sizes in "1 1 1" "4 1 1" "2 2 1" "2 1 2"; do
       read -r tp pp cp <<< "$sizes"

@@ -1,9 +1,10 @@
-"""What the facade costs over a bare Megatron-Core loop on the same model, data and settings, in one process.
+"""What the facade costs over a bare Megatron-Core loop on the same model, data and settings, without data parallelism.
 
 The two take turns on one model; the bare loop gets tensors that are collated already, on the device. One JSON line has
 the median of the ratios of four neighbouring steps, two of each, in both orders.
 
     python scripts/benchmark/overhead.py [CONFIG] [a.b=c ...] [--pairs 20]
+    torchrun --nproc-per-node 4 scripts/benchmark/overhead.py [CONFIG] a.b.tensor_model_parallel_size=4 ...
 """
 
 import argparse
@@ -104,7 +105,8 @@ def main() -> None:
             "pairs": len(pairs),
             "platform": wrap.platform.name,
         }
-        sys.stdout.write(json.dumps(report) + "\n")
+        if wrap._initialized().world.rank == 0:
+            sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

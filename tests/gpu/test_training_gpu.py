@@ -53,11 +53,15 @@ def test_the_two_implementations_agree(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_resumed_run_goes_on(tmp_path, implementation):
-    straight, _ = train(tmp_path / "straight", implementation, 6)
-    first, _ = train(tmp_path / "cut", implementation, 3, save=True)
-    second, _ = train(tmp_path / "cut", implementation, 3)
-    numpy.testing.assert_allclose(first + second, straight, rtol=1e-5)
+def test_a_resumed_run_goes_on(tmp_path, implementation, ranks):
+    """Bit for bit, in a process whose kernels add in one order: attention's fast backward passes do not by themselves."""
+
+    def train_in_one_order(folder, steps, save=False):
+        [(losses, _)] = ranks(1).run(train, tmp_path / folder, implementation, steps, save=save)
+        return losses
+
+    straight = train_in_one_order("straight", 6)
+    assert train_in_one_order("cut", 3, save=True) + train_in_one_order("cut", 3) == straight
 
 
 @pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not here")
