@@ -253,9 +253,8 @@ class TorchCoreAttention(MegatronModule):
             )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.layer_number = layer_number
         # apply_query_key_layer_scaling divides here and multiplies before the softmax: nothing is left of it in fp32.
-        self.softmax_scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
+        self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
         self.cp_group = getattr(pg_collection, "cp", None)
@@ -268,15 +267,17 @@ class TorchCoreAttention(MegatronModule):
         self.current_max_attn_logits = None  # read by Megatron-Core's qk-clip, which needs another implementation
 
     @classmethod
-    def masked(cls, other: Any, no_token: Tensor) -> TorchCoreAttention:
-        """Another core attention's rule, Transformer Engine's or one of these, in which nothing attends some keys.
+    def masked(cls, attention: Any, no_token: Tensor) -> TorchCoreAttention:
+        """The core attention of an attention layer, whatever its own is, in which nothing attends some keys.
 
         Args:
+            attention: Megatron-Core's `SelfAttention` or `MLASelfAttention`.
             no_token: bool [b, slots], True = may not be attended; of s_k keys the first s_k columns count.
         """
-        made = cls(other.config, other.layer_number, AttnMaskType.causal, "self", softmax_scale=other.softmax_scale)
-        made.cp_group, made.no_token = other.cp_group, no_token
-        return made.train(other.training)
+        scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
+        made = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
+        made.cp_group, made.no_token = attention.core_attention.cp_group, no_token
+        return made.train(attention.training)
 
     def forward(
         self,
@@ -353,7 +354,7 @@ class TorchCoreAttention(MegatronModule):
         rule = functools.partial(
             attend,
             causal=causal,
-            scale=self.softmax_scale,
+            scale=self.scale,
             window=self.window,
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
@@ -385,7 +386,7 @@ class TorchCoreAttention(MegatronModule):
             longest = int(documents.max_seqlen_q)
             return kernel(
                 *(query, key, value, marks, marks, longest, longest),
-                scale=self.softmax_scale,
+                scale=self.scale,
                 window_size=(left, 0 if causal else right),
             )
         # Reading the lengths waits for the GPU; the CPU, and packed sequences under context parallelism, take this way.

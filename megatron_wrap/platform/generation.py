@@ -54,7 +54,7 @@ def left_padded(
     Args:
         padding: [batch size], int, on the model's device.
         max_length: slots of the cache.
-        masked: (core attention, bool [batch size, max_length], True = no token) -> the core attention that is used.
+        masked: (attention layer, bool [batch size, max_length], True = no token) -> its core attention meanwhile.
     """
     import torch
 
@@ -75,7 +75,7 @@ def left_padded(
             if isinstance(module, rotary):
                 changed.on_undo(module.register_forward_hook(angles_of_rows).remove)
             if getattr(module, "core_attention", None) is not None:
-                changed.set(module, "core_attention", masked(module.core_attention, no_token))
+                changed.set(module, "core_attention", masked(module, no_token))
             if getattr(getattr(module, "config", None), "apply_rope_fusion", False):
                 changed.set(module.config, "apply_rope_fusion", False)  # its kernel takes one row of angles
         yield

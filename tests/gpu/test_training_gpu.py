@@ -54,7 +54,7 @@ def test_the_two_implementations_agree(tmp_path):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_resumed_run_goes_on(tmp_path, implementation, ranks):
-    """Bit for bit, in a process whose kernels add in one order: attention's fast backward passes do not by themselves."""
+    """Bit for bit, in a process whose kernels add in one order; attention's fast backward passes need not."""
 
     def train_in_one_order(folder, steps, save=False):
         [(losses, _)] = ranks(1).run(train, tmp_path / folder, implementation, steps, save=save)

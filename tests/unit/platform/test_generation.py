@@ -43,7 +43,7 @@ def test_each_row_gets_the_angles_that_it_would_get_alone_and_all_is_put_back(in
         assert torch.equal(angles[:, 1], alone[:, 0])
         assert attention.core_attention is not core
         assert not attention.config.apply_rope_fusion
-    assert seen == [(core, [[True] * 3 + [False] * 9, [False] * 12])]
+    assert seen == [(attention, [[True] * 3 + [False] * 9, [False] * 12])]
     assert torch.equal(rotary(12), alone)
     assert attention.core_attention is core
     assert attention.config.apply_rope_fusion
