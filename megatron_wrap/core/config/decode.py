@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.core.config import schema
 from megatron_wrap.core.config.advice import SET_ELSEWHERE, key_advice
@@ -13,7 +13,7 @@ from megatron_wrap.core.config.hugging_face import apply_hugging_face
 from megatron_wrap.core.config.nest import read_tree
 from megatron_wrap.core.config.reading import COMMAND_LINE, describe, dump_yaml, nearest, read_yaml, shown_path
 from megatron_wrap.core.config.types import Mismatch, check_value, parse_annotation
-from megatron_wrap.core.config.upstream import upstream_fields
+from megatron_wrap.core.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError
 
 _CATCH_ALL = {"upstream", "options"}
@@ -165,13 +165,15 @@ def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
     if key not in fields:
         hint = nearest(key, section_hints(section)) or nearest(key, fields)
         raise ConfigError(f"{origin.node.where} {path}: unknown key{hint}")
-    hint = parse_annotation(fields[key].annotation)
-    if hint is None:
+    annotation = fields[key].annotation
+    members = upstream_enums().get(annotation)  # given by name; `core/model/transformer.py` makes it a member
+    kind: Any = parse_annotation(annotation) if members is None else Literal[members]
+    if kind is None:
         raise ConfigError(
-            f"{origin.node.where} {path}: Megatron-Core's field has the type {fields[key].annotation}, which a YAML "
+            f"{origin.node.where} {path}: Megatron-Core's field has the type {annotation}, which a YAML "
             "cannot give; delete it, or write a model provider that sets it"
         )
-    return _checked(tree, value, hint, path)
+    return _checked(tree, value, kind, path)
 
 
 def _decode_option(tree: Tree, section: str, key: str) -> Any:

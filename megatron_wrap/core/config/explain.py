@@ -5,14 +5,14 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.core.config import schema
 from megatron_wrap.core.config.composed import Section, Tree
 from megatron_wrap.core.config.decode import section_hints
 from megatron_wrap.core.config.reading import dump_yaml, nearest
 from megatron_wrap.core.config.types import describe_type
-from megatron_wrap.core.config.upstream import upstream_fields
+from megatron_wrap.core.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError
 
 
@@ -102,6 +102,8 @@ def _kind_and_doc(section: Section, key: str, default: Any) -> tuple[str, str]:
 
 def _upstream_kind(class_name: str, annotation: str, default: str | None) -> str:
     ending = f", default {default}" if default is not None else ""
+    members = upstream_enums().get(annotation)
+    annotation = annotation if members is None else describe_type(Literal[members])
     return f"{annotation} (Megatron-Core's {class_name}{ending})"
 
 

@@ -55,6 +55,21 @@ def upstream_fields(class_name: str) -> Mapping[str, UpstreamField]:
     return found
 
 
+@functools.cache
+def upstream_enums() -> Mapping[str, tuple[str, ...]]:
+    """Names of the members of each enum that Megatron-Core's configuration of a model may hold.
+
+    Raises:
+        PlatformError: Megatron-Core is not installed.
+    """
+    found = {}
+    for statement in ast.parse(_find("core/transformer/enums.py").read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in statement.bases):
+            assigned = [item.targets[0] for item in statement.body if isinstance(item, ast.Assign)]
+            found[statement.name] = tuple(target.id for target in assigned if isinstance(target, ast.Name))
+    return found
+
+
 def _default(value: ast.expr | None) -> str | None:
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "field":
         given = {keyword.arg: keyword.value for keyword in value.keywords}

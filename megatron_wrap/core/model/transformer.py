@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +75,9 @@ def transformer_config(config: RunConfig, state: ParallelState, platform: Platfo
         **config.arch.upstream,
     }
     config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
+    for field in dataclasses.fields(config_class):
+        if isinstance(field.default, enum.Enum) and isinstance(settings.get(field.name), str):
+            settings[field.name] = type(field.default)[settings[field.name]]  # the YAML gives a member's name
     try:
         return config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:

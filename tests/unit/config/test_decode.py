@@ -171,8 +171,12 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
         ),
         ("train.optimizer.lr=1", "train.optimizer.lr: set it as megatron_lm.train.learning-rate.lr"),
         (
-            "model.arch.attention_backend=flash",
-            "model.arch.attention_backend: Megatron-Core's field has the type AttnBackend, which a YAML cannot give",
+            "model.arch.attention_backend=flush",
+            "model.arch.attention_backend: must be one of flash, fused, unfused, local, auto, not the string 'flush'",
+        ),
+        (
+            "model.arch.activation_func=gelu",
+            "model.arch.activation_func: ",
         ),
     ],
 )
@@ -189,6 +193,7 @@ def test_values_of_the_right_type(write_run: Write) -> None:
             "megatron_lm.model.arch.moe_aux_loss_coeff=1e-2",
             "megatron_lm.model.arch.moe_layer_freq=[0, 1, 1, 1]",
             "megatron_lm.model.arch.moe_input_jitter_eps=1e-2",
+            "megatron_lm.model.arch.attention_backend=unfused",
             "megatron_lm.model.arch.window_size=[128, 0]",
             "megatron_lm.train.optimizer.decoupled_weight_decay=false",
             "megatron_lm.misc.ddp.average_in_collective=true",
@@ -198,7 +203,7 @@ def test_values_of_the_right_type(write_run: Write) -> None:
     )
     assert type(config.learning_rate.lr) is float
     assert config.train.rampup_batch_size == (4, 2, 100)
-    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01}
+    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01, "attention_backend": "unfused"}
     assert config.arch.window_size == (128, 0)
     assert (config.arch.num_experts, config.arch.moe_aux_loss_coeff) == (4, 0.01)
     assert config.arch.moe_layer_freq == (0, 1, 1, 1)

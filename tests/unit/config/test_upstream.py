@@ -10,7 +10,7 @@ from megatron_wrap.core.config.advice import SET_ELSEWHERE
 from megatron_wrap.core.config.decode import section_hints
 from megatron_wrap.core.config.schema import UPSTREAM
 from megatron_wrap.core.config.types import parse_annotation
-from megatron_wrap.core.config.upstream import upstream_fields
+from megatron_wrap.core.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()
@@ -18,6 +18,7 @@ choose_platform("cpu").install()
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 
 CLASSES = [TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]
 
@@ -43,6 +44,12 @@ def test_annotations_that_a_yaml_can_give() -> None:
     unreadable = {name for name, field in fields.items() if parse_annotation(field.annotation) is None}
     assert {"params_dtype", "activation_func", "attention_backend"} <= unreadable
     assert not unreadable & {"moe_aux_loss_coeff", "cp_comm_type", "fp8", "recompute_modules"}
+
+
+def test_enums_are_those_of_the_module() -> None:
+    read = upstream_enums()
+    assert read["AttnBackend"] == tuple(AttnBackend.__members__)
+    assert {"AttnMaskType", "LayerType", "ModelType"} <= set(read)
 
 
 @pytest.mark.parametrize("section", sorted(UPSTREAM))

@@ -113,6 +113,20 @@ def test_a_run_is_over_after_close_and_another_can_begin(in_fork):
     in_fork(body)
 
 
+def test_each_run_chooses_its_attention_kernels(in_fork):
+    """Megatron-Core leaves the choice in the environment, and refuses the next model another one."""
+
+    def body() -> None:
+        before = dict(os.environ)
+        for name in ("unfused", "auto"):
+            with started(f"megatron_lm.model.arch.attention_backend={name}") as wrap:
+                assert wrap.state.transformer_config.attention_backend.name == name
+                assert os.environ["NVTE_FUSED_ATTN"] == str(int(name == "auto"))
+            assert dict(os.environ) == before
+
+    in_fork(body)
+
+
 def test_a_process_group_of_the_caller_stays(in_fork):
     def body() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
