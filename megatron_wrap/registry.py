@@ -59,7 +59,7 @@ class Registry(Generic[T]):
             if point.name == key:
                 return self._import(point.value)
         near = difflib.get_close_matches(key, self.keys(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(
             f"unknown {self.kind} {key!r}{hint} Known: {', '.join(self.keys())}; or write my_package.my_module:Name"
         )

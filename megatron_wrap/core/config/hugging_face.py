@@ -175,8 +175,8 @@ def family_of(model_type: str, where: str = "") -> Any:
         )
     if model_type not in known:  # a file's text is no place to import code from
         raise ConfigError(
-            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known)} Known: "
-            f"{', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
+            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known) or '.'} "
+            f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
         )
     return FAMILIES.resolve(model_type)
 

@@ -113,7 +113,7 @@ def test_what_agrees_and_what_is_only_training_may_be_said(run):
     ("changes", "message"),
     [
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
-        ({"model_type": "os:system"}, "unknown model_type 'os:system'"),
+        ({"model_type": "os:system"}, "unknown model_type 'os:system'. Known: "),
         ({"model_type": "absent"}, "has no model_type"),
         ({"hidden_size": "absent"}, "this llama cannot be built: hidden_size is missing"),
         ({"hidden_act": "gelu"}, "this llama cannot be built: hidden_act is 'gelu', and only 'silu' can be built"),
