@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,13 +36,6 @@ def environment_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start(backend: str, device: torch.device, timeout_minutes: float) -> Processes:
     """Initialize torch.distributed from torchrun's environment, or as one process without it.
 
@@ -60,7 +52,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     else:
-        store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True, timeout=timeout)
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=True)
 

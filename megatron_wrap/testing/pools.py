@@ -56,7 +56,7 @@ class Pools:
 
     def __exit__(self, *_: object) -> None:
         for pool in self._own.values():
-            pool.close(kill=True)
+            pool.close()
 
     def run(self, processes: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """`function` on that many ranks; rank 0's result.

@@ -3,17 +3,17 @@ imports, or NCCL processes with a GPU each, spawned, since CUDA does not survive
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_wrap.errors import MegatronWrapError
-from megatron_wrap.parallel.launch import free_port
 
 
 class RankError(AssertionError):
@@ -35,22 +35,32 @@ class RankPool:
         world_size: number of ranks.
         timeout_seconds: longest time that one `run` may take.
         platform: "cpu" (gloo, forked) or "cuda" (NCCL, spawned: the parent's script needs its `__main__` guard).
+
+    Raises:
+        RankError: rank 0 did not start.
     """
 
     def __init__(self, world_size: int, timeout_seconds: float = 180.0, platform: str = "cpu") -> None:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         context: Any = multiprocessing.get_context("fork" if platform == "cpu" else "spawn")
-        port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs, platform), daemon=False)
+            process = context.Process(target=_serve, args=(rank, world_size, theirs, platform), daemon=False)
             process.start()
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
+        # rank 0 has taken a port that was free, and the others hear of it: one looked up here may be taken by then
+        try:
+            port = self._connections[0].recv_bytes()
+            for connection in self._connections[1:]:
+                connection.send_bytes(port)
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RankError(f"a process of {world_size} died while it started; its error stands above") from error
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """Call a module-level function on every rank; the results in rank order.
@@ -60,7 +70,8 @@ class RankPool:
         """
         message = pickle.dumps((function, arguments, named))
         for connection in self._connections:
-            connection.send_bytes(message)
+            with contextlib.suppress(BrokenPipeError):  # it died; the answer that does not come says so
+                connection.send_bytes(message)
         failures: list[str] = []
         user_error = ""
         results = []
@@ -70,43 +81,49 @@ class RankPool:
                 answered = connection.poll(patience)
                 silence = (False, "no answer in time", "")
                 succeeded, value, told = pickle.loads(connection.recv_bytes()) if answered else silence
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 succeeded, value, told = False, "the process died", ""
             results.append(value)
             if not succeeded:
                 failures.append(f"--- rank {rank}\n{value}")
                 user_error = user_error or told
         if failures:
-            self.close(kill=True)
+            self.close()
             raise RankError(
                 f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures),
                 user_error,
             )
         return results
 
-    def close(self, kill: bool = False) -> None:
-        """End the processes."""
+    def close(self) -> None:
+        """End the processes at once: later pools hold copies of these pipes, so closing them tells nobody."""
         for connection, process in zip(self._connections, self._processes, strict=True):
-            if kill:
-                process.kill()
+            process.kill()
             connection.close()
         for process in self._processes:
             process.join(20)
-            if process.is_alive():
-                process.kill()
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, platform: str) -> None:
+def _messages(connection: Connection) -> Iterator[bytes]:
+    """What the parent sends, until it closes the connection; the process ends when the parent is gone."""
+    parent = os.getppid()
+    while True:
+        # siblings hold copies of the parent's ends of the pipes, so its death is no end of file
+        while not connection.poll(1.0):
+            if os.getppid() != parent:
+                os._exit(1)
+        try:
+            yield connection.recv_bytes()
+        except EOFError:
+            return
+
+
+def _serve(rank: int, world_size: int, connection: Connection, platform: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    messages = _messages(connection)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     if platform == "cuda":
         # Megatron-Core wants one queue; sums in one order where kernels can
@@ -118,17 +135,14 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, platfo
     gc.collect()
     gc.freeze()
     backend = "gloo" if platform == "cpu" else "nccl"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, init_method=f"tcp://127.0.0.1:{port}")
-    parent = os.getppid()
-    while True:
-        # siblings hold copies of the parent's ends of the pipes, so its death is no end of file
-        while not connection.poll(1.0):
-            if os.getppid() != parent:
-                os._exit(1)
-        try:
-            function, arguments, named = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            break
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        connection.send_bytes(pickle.dumps(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", pickle.loads(next(messages)), world_size, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    for message in messages:
+        function, arguments, named = pickle.loads(message)
         try:
             answer = (True, function(*arguments, **named), "")
         except MegatronWrapError as error:

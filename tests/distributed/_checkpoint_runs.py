@@ -102,7 +102,7 @@ def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) 
     try:
         return pool.run(function, *arguments)
     finally:
-        pool.close(kill=True)
+        pool.close()
 
 
 @functools.cache

@@ -31,4 +31,4 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
     yield of_size
     for pool in pools.values():
-        pool.close(kill=True)
+        pool.close()

@@ -35,4 +35,4 @@ def ranks(tmp_path_factory):
 
     yield of_size
     for pool in pools.values():
-        pool.close(kill=True)
+        pool.close()
