@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,11 @@ class Replacements:
     def on_undo(self, action: Callable[[], object]) -> None:
         """Run `action` when all is put back, in reverse order."""
         self._undo.append(action)
+
+    def keep_variable(self, name: str) -> None:
+        """Whatever becomes of an environment variable, `undo` gives it back what it is now."""
+        value = os.environ.get(name)
+        self.on_undo(lambda: os.environ.pop(name, None) if value is None else os.environ.update({name: value}))
 
     def undo(self) -> None:
         """Put everything back, the last change first."""

@@ -54,9 +54,8 @@ class CudaPlatform(Platform):
     def _install(self, replacements: Replacements) -> None:
         import torch
 
-        if _TF32 not in os.environ:
-            os.environ[_TF32] = "0"
-            replacements.on_undo(lambda: os.environ.pop(_TF32, None))
+        replacements.keep_variable(_TF32)
+        os.environ.setdefault(_TF32, "0")
         torch.cuda.set_device(self.device)
         with megatron.quiet_import():
             adam.use_in_megatron(replacements)

@@ -284,14 +284,7 @@ def repair(replacements: Replacements) -> None:
         replacements.on_undo(functools.partial(logging.getLogger(logger).removeFilter, log_filter))
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         # a model leaves its attention_backend there, and the next one refuses another (language_module.py)
-        replacements.on_undo(functools.partial(_put_back, name, os.environ.get(name)))
-
-
-def _put_back(variable: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(variable, None)
-    else:
-        os.environ[variable] = value
+        replacements.keep_variable(name)
 
 
 def _replace_gradient_norm(replacements: Replacements) -> None:

@@ -33,11 +33,11 @@ class RankPool:
 
     Args:
         world_size: number of ranks.
-        timeout_seconds: longest time that one `run` may take.
+        timeout_seconds: longest time that the start, and one `run`, may take.
         platform: "cpu" (gloo, forked) or "cuda" (NCCL, spawned: the parent's script needs its `__main__` guard).
 
     Raises:
-        RankError: rank 0 did not start.
+        RankError: a process did not start in that time.
     """
 
     def __init__(self, world_size: int, timeout_seconds: float = 180.0, platform: str = "cpu") -> None:
@@ -55,12 +55,14 @@ class RankPool:
             self._processes.append(process)
         # rank 0 has taken a port that was free, and the others hear of it: one looked up here may be taken by then
         try:
+            if not self._connections[0].poll(timeout_seconds):
+                raise TimeoutError
             port = self._connections[0].recv_bytes()
             for connection in self._connections[1:]:
                 connection.send_bytes(port)
         except (EOFError, OSError) as error:
             self.close()
-            raise RankError(f"a process of {world_size} died while it started; its error stands above") from error
+            raise RankError(f"a process of {world_size} did not start; what it said stands above") from error
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """Call a module-level function on every rank; the results in rank order.
@@ -94,6 +96,11 @@ class RankPool:
                 user_error,
             )
         return results
+
+    @property
+    def closed(self) -> bool:
+        """Whether the processes were ended, by `close` or by a failure."""
+        return self._connections[0].closed
 
     def close(self) -> None:
         """End the processes at once: later pools hold copies of these pipes, so closing them tells nobody."""

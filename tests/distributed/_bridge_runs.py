@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,21 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, **save_arguments)
     return folder
+
+
+def made_once(
+    folders: Any, expected: Callable[[Path], Any], **save_arguments: Any
+) -> Callable[[str], tuple[Path, Any]]:
+    """original(family) -> its folder and what transformers makes of it; each is made once, by pytest's `folders`."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def original(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = make_folder(name, folders.mktemp(name), **save_arguments)
+            made[name] = folder, expected(folder)
+        return made[name]
+
+    return original
 
 
 def stored(folder: Path) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _bridge_runs import CONFIG, VOCAB
+from _bridge_runs import CONFIG, PARALLEL, VOCAB
 
-PARALLEL = "megatron_lm.model.parallel."
 TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
 PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
 CP2 = f"{PARALLEL}context_parallel_size=2"
@@ -86,6 +85,11 @@ def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
     return found
 
 
+def expected_greedy(folder: Path) -> list[list[int]]:
+    """The first `NEW_TOKENS` of them."""
+    return expected(folder, NEW_TOKENS)
+
+
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
     """The results of some calls of `wrap.generate` on this rank's layout, each with the arguments of `calls`."""
     with begun(folder, overrides, outputs) as wrap:
@@ -150,8 +154,11 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
         whole = [torch.cat([row[:1].expand(length - len(row), -1), row]) for row in sequence_logits(wrap.state, alone)]
         expected = torch.stack(whole)
         differences = []
-        evaluation = evaluation_mode(wrap.state), whole_sequences(wrap.state.chunks)
-        with evaluation[0], evaluation[1], cached_model(wrap.state, padding, length) as model:
+        with (
+            evaluation_mode(wrap.state),
+            whole_sequences(wrap.state.chunks),
+            cached_model(wrap.state, padding, length) as model,
+        ):
             for start, stop in [(0, prefilled), *((place, place + 1) for place in range(prefilled, length))]:
                 found = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))
                 if found is not None:

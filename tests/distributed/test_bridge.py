@@ -14,15 +14,7 @@ import pytest
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """original(family) -> its folder and transformers' logits; each is made once."""
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def make(name: str) -> tuple[Path, Any]:
-        if name not in made:
-            folder = runs.make_folder(name, tmp_path_factory.mktemp(name), max_shard_size="100KB")
-            made[name] = folder, runs.expected_logits(folder)
-        return made[name]
-
-    return make
+    return runs.made_once(tmp_path_factory, runs.expected_logits, max_shard_size="100KB")
 
 
 def load(folder: Path) -> Any:

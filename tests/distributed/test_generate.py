@@ -13,15 +13,7 @@ import pytest
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """original(family) -> its folder and transformers' greedy completions; each is made once."""
-    made: dict[str, tuple[Path, Any]] = {}
-
-    def make(name: str) -> tuple[Path, Any]:
-        if name not in made:
-            folder = _bridge_runs.make_folder(name, tmp_path_factory.mktemp(name))
-            made[name] = folder, runs.expected(folder, runs.NEW_TOKENS)
-        return made[name]
-
-    return make
+    return _bridge_runs.made_once(tmp_path_factory, runs.expected_greedy)
 
 
 @pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])

@@ -42,7 +42,14 @@ def test_a_rank_that_dies_is_named(rank):
     pool = RankPool(2)
     with pytest.raises(RankError, match=rf"--- rank {rank}\nthe process died"):
         pool.run(die, rank)
+    assert pool.closed
     assert not any(process.is_alive() for process in pool._processes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_process_that_does_not_start_is_told():
+    with pytest.raises(RankError, match="a process of 1 did not start"):
+        RankPool(1, platform="cuda")
 
 
 def test_a_user_s_mistake_is_told_apart():

@@ -13,26 +13,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """ranks(world_size) -> a pool of that many ranks; a new one after a failure has closed the last."""
+    """ranks(world_size) -> a pool of that many ranks."""
     import torch
+    from _pools import pools
 
-    from megatron_wrap.testing.ranks import RankPool
+    with pools(tmp_path_factory.mktemp("ranks"), "cuda") as of_size:
 
-    pools = {}
-    folder, here = tmp_path_factory.mktemp("ranks"), os.getcwd()
+        def here(world_size):
+            if world_size > torch.cuda.device_count():
+                pytest.skip(f"takes {world_size} GPUs")
+            return of_size(world_size)
 
-    def of_size(world_size):
-        if world_size > torch.cuda.device_count():
-            pytest.skip(f"takes {world_size} GPUs")
-        pool = pools.get(world_size)
-        if pool is None or pool._connections[0].closed:
-            os.chdir(folder)
-            try:
-                pool = pools[world_size] = RankPool(world_size, platform="cuda")
-            finally:
-                os.chdir(here)
-        return pool
-
-    yield of_size
-    for pool in pools.values():
-        pool.close()
+        yield here

@@ -1,8 +1,6 @@
 """wrap.generate on GPUs with both implementations, in fp32: the cases of tests/distributed/test_generate.py that the
 GPUs here hold; skipped where there is no GPU."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -11,9 +9,8 @@ if not torch.cuda.is_available():
 
 import _bridge_runs
 import _generate_runs as runs
+from _implementations import IMPLEMENTATIONS, on_gpu
 
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-IMPLEMENTATIONS = ["torch", pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_TE, reason="not here"))]
 STEPS = [
     (family, layout) for family in ("llama-four-layers", "mistral-window", "deepseek-v2") for layout in ("one", "cp2")
 ]
@@ -22,23 +19,7 @@ STEPS = [
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """original(family) -> its folder and transformers' greedy completions on the CPU."""
-    made = {}
-
-    def make(name):
-        if name not in made:
-            folder = _bridge_runs.make_folder(name, tmp_path_factory.mktemp(name))
-            made[name] = folder, runs.expected(folder, runs.NEW_TOKENS)
-        return made[name]
-
-    return make
-
-
-def on_gpu(overrides, implementation):
-    return (
-        *overrides,
-        "megatron_wrap.init.platform=cuda",
-        f"megatron_lm.model.arch.transformer_impl={implementation}",
-    )
+    return _bridge_runs.made_once(tmp_path_factory, runs.expected_greedy)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,6 +1,5 @@
 """Training on one GPU with both implementations, and checkpoints between them; skipped where there is no GPU."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,11 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import numpy
+from _implementations import HAS_TE, IMPLEMENTATIONS
 
 from megatron_wrap.core import MegatronWrap
 
 CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-IMPLEMENTATIONS = ["torch", pytest.param("transformer_engine", marks=pytest.mark.skipif(not HAS_TE, reason="not here"))]
 
 
 def samples(count: int) -> list[dict]:

@@ -50,6 +50,12 @@ def test_enums_are_those_of_the_module() -> None:
     read = upstream_enums()
     assert read["AttnBackend"] == tuple(AttnBackend.__members__)
     assert {"AttnMaskType", "LayerType", "ModelType"} <= set(read)
+    for theirs in CLASSES:  # a name becomes a member where the default is one (core/model/transformer.py)
+        fields = upstream_fields(theirs.__name__)
+        for field in dataclasses.fields(theirs):
+            if field.name in fields and fields[field.name].annotation in read:
+                assert theirs is TransformerConfig
+                assert type(field.default).__name__ == fields[field.name].annotation
 
 
 @pytest.mark.parametrize("section", sorted(UPSTREAM))
