@@ -14,6 +14,10 @@ class ConfigError(MegatronWrapError):
     """A key, type, value or contradiction in the configuration; the message names file, line and dotted path."""
 
 
+class UnsupportedModel(ConfigError):
+    """A Hugging Face config.json asks for what cannot be built, or an architecture has no form in its family."""
+
+
 class PlatformError(MegatronWrapError):
     """The chosen platform, an installed package or its version cannot do what the configuration asks."""
 
@@ -23,7 +27,7 @@ class LayoutError(MegatronWrapError):
 
 
 class FlowError(MegatronWrapError):
-    """A flow breaks its contract (see `megatron_wrap.core.flow.base`)."""
+    """A flow breaks its contract (see `megatron_wrap.flow.base`)."""
 
 
 class DataError(MegatronWrapError):

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow
 from torch import Tensor
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow
 from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
 

@@ -4,6 +4,6 @@ each part of a tensor goes, `source` reads, `transfer` fills a model, `stream` g
 Importing this, a family or `mapping` needs neither torch nor Megatron-Core: reading a run's YAML goes through families.
 """
 
-from megatron_wrap.core.config.hugging_face import register_bridge
+from megatron_wrap.config.hugging_face import register_bridge
 
 __all__ = ["register_bridge"]

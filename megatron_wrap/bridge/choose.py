@@ -7,15 +7,10 @@ import re
 from typing import Any
 
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.hugging_face import (
-    FAMILIES,
-    TRAINING_KEYS,
-    UnsupportedModel,
-    family_of,
-    read_hugging_face_config,
-)
-from megatron_wrap.core.config.schema import ArchConfig, RunConfig
+from megatron_wrap.config import derived
+from megatron_wrap.config.hugging_face import FAMILIES, TRAINING_KEYS, family_of, read_hugging_face_config
+from megatron_wrap.config.schema import ArchConfig, RunConfig
+from megatron_wrap.errors import UnsupportedModel
 
 _PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 """Families in the order in which an architecture is offered to them; others follow by name."""

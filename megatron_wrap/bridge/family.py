@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_wrap.bridge.mapping import Mapping as WeightMapping
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.mapping import Region
-from megatron_wrap.core.config.reading import nearest
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.reading import nearest
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError
 
 if TYPE_CHECKING:

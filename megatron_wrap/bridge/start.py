@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import PICKLE_FILES, WEIGHT_FILES, WeightSource
-from megatron_wrap.core.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config, resolve_folder
-from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config, resolve_folder
+from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.errors import CheckpointError
 
 

@@ -13,9 +13,9 @@ from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.mapping import Piece, Region
 from megatron_wrap.bridge.source import expected_shapes
 from megatron_wrap.bridge.transfer import blocks, local_pieces, mapped_parameters, placed
-from megatron_wrap.core.config.schema import ArchConfig
-from megatron_wrap.core.model.initial_weights import is_expert
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.initial_weights import is_expert
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:

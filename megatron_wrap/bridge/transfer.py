@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.mapping import Mapping, Piece, Region
 from megatron_wrap.bridge.source import WeightSource
-from megatron_wrap.core.config.schema import ArchConfig
-from megatron_wrap.core.model.initial_weights import global_names, is_expert
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.initial_weights import global_names, is_expert
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState

@@ -16,6 +16,7 @@ import torch
 
 from megatron_wrap.engine.state import Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.chunks import bare_model
 
 CONTENT_METADATA: dict[str, Any] = {
     # the default of Megatron-Core, fully_sharded_model_space, cannot be saved any more (dist_checkpointing/mapping.py)
@@ -25,17 +26,6 @@ CONTENT_METADATA: dict[str, Any] = {
 }
 RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
-
-
-def bare_model(chunk: torch.nn.Module) -> Any:
-    """The model chunk without Megatron-Core's data-parallel and half-precision wrappers."""
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.module import Float16Module
-
-    model: Any = chunk
-    while isinstance(model, DistributedDataParallel | Float16Module):
-        model = model.module
-    return model
 
 
 def model_entries(state: TrainingState, chunks: Sequence[Any] | None = None) -> dict[str, dict[str, Any]]:
@@ -145,14 +135,6 @@ def restore_random_states(state: TrainingState, saved: dict[str, Any]) -> None:
     if state.platform.device.type == "cuda":
         torch.cuda.set_rng_state(saved["device"])
     get_cuda_rng_tracker().set_states(saved["tracker"])
-
-
-def synchronize_parameters(state: TrainingState) -> None:
-    """With overlap_param_gather a replica has the updated parameters of others only after a gather, which the next
-    forward pass would start. Collective."""
-    if state.config.ddp.overlap_param_gather and state.optimizer is not None:
-        for chunk in state.chunks:
-            chunk.start_param_sync(force_sync=True)
 
 
 def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part
-from megatron_wrap.core.config import load_resolved
-from megatron_wrap.core.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config import load_resolved
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
 
 _SHAPES: dict[str, str] = {
@@ -78,7 +78,7 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
     """Hold the architecture that a checkpoint was saved with against the run's.
 
     Args:
-        saved_resolved: the tree of `resolved.yaml` beside the checkpoint (`core.config.load_resolved`).
+        saved_resolved: the tree of `resolved.yaml` beside the checkpoint (`config.load_resolved`).
 
     Raises:
         CheckpointError: the first key that makes it another model, with both values and the parameter that it touches.

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, on_rank_0, publish
+from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, publish
 from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.checkpoint.strategy import FAILURES, read
+from megatron_wrap.engine.parameters import synchronize_parameters
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
 FOLDER = "reference"
 """In the folder of the checkpoints; it holds one checkpoint of iteration 0 with weights alone."""
@@ -52,17 +56,15 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     Raises:
         CheckpointError: on every rank: it is not whole, or of another model.
     """
-    from megatron_wrap.checkpoint.strategy import agreed, read
-
     reference = _of(state)
     beside = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
     found = on_rank_0(lambda: next((str(path) for path in beside if CheckpointStore(path).present()), None))
     if found is None:
         return False
-    saved: SavedContent = on_rank_0(lambda: examine(state, found))
+    saved: SavedContent = on_rank_0(lambda: examine(state, found), failures=FAILURES)
     request: dict[str, Any] = saved.readable(content.model_entries(state, reference.chunks))
     check_tensors(saved, request)
-    with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}"):
+    with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
         content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
     state.agreed["saved_reference"] = str(folder)
     return True
@@ -70,10 +72,10 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
 
 def copy_policy(state: TrainingState) -> None:
     """Give the reference model the policy's present weights."""
-    content.synchronize_parameters(state)
+    synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
     with torch.no_grad():
         for target, source in zip(_of(state).chunks, state.chunks, strict=True):
-            content.bare_model(target).load_state_dict(content.bare_model(source).state_dict())
+            bare_model(target).load_state_dict(bare_model(source).state_dict())
 
 
 def _of(state: TrainingState) -> ReferenceModel:

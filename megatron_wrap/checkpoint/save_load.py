@@ -13,11 +13,14 @@ import torch
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, missing_part, read_facts
-from megatron_wrap.core.config import load_resolved, write_resolved
+from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
+from megatron_wrap.config import load_resolved, write_resolved
+from megatron_wrap.engine.parameters import synchronize_parameters
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import CheckpointError, ConfigError
-from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
-from megatron_wrap.platform import megatron as versions
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0
+from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.platform import versions
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -87,7 +90,7 @@ def load_checkpoint(
         CheckpointError: on every rank: missing, not whole, of another form, of another model (naming the first
             parameter that differs), without an optimizer or with one of another form.
     """
-    saved: SavedContent = on_rank_0(lambda: examine(state, folder))
+    saved: SavedContent = on_rank_0(lambda: examine(state, folder), failures=FAILURES)
     with_optimizer = with_optimizer and not weights_only
     other_layout = saved.layout is not None and saved.layout != content.layout_facts(state)
     skipped: list[str] = []
@@ -123,8 +126,6 @@ def publish(
     Raises:
         CheckpointError: on every rank, when any could not write; nothing is visible then.
     """
-    from megatron_wrap.checkpoint.strategy import agree, cannot_write, write
-
     saying = cannot_write(store.folder, "{}")
     partial = Path(on_rank_0(lambda: str(store.begin(iteration)), saying))
     try:
@@ -132,7 +133,7 @@ def publish(
         agree(None if partial.is_dir() else f"{unseen}; megatron_lm.train.common.save must be on a shared file system")
         content_metadata = dict(content.CONTENT_METADATA)
         write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        on_rank_0(lambda: _finish(state, store, iteration, partial), saying)
+        on_rank_0(lambda: _finish(state, store, iteration, partial), saying, FAILURES)
     except BaseException:
         if state.parallel.world.rank == 0:
             store.abandon(iteration)
@@ -140,7 +141,7 @@ def publish(
 
 
 def _whole_state(state: TrainingState) -> dict[str, Any]:
-    content.synchronize_parameters(state)
+    synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
     train = state.config.train
     models = content.model_entries(state)
     sharded_state: dict[str, Any] = {**content.common_entries(state.progress), **models}
@@ -284,9 +285,7 @@ def _words(name: str, shape: tuple[int, ...]) -> str:
 def _read_and_set(
     state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool
 ) -> dict[str, Any]:
-    from megatron_wrap.checkpoint.strategy import agreed, read
-
-    with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}"):
+    with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}", FAILURES):
         loaded = read(request, path, state.parallel.dp_cp.group)
         content.load_model(state.chunks, loaded)
         if with_optimizer:
@@ -308,26 +307,3 @@ def _load_scheduler(state: TrainingState, saved: dict[str, Any]) -> None:
             "sample); set megatron_lm.train.optimizer.override_opt_param_scheduler: true to take this run's, or "
             "use_checkpoint_opt_param_scheduler: true to take the checkpoint's"
         ) from error
-
-
-def on_rank_0(action: Callable[[], Any], saying: str = "{}") -> Any:
-    """The result of `action`, which only global rank 0 runs, on every rank; its failure too."""
-    from megatron_wrap.checkpoint.strategy import FAILURES, describe
-
-    result: Any = None
-    failure: str | None = None
-    cause: BaseException | None = None
-    if torch.distributed.get_rank() == 0:
-        try:
-            result = action()
-        except (CheckpointError, ConfigError) as error:
-            failure, cause = str(error), error
-        except FAILURES as error:
-            failure, cause = saying.replace("{}", describe(error)), error
-        except Exception as defect:
-            broadcast_object((None, saying.replace("{}", repr(defect))), source_rank=0)
-            raise
-    result, failure = broadcast_object((result, failure), source_rank=0)
-    if failure is not None:
-        raise CheckpointError(failure) from cause
-    return result

@@ -7,8 +7,7 @@ metadata) leaves the others waiting in the next collective. Here rank 0 then ans
 from __future__ import annotations
 
 import contextlib
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,69 +24,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.platform import megatron as versions
+from megatron_wrap.platform import versions
 
-FAILURES = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    pickle.UnpicklingError,
-    CheckpointException,
-    CheckpointingException,
-)
+FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """How a disk that refuses or a damaged file shows. torch's CheckpointException is no Exception."""
-
-
-def agree(error: str | None, cause: BaseException | None = None) -> None:
-    """All ranks go on, or all raise with the first failed rank's words. Collective over the world.
-
-    Raises:
-        CheckpointError: `error` was given on some rank.
-    """
-    errors = [text for text in gather_objects(error) if text is not None]
-    if errors:
-        raise CheckpointError(errors[0]) from cause
-
-
-@contextlib.contextmanager
-def agreed(saying: str) -> Iterator[None]:
-    """The body runs on every rank; then all go on or all raise. Collective over the world.
-
-    Collectives of the body must fail on all ranks or on none.
-
-    Args:
-        saying: what failed, with {} in the place of the cause.
-
-    Raises:
-        CheckpointError: the body failed on some rank. What is no failure of a disk or file stays as it is there.
-    """
-    error: str | None = None
-    cause: BaseException | None = None
-    try:
-        yield
-    except CheckpointError as failure:
-        error, cause = str(failure), failure
-    except FAILURES as failure:
-        error, cause = saying.replace("{}", describe(failure)), failure
-    except Exception as defect:
-        with contextlib.suppress(CheckpointError):
-            agree(saying.replace("{}", repr(defect)))
-        raise
-    agree(error, cause)
-
-
-def describe(failure: BaseException) -> str:
-    """The cause of a failed save or load in one line; empty where another rank knows it."""
-    if isinstance(failure, CheckpointException):
-        causes = [cause for cause, _ in failure.failures.values()]
-        return describe(causes[0]) if causes else ""
-    text = " ".join(str(failure).split())
-    if isinstance(failure, OSError | CheckpointError):
-        return text
-    return f"{type(failure).__name__}: {text}"
 
 
 def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch.device, content: Any) -> None:
@@ -161,7 +103,7 @@ class _AgreedRead(TorchDistLoadShardedStrategy):
 
     def load(self, *arguments: Any, **named: Any) -> Any:
         result = None
-        with agreed(self._saying):
+        with agreed(self._saying, FAILURES):
             result = super().load(*arguments, **named)
         return result
 

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megatron_wrap.core.config.decode import decode, load_tree
-from megatron_wrap.core.config.explain import explain
+from megatron_wrap.config.decode import decode, load_tree
+from megatron_wrap.config.explain import explain
 from megatron_wrap.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_wrap.checkpoint import find_checkpoint
 from megatron_wrap.checkpoint.store import RESOLVED, read_facts
 from megatron_wrap.cli.one_process import run_file
-from megatron_wrap.core.config import load_resolved, load_run_config
-from megatron_wrap.core.config.schema import SECTION_PATHS
+from megatron_wrap.config import load_resolved, load_run_config
+from megatron_wrap.config.schema import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError
 
 

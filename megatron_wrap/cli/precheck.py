@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.core.config import RunConfig
-from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError
 
 
@@ -58,8 +58,8 @@ def check_flow(config: RunConfig) -> None:
     Raises:
         ConfigError: there is no such flow, or it has no such keys. FlowError: it is an incomplete one.
     """
-    from megatron_wrap.core.flow.config import decode_flow_config
-    from megatron_wrap.core.flow.entry import MegatronWrapFlowEntry
+    from megatron_wrap.flow.config import decode_flow_config
+    from megatron_wrap.flow.entry import MegatronWrapFlowEntry
 
     if "" not in sys.path:  # my_module:MyFlow of the working folder, as the processes find it (`python -m`)
         sys.path.insert(0, "")

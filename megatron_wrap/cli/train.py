@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_wrap.cli.precheck import precheck
-from megatron_wrap.core.config import load_run_config
-from megatron_wrap.core.config.derived import processes_needed
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from megatron_wrap.cli.one_process import SINGLE, run_file
-from megatron_wrap.core.config.hugging_face import resolve_folder
+from megatron_wrap.config.hugging_face import resolve_folder
 
 RUN = {
     "megatron_lm": {
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when our model is that of transformers, 1 when it differs; a mistake of the user is 2."""
-    from megatron_wrap.checkpoint.verify import verify_hugging_face
     from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.verify import verify_hugging_face
 
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]

@@ -1,4 +1,4 @@
-"""The core: configuration, flows, model providers and the facade `MegatronWrap`, which is imported on first use."""
+"""The public face: the facade `MegatronWrap`, imported on first use, and the import paths that users rely on."""
 
 from typing import TYPE_CHECKING, Any
 

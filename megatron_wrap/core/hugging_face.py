@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from megatron_wrap.core.config import RunConfig
+    from megatron_wrap.config import RunConfig
     from megatron_wrap.engine.state import TrainingState
 
 
@@ -68,7 +68,7 @@ class HuggingFaceVerbs:
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
         """
-        from megatron_wrap.checkpoint.export import save_pretrained
+        from megatron_wrap.bridge.export import save_pretrained
 
         config, stream = self._weight_stream(dtype, family)
         progress, parallel = self._ready().progress, self._ready().parallel
@@ -83,7 +83,7 @@ class HuggingFaceVerbs:
 
         Collective: every rank takes all of them. For an inference engine beside the training.
         """
-        from megatron_wrap.checkpoint.export import export_weights
+        from megatron_wrap.bridge.export import export_weights
 
         _, stream = self._weight_stream(dtype, family)
         yield from export_weights(stream)
@@ -108,25 +108,25 @@ class HuggingFaceVerbs:
         Raises:
             CheckpointError: on every rank, when the hub refuses.
         """
-        from megatron_wrap.checkpoint.export import upload
+        from megatron_wrap.bridge.export import upload
 
         target = self.save_pretrained(folder, **save_arguments)
         message = commit_message or f"{self.config.name}, iteration {self._ready().progress.iteration}"
         return upload(target, repo_id, private, message)
 
     def _weight_stream(self, dtype: Any, family: str | None) -> tuple[RunConfig, Any]:
-        from megatron_wrap.checkpoint.content import synchronize_parameters
-        from megatron_wrap.checkpoint.export import weight_stream
+        from megatron_wrap.bridge.export import weight_stream
+        from megatron_wrap.engine.parameters import synchronize_parameters
 
         state = self._ready()
-        synchronize_parameters(state)
+        synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather and state.optimizer is not None)
         # the vocabulary may be the tokenizer's
         arch = dataclasses.replace(self.config.arch, vocab_size=state.shape.vocab_size)
         config = dataclasses.replace(self.config, arch=arch)
         return config, weight_stream(config, state.chunks, state.parallel, state.platform.device, dtype, family)
 
     def _refuse_unverified(self) -> None:
-        from megatron_wrap.checkpoint.verify import verify_hugging_face
+        from megatron_wrap.engine.verify import verify_hugging_face
 
         verdict = verify_hugging_face(self._ready(), self.tokenizer)
         logger.info_rank_0(verdict.table())

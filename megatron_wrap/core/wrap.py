@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.core.config import RunConfig, derived, load_run_config
-from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
 from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
@@ -365,10 +365,10 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
         )
         if self.config.checkpoint.export_hf:
-            from megatron_wrap.checkpoint.export import prune_exports
+            from megatron_wrap.bridge.export import prune_exports
 
             self.save_pretrained(folder.parent / f"hf_{self.iteration:07d}")
-            prune_exports(folder.parent, self.config.checkpoint.keep)
+            prune_exports(folder.parent, self.config.checkpoint.keep, state.parallel)
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_wrap.core.config.schema import DataConfig
+from megatron_wrap.config.schema import DataConfig
 from megatron_wrap.data.jsonl import JsonLines
 from megatron_wrap.errors import DataError
 

@@ -12,23 +12,23 @@ from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.bridge.start import weight_source
 from megatron_wrap.bridge.transfer import load_weights
-from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.schema import RunConfig
-from megatron_wrap.core.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
-from megatron_wrap.core.flow.config import decode_flow_config
-from megatron_wrap.core.model.initial_weights import fill_initial_weights, is_expert
-from megatron_wrap.core.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
-from megatron_wrap.core.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
+from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
+from megatron_wrap.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
+from megatron_wrap.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
-from megatron_wrap.platform.megatron import accepts
+from megatron_wrap.platform.versions import accepts
 
 
 def build_training_state(

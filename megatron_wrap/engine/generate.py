@@ -10,8 +10,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.hugging_face import resolve_folder
+from megatron_wrap.config import derived
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.data.prompts import prompt_token_ids
 from megatron_wrap.engine.cached_model import cached_model
 from megatron_wrap.engine.forward import evaluation_mode

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.engine.forward import forward
 from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.parallel.collectives import gather_tensors
 from megatron_wrap.parallel.state import Axis
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.engine.micro_batch import DEFAULT_TERM, MicroBatch
 from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel.state import ParallelState
 

@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.state import ParallelState
 

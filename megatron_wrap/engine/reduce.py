@@ -78,21 +78,3 @@ def _agreed_names(state: TrainingState, sums: MetricSums, kind: str) -> tuple[tu
             "names in every micro-batch"
         )
     return names, totals
-
-
-@torch.no_grad()
-def parameter_square_sum(state: TrainingState) -> Tensor:
-    """This rank's part of the squared norm of all parameters, each parameter counted once over all ranks."""
-    parallel = state.parallel
-    total = torch.zeros((), dtype=torch.float64, device=state.platform.device)
-    for chunk in state.chunks:
-        for parameter in chunk.parameters():
-            if not getattr(parameter, "allreduce", True):  # of an expert; see build.py
-                counts = parallel.expert_dp.rank == 0
-            else:
-                is_slice = getattr(parameter, "tensor_model_parallel", False)
-                is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
-                counts = parallel.dp_cp.rank == 0 and (is_slice or parallel.tp.rank == 0) and not is_copy
-            if counts:
-                total += torch.linalg.vector_norm(parameter, dtype=torch.float64) ** 2
-    return total

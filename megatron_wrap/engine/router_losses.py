@@ -1,6 +1,6 @@
 """The losses of the experts' routers as metrics, under Megatron-LM's names.
 
-The routers attach them to the backward pass themselves (core/model/router.py), where the schedule gives each
+The routers attach them to the backward pass themselves (model/router.py), where the schedule gives each
 micro-batch of each replica the same weight; they are no part of the objective that the step reports.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.platform.megatron import take_router_losses
+from megatron_wrap.platform.versions import take_router_losses
 
 _NAMES = {
     "aux_loss": "load_balancing_loss",

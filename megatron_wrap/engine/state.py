@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.core.config.derived import global_batch_size_at
+from megatron_wrap.config.derived import global_batch_size_at
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_wrap.core.config.schema import RunConfig
-    from megatron_wrap.core.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.config.schema import RunConfig
     from megatron_wrap.engine.reference import ReferenceModel
+    from megatron_wrap.flow import MegatronWrapTrainingFlowBase
     from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base import Platform

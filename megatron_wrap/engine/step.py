@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_wrap.engine.loss import LossLaw
 from megatron_wrap.engine.micro_batch import MicroBatch, collate
-from megatron_wrap.engine.reduce import ReducedMetrics, parameter_square_sum, reduce_metrics
+from megatron_wrap.engine.parameters import parameter_square_sum
+from megatron_wrap.engine.reduce import ReducedMetrics, reduce_metrics
 from megatron_wrap.engine.reference import add_reference_outputs
 from megatron_wrap.engine.router_losses import router_losses
 from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
@@ -69,7 +70,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     of_all_ranks = router_losses(state, len(micro_batches))
     if state.config.logger.add_params_norm_to_metrics:
-        of_all_ranks[PARAMS_NORM] = parameter_square_sum(state)
+        of_all_ranks[PARAMS_NORM] = parameter_square_sum(state.chunks, state.parallel, state.platform.device)
     reduced = reduce_metrics(state, sums, "train", of_all_ranks)
     metrics = _metrics(state, reduced, counts, grad_norm, num_zeros, learning_rate, time.perf_counter() - started)
     if updated and state.config.train.check_for_nan_in_loss_and_grad:

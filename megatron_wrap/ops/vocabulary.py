@@ -3,7 +3,7 @@
 Logits are [..., V/tp], [B, S, V/tp] in a flow: tensor-parallel rank r holds the columns `r * V/tp` onwards. A loss is
 replicated over TP, so the sums over TP have an identity backward here: each rank's gradient is that of its own
 columns. Arithmetic is fp32 for half-precision logits. Columns of a padded vocabulary hold `finfo.min / 2`
-(`core/model/gpt.py`): they get probability 0 and add nothing, neither to a value nor to a gradient.
+(`model/gpt.py`): they get probability 0 and add nothing, neither to a value nor to a gradient.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_wrap.core.config.schema import ParallelConfig
+    from megatron_wrap.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_wrap.errors import PlatformError
 
 if TYPE_CHECKING:
-    from megatron_wrap.platform.base import Replacements
+    from megatron_wrap.platform.replacements import Replacements
 
 # One pass of the update needs a second copy of the parameters that it handles; this many elements bound it (256 MiB).
 _ELEMENTS_AT_ONCE = 1 << 26

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform import megatron
+from megatron_wrap.platform import versions
+from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
     import torch
@@ -42,38 +42,6 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Replacements:
-    """Attributes set on objects that are not ours, kept with what they were so that all can be put back."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """`setattr(owner, name, value)`; undone by `undo`. An attribute that a class inherits is deleted again."""
-        if isinstance(owner, type) and name not in vars(owner):
-            self._undo.append(lambda: delattr(owner, name))
-        elif hasattr(owner, name):
-            previous = vars(owner).get(name, getattr(owner, name))  # vars: a classmethod stays one
-            self._undo.append(lambda: setattr(owner, name, previous))
-        else:
-            self._undo.append(lambda: delattr(owner, name))
-        setattr(owner, name, value)
-
-    def on_undo(self, action: Callable[[], object]) -> None:
-        """Run `action` when all is put back, in reverse order."""
-        self._undo.append(action)
-
-    def keep_variable(self, name: str) -> None:
-        """Whatever becomes of an environment variable, `undo` gives it back what it is now."""
-        value = os.environ.get(name)
-        self.on_undo(lambda: os.environ.pop(name, None) if value is None else os.environ.update({name: value}))
-
-    def undo(self) -> None:
-        """Put everything back, the last change first."""
-        while self._undo:
-            self._undo.pop()()
-
-
 class Platform(ABC):
     """Where the processes of a run compute. `install` comes before the first use of Megatron-Core."""
 
@@ -104,7 +72,7 @@ class Platform(ABC):
         """
         if self._installed:
             return
-        megatron.check_version()
+        versions.check_version()
         try:
             self._install(self._replacements)
         except BaseException:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform import adam, megatron
-from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
+from megatron_wrap.platform import adam, repairs, versions
+from megatron_wrap.platform.base import GIB, Platform, kernels_off
 from megatron_wrap.platform.gloo import share_device
 from megatron_wrap.platform.heap import keep_freed_memory
+from megatron_wrap.platform.replacements import Replacements
 from megatron_wrap.platform.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
 
 # Those whose classes and functions, once imported, Megatron-Core builds on.
@@ -92,11 +93,11 @@ class CpuPlatform(Platform):
         for module in megatron_modules():
             self._view.take_over(module, replacements)
         replace_tensor_methods(replacements)
-        with megatron.quiet_import():
+        with repairs.quiet_import():
             for name, patch in _PATCHES.items():
                 patch(importlib.import_module(name), replacements)
             adam.use_in_megatron(replacements)
-            megatron.repair(replacements)
+            repairs.repair(replacements)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -171,10 +172,10 @@ def _replace_function(
     """Put `replacement` wherever a loaded module of Megatron-Core holds the function; returns the function."""
     original = getattr(module, name, None)
     if original is None:
-        raise megatron.unexpected(f"{module.__name__} has no {name}")
+        raise versions.unexpected(f"{module.__name__} has no {name}")
     expected, found = (list(inspect.signature(function).parameters) for function in (replacement, original))
     if expected != found:
-        raise megatron.unexpected(f"{module.__name__}.{name} takes ({', '.join(found)}), not ({', '.join(expected)})")
+        raise versions.unexpected(f"{module.__name__}.{name} takes ({', '.join(found)}), not ({', '.join(expected)})")
     for holder in megatron_modules():
         for held, value in list(vars(holder).items()):
             if value is original:
@@ -192,7 +193,7 @@ def _patch_type_names(module: types.ModuleType, replacements: Replacements) -> N
             replacements.set(function, "__code__", code)
             changed += 1
     if not changed:
-        raise megatron.unexpected(f"{module.__name__} compares no tensor type with {', '.join(_TYPE_NAMES)}")
+        raise versions.unexpected(f"{module.__name__} compares no tensor type with {', '.join(_TYPE_NAMES)}")
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:

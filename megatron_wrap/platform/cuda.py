@@ -8,8 +8,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform import adam, megatron
-from megatron_wrap.platform.base import GIB, Platform, Replacements, kernels_off
+from megatron_wrap.platform import adam, repairs
+from megatron_wrap.platform.base import GIB, Platform, kernels_off
+from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +58,9 @@ class CudaPlatform(Platform):
         replacements.keep_variable(_TF32)
         os.environ.setdefault(_TF32, "0")
         torch.cuda.set_device(self.device)
-        with megatron.quiet_import():
+        with repairs.quiet_import():
             adam.use_in_megatron(replacements)
-        megatron.repair(replacements)
+        repairs.repair(replacements)
 
     def synchronize(self) -> None:
         """Wait for this process's GPU."""

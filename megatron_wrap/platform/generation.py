@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.platform.base import Replacements
+from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
     from torch import Tensor

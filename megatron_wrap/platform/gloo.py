@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed
 
-from megatron_wrap.platform.base import Replacements
+from megatron_wrap.platform.replacements import Replacements
 
 
 def share_device(replacements: Replacements) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.base import Replacements
-from megatron_wrap.platform.megatron import TRITON_MODULES
+from megatron_wrap.platform.replacements import Replacements
+from megatron_wrap.platform.versions import TRITON_MODULES
 
 # CUDA packages that Megatron-Core uses where they import; on this platform it must not find them.
 HIDDEN_PACKAGES = {

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 
 

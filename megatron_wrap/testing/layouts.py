@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from megatron_wrap.core.config import derived
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import ConfigError
 
 PARALLEL = "megatron_lm.model.parallel"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.core.config import RunConfig, load_run_config
-from megatron_wrap.core.config.checks import check_layout, check_run
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.comparison import (
     DETERMINISM_TOLERANCE,

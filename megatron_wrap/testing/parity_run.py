@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from megatron_wrap.core.config.schema import RunConfig
+from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.testing.observer import Observer, Seen
 
 

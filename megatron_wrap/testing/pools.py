@@ -14,7 +14,7 @@ _NEEDED = (
     "numpy.random",
     "torch._dynamo",  # Megatron-Core's optimizer imports it
     "megatron_wrap.core.wrap",
-    "megatron_wrap.core.model.gpt",
+    "megatron_wrap.model.gpt",
     "megatron_wrap.engine.step",
     "megatron_wrap.testing.gradients",
 )

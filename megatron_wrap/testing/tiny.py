@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.core.config import RunConfig, derived, load_run_config
-from megatron_wrap.core.config.hugging_face import HF_PATH, spelled_out
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.config.hugging_face import HF_PATH, spelled_out
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.testing.layouts import LayoutCase
 
 

@@ -260,9 +260,9 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     weights as they are streamed, name -> numpy array, on rank 0."""
     import torch
 
-    from megatron_wrap.checkpoint.verify import verify_hugging_face
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.model.initial_weights import global_names
     from megatron_wrap.testing.gradients import unwrapped
 
     settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_wrap.model_provider.verify_hf=true"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelFlow, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.flow import LossOutput, MegatronWrapGPTModelFlow, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
 COEFFICIENT = 0.03

@@ -184,7 +184,7 @@ def plain_log_probs(samples: Sequence[Any]) -> list[Any]:
 def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """One of the objectives below and its gradient by torch.autograd on the model's logits: each sequence by itself,
     without padding, without the engine, its schedule, its reductions and `megatron_wrap.ops`."""
-    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.model.initial_weights import global_names
 
     with started(overrides) as wrap:
         state = wrap._ready()

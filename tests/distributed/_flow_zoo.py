@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.flow import LossOutput, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.ops import entropy, token_log_probs, vocabulary_max
 
 

@@ -39,7 +39,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         digests of all initial weights by global name; digests after training of this rank's own copies of the word
         embedding; on rank 0, in fp32, the whole gradients of the first step.
     """
-    from megatron_wrap.core.model.initial_weights import global_names
+    from megatron_wrap.model.initial_weights import global_names
     from megatron_wrap.testing.gradients import gather_weights, unwrapped
 
     with started(CONFIG, (*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:

@@ -16,7 +16,7 @@ from _dpo_runs import COPY
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
 from transformers_models import build, load_all, to_llama_like
 
-from megatron_wrap.core.config import load_run_config
+from megatron_wrap.config import load_run_config
 
 ROUNDING = 3e-6
 """Of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""

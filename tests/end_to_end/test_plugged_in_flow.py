@@ -20,7 +20,7 @@ setup(
 MODULE = """\
 from dataclasses import dataclass
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapMinimalMockFlow
+from megatron_wrap.flow import LossOutput, MegatronWrapMinimalMockFlow
 
 
 class Halved(MegatronWrapMinimalMockFlow):

@@ -111,7 +111,7 @@ def test_batch_that_does_not_divide(command, tmp_path):
 
 
 UNFINISHED = """\
-from megatron_wrap.core.flow import MegatronWrapGPTModelSFTFlow, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow import MegatronWrapGPTModelSFTFlow, MegatronWrapTrainingFlowBase
 class Unfinished(MegatronWrapTrainingFlowBase):
     def collate_data_micro_batch(self, iterator): ...
 class OnAnotherDevice(MegatronWrapGPTModelSFTFlow):

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_wrap.bridge import mapping as weights
 from megatron_wrap.bridge.mapping import Mapping as WeightMapping
-from megatron_wrap.core.config.derived import ffn_hidden_size, kv_channels, num_query_groups
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
 
 Table = dict[str, WeightMapping]
 

@@ -22,8 +22,8 @@ from megatron_wrap.bridge.families.decoder import (
 )
 from megatron_wrap.bridge.families.experts import ROUTER, experts_table, pattern
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
 
 LATENT_NORM_EPSILON = 1e-6
 """That of the latent vectors' norms is fixed in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_wrap.bridge.families.decoder import refuse_unless
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_table, latent_values
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

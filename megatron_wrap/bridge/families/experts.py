@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_wrap.bridge import mapping as weights
 from megatron_wrap.bridge.families.decoder import Sizes, Table, mlp_table
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 ROUTER: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
@@ -24,7 +24,7 @@ ROUTER: dict[str, Any] = {
 
 def pattern(arch: ArchConfig) -> tuple[int, ...]:
     """For each layer 1 where it has experts; the architecture is complete (`bridge.choose.complete`)."""
-    from megatron_wrap.core.config.derived import moe_layer_pattern
+    from megatron_wrap.config.derived import moe_layer_pattern
 
     return moe_layer_pattern(arch)
 
@@ -45,7 +45,7 @@ def experts_table(
         names: gate, up and down projection of an expert.
         shared: name of the shared experts, of their gate with `_gate` behind it.
     """
-    from megatron_wrap.core.config.derived import moe_ffn_hidden_size
+    from megatron_wrap.config.derived import moe_ffn_hidden_size
 
     assert arch.num_experts is not None
     table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}

@@ -6,9 +6,9 @@ from typing import Any
 from megatron_wrap.bridge import mapping as weights
 from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.derived import ffn_hidden_size
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.derived import ffn_hidden_size
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
 
 _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
 """activation_function -> whether it is the tanh form."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 
 def window_values(window: int | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megatron_wrap.bridge.families.decoder import (
 from megatron_wrap.bridge.families.experts import ROUTER, experts_table
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

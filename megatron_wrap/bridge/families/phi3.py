@@ -14,8 +14,8 @@ from megatron_wrap.bridge.families.decoder import (
 )
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

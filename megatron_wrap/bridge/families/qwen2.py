@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
 
 
 def refuse_windows(config: Mapping[str, Any]) -> None:

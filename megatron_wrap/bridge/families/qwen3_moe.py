@@ -18,7 +18,7 @@ from megatron_wrap.bridge.families.decoder import (
 from megatron_wrap.bridge.families.experts import ROUTER, experts_table, pattern
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.family import Family
-from megatron_wrap.core.config.schema import ArchConfig
+from megatron_wrap.config.schema import ArchConfig
 
 
 def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_wrap.bridge.choose import choose_family, complete, config_json, what_differs
 from megatron_wrap.bridge.source import expected_shapes
-from megatron_wrap.core.config import RunConfig, load_run_config
-from megatron_wrap.core.config.hugging_face import UnsupportedModel
-from megatron_wrap.core.config.tree import shipped_root
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.tree import shipped_root
+from megatron_wrap.errors import UnsupportedModel
 
 RUN = """\
 megatron_lm:

@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from megatron_wrap.bridge.choose import config_json
 from megatron_wrap.bridge.source import INDEX, SINGLE
 from megatron_wrap.bridge.start import check_hugging_face, weight_source, weights_left_out
-from megatron_wrap.core.config import load_run_config
-from megatron_wrap.core.config.hugging_face import HF_PATH
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError
 
 RUN = """\

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.checkpoint import CheckpointStore, compare_models, find_checkpoint
-from megatron_wrap.core.config import RunConfig, load_resolved, load_run_config, write_resolved
+from megatron_wrap.config import RunConfig, load_resolved, load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.cli.precheck import precheck
-from megatron_wrap.core.config import load_run_config
-from megatron_wrap.core.config.decode import load_tree
-from megatron_wrap.core.config.explain import explain_value
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.decode import load_tree
+from megatron_wrap.config.explain import explain_value
 from megatron_wrap.errors import DataError, LayoutError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.core.config import load_run_config
+from megatron_wrap.config import load_run_config
 
 
 def test_it_writes_a_flow_its_run_and_its_test(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.core.config import RunConfig, derived, load_run_config
-from megatron_wrap.core.config.checks import check_layout, check_run, check_values, processes_needed
+from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.config.checks import check_layout, check_run, check_values, processes_needed
 from megatron_wrap.errors import CheckpointError, ConfigError, DataError, LayoutError, MegatronWrapError
 from megatron_wrap.platform import choose_platform
 

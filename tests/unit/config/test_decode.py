@@ -12,9 +12,9 @@ import pytest
 import yaml
 from transformers import GPT2Config, LlamaConfig
 
-from megatron_wrap.core.config import load_resolved, load_run_config, write_resolved
-from megatron_wrap.core.config.advice import RETIRED
-from megatron_wrap.core.config.tree import shipped_root
+from megatron_wrap.config import load_resolved, load_run_config, write_resolved
+from megatron_wrap.config.advice import RETIRED
+from megatron_wrap.config.tree import shipped_root
 from megatron_wrap.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

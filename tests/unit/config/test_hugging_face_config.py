@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.core.config import RunConfig, load_run_config
-from megatron_wrap.core.config.hugging_face import FAMILIES, HF_PATH, spelled_out
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.hugging_face import FAMILIES, HF_PATH, spelled_out
 from megatron_wrap.errors import ConfigError
 
 RUN = """\
@@ -175,7 +175,7 @@ def test_a_hub_id_is_fetched_through_the_hub_without_its_weights(run, tmp_path, 
 def test_reading_it_needs_no_torch(run, tmp_path):
     run()
     program = (
-        "import sys; from megatron_wrap.core.config import load_run_config; load_run_config('run.yaml'); "
+        "import sys; from megatron_wrap.config import load_run_config; load_run_config('run.yaml'); "
         "print({'torch', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from confignest import ConfigNest
 
-from megatron_wrap.core.config.decode import load_tree
-from megatron_wrap.core.config.tree import shipped_root
+from megatron_wrap.config.decode import load_tree
+from megatron_wrap.config.tree import shipped_root
 from megatron_wrap.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -295,7 +295,7 @@ def test_a_broken_yaml_names_its_line(write_run: Write) -> None:
 
 def test_reading_needs_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys; from megatron_wrap.core.config import load_run_config; load_run_config(sys.argv[1], "
+        "import sys; from megatron_wrap.config import load_run_config; load_run_config(sys.argv[1], "
         "['megatron_lm.model.arch.qk_l2_norm=true']); print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, str(CONFIGS / "tiny-llama-sft.yaml")]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wrap.core.config.reading import dump_yaml, read_value, read_yaml
+from megatron_wrap.config.reading import dump_yaml, read_value, read_yaml
 from megatron_wrap.errors import ConfigError
 
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from megatron_wrap.core.config.advice import SET_ELSEWHERE
-from megatron_wrap.core.config.decode import section_hints
-from megatron_wrap.core.config.schema import UPSTREAM
-from megatron_wrap.core.config.types import parse_annotation
-from megatron_wrap.core.config.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.advice import SET_ELSEWHERE
+from megatron_wrap.config.decode import section_hints
+from megatron_wrap.config.schema import UPSTREAM
+from megatron_wrap.config.types import parse_annotation
+from megatron_wrap.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()
@@ -50,7 +50,7 @@ def test_enums_are_those_of_the_module() -> None:
     read = upstream_enums()
     assert read["AttnBackend"] == tuple(AttnBackend.__members__)
     assert {"AttnMaskType", "LayerType", "ModelType"} <= set(read)
-    for theirs in CLASSES:  # a name becomes a member where the default is one (core/model/transformer.py)
+    for theirs in CLASSES:  # a name becomes a member where the default is one (model/transformer.py)
         fields = upstream_fields(theirs.__name__)
         for field in dataclasses.fields(theirs):
             if field.name in fields and fields[field.name].annotation in read:
@@ -73,7 +73,7 @@ def test_advice_names_real_fields_and_real_keys(section: str) -> None:
 
 def test_reading_imports_nothing() -> None:
     code = (
-        "import sys; from megatron_wrap.core.config.upstream import upstream_fields as f; "
+        "import sys; from megatron_wrap.config.upstream import upstream_fields as f; "
         "assert len(f('TransformerConfig')) > 200; print({'megatron', 'torch'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -248,7 +248,7 @@ def test_a_step_past_train_iters_is_refused_and_batches_end(in_fork):
 
 
 def test_a_flow_may_not_take_the_engine_s_names_but_older_ones_report_the_loss(in_fork):
-    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+    from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("clash")
     class Clash(MegatronWrapGPTModelSFTFlow):
@@ -274,7 +274,7 @@ def test_a_flow_may_not_take_the_engine_s_names_but_older_ones_report_the_loss(i
 
 
 def test_metrics_that_appear_later_are_refused(in_fork):
-    from megatron_wrap.core.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+    from megatron_wrap.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     extra: dict[str, float] = {}
 
@@ -450,7 +450,7 @@ def test_the_configuration_s_own_sets(in_fork):
 
 
 def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refused(in_fork):
-    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+    from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("doubled")
     class Doubled(MegatronWrapGPTModelSFTFlow):
@@ -470,7 +470,7 @@ def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refus
 
 
 def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork):
-    from megatron_wrap.core.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+    from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("negative")
     class Negative(MegatronWrapGPTModelSFTFlow):

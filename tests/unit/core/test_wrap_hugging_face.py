@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_wrap.cli.main import main
+from megatron_wrap.config.explain import explain
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.core.config.explain import explain
 from megatron_wrap.errors import CheckpointError, ConfigError, MegatronWrapError
 
 RUN = """\
@@ -51,7 +51,7 @@ def test_training_is_refused_where_the_model_differs(in_fork, folder):
     def body() -> None:
         import torch
 
-        from megatron_wrap.checkpoint import verify
+        from megatron_wrap.engine import verify
 
         verify.TOLERANCE[torch.float32] = -1.0  # nothing agrees
         with (
@@ -146,7 +146,7 @@ def test_a_push_uploads_what_was_saved(in_fork, folder, tmp_path, monkeypatch):
 
 
 def test_explain_says_that_a_value_is_the_folders(in_fork, folder):
-    from megatron_wrap.core.config.decode import load_tree
+    from megatron_wrap.config.decode import load_tree
 
     Path("hf.yaml").write_text(RUN)
     text = explain(load_tree("hf.yaml", [f"megatron_wrap.model_provider.hf_path={folder}"]), "vocab_size")
@@ -179,7 +179,7 @@ def test_a_wrong_table_of_names_is_found_although_it_comes_back_as_it_went(in_fo
         import dataclasses
 
         from megatron_wrap.bridge.families import llama
-        from megatron_wrap.checkpoint.verify import verify_hugging_face
+        from megatron_wrap.engine.verify import verify_hugging_face
 
         def exchanged(arch: Any) -> Any:
             table = dict(right.parameters(arch))

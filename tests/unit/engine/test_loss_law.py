@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase, Total
 from megatron_wrap.engine.loss import OBJECTIVE, LossLaw, objective
 from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase, Total
 from megatron_wrap.metrics.metric import MetricSums, read_reduced
 from megatron_wrap.parallel.state import Axis, ParallelState
 

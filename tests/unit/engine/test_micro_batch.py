@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.core.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.engine.micro_batch import collate, localize, padded_width, try_flow
 from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 CPU = torch.device("cpu")

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.core.config import load_run_config
-from megatron_wrap.core.flow import (
+from megatron_wrap.config import load_run_config
+from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.flow import (
     FlowOptions,
     MegatronWrapFlowConfig,
     MegatronWrapFlowEntry,
     MegatronWrapGPTModelSFTFlow,
     MegatronWrapMinimalMockFlow,
 )
-from megatron_wrap.core.flow.config import decode_flow_config
-from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.flow.config import decode_flow_config
 
 RUN = """\
 megatron_lm:

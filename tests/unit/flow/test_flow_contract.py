@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_wrap.core.flow import (
+from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.flow import (
     FlowContext,
     FlowOptions,
     MegatronWrapFlowEntry,
@@ -14,7 +15,6 @@ from megatron_wrap.core.flow import (
     MegatronWrapMinimalMockFlow,
     MegatronWrapTrainingFlowBase,
 )
-from megatron_wrap.errors import ConfigError, FlowError
 
 
 def context(**changes: object) -> FlowContext:
@@ -39,7 +39,7 @@ def test_flows_are_found_by_key_by_path_and_by_decorator():
     found = MegatronWrapFlowEntry.get_flow_class
     assert found("gpt_sft") is MegatronWrapGPTModelSFTFlow
     assert found("minimal_mock") is MegatronWrapMinimalMockFlow
-    assert found("megatron_wrap.core.flow.sft:MegatronWrapGPTModelSFTFlow") is MegatronWrapGPTModelSFTFlow
+    assert found("megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow") is MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("of_this_test")
     class OfThisTest(MegatronWrapMinimalMockFlow):

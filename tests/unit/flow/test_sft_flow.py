@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron_wrap.core.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
-from megatron_wrap.core.flow import sft as sft_module
 from megatron_wrap.data.tokenizer import load_tokenizer
 from megatron_wrap.errors import DataError
+from megatron_wrap.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.flow import sft as sft_module
 
 ROOT = Path(__file__).parents[3]
 SEQ_LENGTH = 256

@@ -29,8 +29,8 @@ from transformers import (
     StableLmForCausalLM,
 )
 
+from megatron_wrap.config import RunConfig
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.core.config import RunConfig
 
 VOCAB = 301
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": "false"}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_wrap.core.config import load_run_config
-from megatron_wrap.core.config.schema import ArchConfig
-from megatron_wrap.core.model.initial_weights import fill_initial_weights
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.model.initial_weights import fill_initial_weights
 from megatron_wrap.parallel.state import Axis
 from megatron_wrap.testing.gradients import join_slices
 
@@ -229,7 +229,7 @@ def test_half_precision_weights_are_rounded_from_fp32(arch):
 
 
 def test_weights_do_not_depend_on_how_many_are_made_at_a_time(arch, monkeypatch):
-    from megatron_wrap.core.model import initial_weights
+    from megatron_wrap.model import initial_weights
 
     name = "mlp.linear_fc1.weight"
     usual = filled(arch, layers={1: {name: matrix()}})["decoder.layers.0." + name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_wrap.core.config import RunConfig, derived
+from megatron_wrap.config import RunConfig, derived
 
 Named = dict[str, Tensor]
 

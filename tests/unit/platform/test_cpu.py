@@ -150,7 +150,7 @@ def test_uninstall_puts_all_back_and_install_can_follow(installed):
 
 
 def test_what_does_not_look_as_expected_names_the_version(installed):
-    from megatron_wrap.platform.megatron import version
+    from megatron_wrap.platform.versions import version
 
     module = types.ModuleType("megatron.core.other")
     module._get_cuda_rng_state = lambda device, clone: None

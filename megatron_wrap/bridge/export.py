@@ -1,0 +1,272 @@
+"""A Hugging Face folder from the model of a run. Everything here is collective over all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.choose import choose_family, config_json
+from megatron_wrap.bridge.source import INDEX, SINGLE
+from megatron_wrap.bridge.stream import WeightStream, WholeTensor
+from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.agreement import agreed, on_rank_0
+
+if TYPE_CHECKING:
+    from megatron_wrap.config import RunConfig
+    from megatron_wrap.parallel.state import ParallelState
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors(\.part)?")
+
+
+def weight_stream(
+    config: RunConfig,
+    chunks: Sequence[Any],
+    parallel: ParallelState,
+    device: torch.device,
+    dtype: str | torch.dtype | None = None,
+    family: str | None = None,
+) -> WeightStream:
+    """The run's weights as Hugging Face tensors. Collective.
+
+    Args:
+        chunks: this process's model chunks, with or without Megatron-Core's wrappers.
+        dtype: "float32", "bfloat16" or "float16"; None: as the parameters are.
+        family: a model_type; None: that of hf_path, else the first that can express the architecture.
+    """
+    bare = [bare_model(chunk) for chunk in chunks]
+    chosen = choose_family(config, family)
+    return WeightStream(bare, chosen, config.arch, parallel, device, as_dtype(dtype))
+
+
+def export_weights(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of each Hugging Face tensor on every rank, on the model's device, one at a time. Collective:
+    every rank takes all of them."""
+    for tensor in stream.tensors:
+        yield tensor.name, stream.whole(tensor)
+
+
+def save_pretrained(
+    config: RunConfig,
+    stream: WeightStream,
+    parallel: ParallelState,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    max_shard_size: str | int = "5GB",
+    family: str | None = None,
+) -> Path:
+    """Write a folder that transformers loads. Collective.
+
+    Each shard is written by one rank, different shards by different ranks, block by block as the other ranks send their
+    parts, so a rank needs one block of memory more than its model. A file gets its name when it is whole; config.json
+    comes last.
+
+    Args:
+        folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
+        tokenizer: written too where there is one.
+        max_shard_size: bytes, or text such as "5GB"; a tensor is never cut.
+
+    Raises:
+        CheckpointError: on every rank, when one could not write.
+    """
+    target = Path(folder).expanduser()
+    shards = _shards(stream, _size(max_shard_size))
+    rank, world = parallel.world.rank, parallel.world.size
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
+    values = config_json(config, stream.dtype_name, family)
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        _prepare(target, config)
+    writers: dict[int, _ShardWriter] = {}
+    # a rank that cannot write goes on receiving, so that none waits for it; all learn of it at the end
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        failure: OSError | None = None
+        for number, (name, tensors) in enumerate(zip(names, shards, strict=True)):
+            writer = number % world
+            if writer == rank and failure is None:
+                try:
+                    writers[number] = _ShardWriter(target / name, tensors)
+                except OSError as error:
+                    failure = error
+            for tensor in tensors:
+                for block in stream.blocks(tensor, writer):
+                    if block is not None and failure is None:
+                        try:
+                            writers[number].write(block)
+                        except OSError as error:
+                            failure = error
+        if failure is not None:
+            raise failure
+        for one in writers.values():
+            one.close()
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        if rank == 0:
+            _finish(target, names, shards, stream, values, tokenizer, config)
+    return target
+
+
+def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str) -> str:
+    """Upload a folder to the Hugging Face hub from global rank 0; the commit's address on every rank. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when the hub refuses.
+    """
+
+    def push() -> str:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)
+        except Exception as error:  # the hub's, the network's and the login's kinds
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(
+                f"{folder} could not be uploaded to {repo_id}: {reason}; the folder is whole"
+            ) from error
+        return str(commit.commit_url)
+
+    return on_rank_0(push)
+
+
+def prune_exports(folder: Path, keep: int | None, parallel: ParallelState) -> None:
+    """Remove all but the `keep` newest `hf_ITERATION` folders; None keeps all. On global rank 0 alone."""
+    if keep is None or parallel.world.rank != 0:
+        return
+    exports = sorted(path for path in folder.glob("hf_*") if re.fullmatch(r"hf_\d{7,}", path.name))
+    for old in exports[: -max(1, keep)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name.
+
+    Raises:
+        ConfigError: no type that weights are exported in.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if short.get(name, name) not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
+    return DTYPES[short.get(name, name)]
+
+
+class _ShardWriter:
+    """One safetensors file (huggingface.co/docs/safetensors, format), written tensor after tensor."""
+
+    def __init__(self, path: Path, tensors: Sequence[WholeTensor]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in tensors:
+            end = offset + tensor.nbytes
+            about = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            header[tensor.name], offset = about, end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begins aligned
+        self._path, self._part = path, path.with_name(path.name + ".part")
+        self._file = self._part.open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def write(self, block: Tensor) -> None:
+        """Append rows of the tensor at hand."""
+        self._file.write(block.contiguous().view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Give the file its name."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._part.replace(self._path)
+
+
+def _shards(stream: WeightStream, limit: int) -> list[list[WholeTensor]]:
+    shards: list[list[WholeTensor]] = [[]]
+    size = 0
+    for tensor in stream.tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _size(text: str | int) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"max_shard_size {text!r} is not a size; write a number of bytes, or such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _prepare(target: Path, config: RunConfig) -> None:
+    source = config.model_provider.hf_path
+    origin = None if source is None else Path(source).expanduser()
+    if origin is not None and origin.exists() and target.exists() and target.samefile(origin):
+        raise CheckpointError(f"{target} is the folder that the run began from (hf_path); choose another")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+def _finish(
+    target: Path,
+    names: list[str],
+    shards: list[list[WholeTensor]],
+    stream: WeightStream,
+    values: dict[str, Any],
+    tokenizer: Any,
+    config: RunConfig,
+) -> None:
+    """What rank 0 adds when all shards are there."""
+    for old in target.iterdir():  # an earlier export with another number of shards
+        stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX)
+        if stale and old.name not in names:
+            old.unlink()
+    if len(names) > 1:
+        total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(target))
+    _write_json(target / "generation_config.json", generation_values(config, values, tokenizer))
+    _write_json(target / "config.json", values)
+
+
+def generation_values(config: RunConfig, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """generation_config.json: that of hf_path, else the special tokens of the tokenizer or of config.json."""
+    source = config.model_provider.hf_path
+    if source is not None:
+        from megatron_wrap.config.hugging_face import resolve_folder
+
+        beside = resolve_folder(source) / "generation_config.json"
+        if beside.is_file():
+            found = json.loads(beside.read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+    chosen: dict[str, Any] = {"_from_model_config": True}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(key, getattr(tokenizer, key, None))
+        if value is not None:
+            chosen[key] = value
+    return chosen
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)

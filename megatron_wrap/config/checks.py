@@ -1,0 +1,99 @@
+"""Contradictions in a configuration: refused with the legal values named, never repaired.
+
+Messages begin with the file and line of the value to change and its dotted path. `check_run` needs no world size and
+touches no process group; `check_layout` holds the configuration against a number of processes.
+"""
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.config.limits import LIMITS, Limit
+from megatron_wrap.config.model_checks import check_model
+from megatron_wrap.config.paths import check_paths
+from megatron_wrap.config.refusal import neighbours, refuse, value_of
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config.train_checks import check_training
+from megatron_wrap.errors import LayoutError
+
+__all__ = ["check_layout", "check_paths", "check_run", "check_values", "processes_needed"]
+
+
+def check_run(config: RunConfig) -> None:
+    """Everything that can be held against a configuration before a process starts.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other or are out of range.
+        DataError, CheckpointError: a data file or checkpoint that is missing or of a form that cannot be read.
+    """
+    check_values(config)
+    check_paths(config)
+
+
+def check_values(config: RunConfig) -> None:
+    """The part of `check_run` that looks at values alone and never at the disk."""
+    for limit in LIMITS:
+        _check_limit(config, limit)
+    check_model(config)
+    check_training(config)
+
+
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """Holds the configuration against `world_size` processes (all nodes) and returns the data-parallel size.
+
+    Raises:
+        LayoutError: the processes are no multiple of a model replica, or a batch does not divide.
+    """
+    parallel, train = config.parallel, config.train
+    replica = derived.replica_processes(config)
+    sizes = (
+        f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x "
+        f"CP {parallel.context_parallel_size}"
+    )
+    if world_size % replica:
+        raise LayoutError(
+            f"{world_size} processes do not hold whole replicas of the model: {sizes} = {replica} processes each; "
+            f"start a multiple of {replica}, or change {SECTION_PATHS['parallel']}"
+        )
+    if config.arch.num_experts is not None and world_size % derived.expert_processes(parallel):
+        raise LayoutError(
+            f"{world_size} processes do not hold whole replicas of the experts: expert TP x EP x PP = "
+            f"{derived.expert_processes(parallel)} processes each; start a multiple of it, or change "
+            f"{SECTION_PATHS['parallel']}.expert_model_parallel_size"
+        )
+    data_parallel = world_size // replica
+    unit = train.micro_batch_size * data_parallel
+    for size in derived.global_batch_sizes(config):
+        if size % unit:
+            refuse(
+                config,
+                ["train.global_batch_size" if size == train.global_batch_size else "train.rampup_batch_size"],
+                f"the global batch of {size} samples is not divisible by micro_batch_size {train.micro_batch_size} x "
+                f"data-parallel size {data_parallel} ({world_size} processes / {replica}) = {unit}; "
+                f"nearest legal sizes: {neighbours(size, unit)}",
+                LayoutError,
+            )
+        _check_interleaving(config, data_parallel, size)
+    return data_parallel
+
+
+def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size: int) -> None:
+    # pipeline_parallel/schedules.py: groups of PP micro-batches, none of them smaller
+    stages = config.parallel.pipeline_model_parallel_size
+    if derived.virtual_pipeline_size(config) is None or "microbatch_group_size_per_vp_stage" in config.arch.upstream:
+        return
+    count = derived.num_microbatches(config, data_parallel, global_batch_size)
+    if count % stages:
+        unit = stages * config.train.micro_batch_size * data_parallel
+        refuse(
+            config,
+            ["train.global_batch_size"],
+            f"an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches a step, and "
+            f"{global_batch_size} samples make {count}; nearest legal sizes: {neighbours(global_batch_size, unit)}",
+            LayoutError,
+        )
+
+
+def _check_limit(config: RunConfig, limit: Limit) -> None:
+    value = value_of(config, limit.name)
+    if value is not None and not limit.holds(value):
+        null = "; null leaves it out" if limit.null_means_off else ""
+        refuse(config, [limit.name], f"must be {limit}, not {value}{null}")

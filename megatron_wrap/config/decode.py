@@ -1,0 +1,192 @@
+"""From a run's YAML to the frozen dataclasses of `schema`: types are checked here, contradictions in `checks`."""
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from megatron_wrap.config import schema
+from megatron_wrap.config.advice import SET_ELSEWHERE, key_advice
+from megatron_wrap.config.composed import Origin, Rules, Tree
+from megatron_wrap.config.hugging_face import apply_hugging_face
+from megatron_wrap.config.nest import read_tree
+from megatron_wrap.config.reading import COMMAND_LINE, describe, dump_yaml, nearest, read_yaml, shown_path
+from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
+from megatron_wrap.config.upstream import upstream_enums, upstream_fields
+from megatron_wrap.errors import ConfigError
+
+_CATCH_ALL = {"upstream", "options"}
+_PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
+_SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
+
+
+def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> schema.RunConfig:
+    """Reads, checks and decodes a run's YAML; pure: no torch, no process group, nothing is written.
+
+    Args:
+        path: the YAML; a `nest/` folder beside it is laid over the shipped tree.
+        overrides: command-line `a.b.c=value` in their order, applied last.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a missing value; the message names file, line and dotted path.
+        PlatformError: further Megatron-Core keys are used and it is not installed.
+    """
+    return decode(load_tree(path, overrides), Path(path).stem)
+
+
+def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
+    """The composed tree of a run's YAML, with the architecture of `model_provider.hf_path` in it and the origins of its
+    values; keys are checked, types are not yet."""
+    return apply_hugging_face(read_tree(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice)))
+
+
+def decode(tree: Tree, name: str) -> schema.RunConfig:
+    """The run's dataclasses from a composed tree; `name` is the run's."""
+    sections = {field: _decode_section(tree, field) for field in schema.SECTION_PATHS}
+    leaves = tree.leaves()
+    sources = {path: str(origins[-1]) for path, origins in leaves.items()}
+    undeclared = frozenset(path for path, origins in leaves.items() if origins[0].how in ("override", COMMAND_LINE))
+    return schema.RunConfig(name=name, **sections, resolved=tree.values, sources=sources, undeclared=undeclared)
+
+
+def write_resolved(config: schema.RunConfig, path: str | os.PathLike[str]) -> None:
+    """Writes the whole resolved tree as YAML, each value with its source as a comment."""
+    lines = []
+    trail: list[str] = []
+    for line in dump_yaml(config.resolved).splitlines():
+        key, colon, _ = line.strip().partition(":")
+        depth = (len(line) - len(line.lstrip())) // 2
+        if colon and not line.lstrip().startswith("- "):
+            trail = [*trail[:depth], key.strip("'\"")]
+            source = config.sources.get(".".join(trail))
+            line = f"{line}  # {source}" if source else line
+        lines.append(line)
+    text = f"# {config.name}, resolved by megatron-wrap: every value and where it was set\n" + "\n".join(lines) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What `write_resolved` wrote, as nested plain dictionaries equal to `RunConfig.resolved`."""
+    return read_yaml(Path(path)).plain()
+
+
+def section_hints(section: str) -> dict[str, Any]:
+    """Key -> type of a section's own keys, without the catch-all for further ones."""
+    section_class = get_type_hints(schema.RunConfig)[section]
+    return {key: hint for key, hint in get_type_hints(section_class).items() if key not in _CATCH_ALL}
+
+
+def _more_keys(path: str) -> Collection[str]:
+    section = _SECTION_OF_PATH.get(path)
+    if section not in schema.UPSTREAM:
+        return ()
+    return [name for name in upstream_fields(schema.UPSTREAM[section]) if name not in SET_ELSEWHERE[section]]
+
+
+def _decode_section(tree: Tree, section: str) -> Any:
+    path = schema.SECTION_PATHS[section]
+    if path not in tree.sections:
+        raise ConfigError(f"{tree.view_file} {path}: the section is missing from the tree")
+    values = tree.sections[path].values
+    hints = section_hints(section)
+    decoded: dict[str, Any] = {}
+    for key, hint in hints.items():
+        if key not in values:
+            file = shown_path(tree.sections[path].files[-1].path)
+            raise ConfigError(
+                f"{file} {path}.{key}: missing; a file of this section gives every key, or inherits one that does"
+            )
+        if section == "data" and key == "validation":
+            decoded[key] = _evaluation_sets(tree, values[key][-1], f"{path}.{key}")
+        else:
+            decoded[key] = _checked(tree, values[key], hint, f"{path}.{key}")
+    section_class = get_type_hints(schema.RunConfig)[section]
+    catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
+    further = [key for key in values if key not in hints]
+    for name in catch_all:
+        decode_further = _decode_upstream if name == "upstream" else _decode_option
+        decoded[name] = {key: decode_further(tree, section, key) for key in further}
+    if further and not catch_all:
+        origin = _first_origin(values[further[0]])
+        raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{nearest(further[0], hints)}")
+    return section_class(**decoded)
+
+
+def _first_origin(value: Any) -> Origin:
+    while isinstance(value, dict):
+        value = next(iter(value.values()))
+    return value[0]
+
+
+def _checked(tree: Tree, origins: Any, hint: Any, path: str) -> Any:
+    if isinstance(origins, dict):
+        origin = _first_origin(origins)
+        raise ConfigError(f"{origin.node.where} {path}: one value is expected, not a mapping")
+    node = origins[-1].node
+    try:
+        return check_value(node.plain(), hint)
+    except Mismatch as mismatch:
+        if node.value is None and origins[-1].how not in ("override", "command line"):
+            raise ConfigError(_missing_value(tree, path, mismatch, node.where)) from None
+        raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
+
+
+def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str:
+    section_path, _, key = path.rpartition(".")
+    section = tree.sections[section_path]
+    rule = f"{tree.view_file} {path}: not given; it {mismatch}; write {key} under {section_path}"
+    if section.selected is None:
+        return rule
+    return f"{rule}.__override__, or select a file that gives it ({section.selected} leaves it open at {where})"
+
+
+def _evaluation_sets(tree: Tree, origin: Origin, path: str) -> Mapping[str, str]:
+    value = origin.node.plain()
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"validation": value}
+    if isinstance(value, dict) and all(isinstance(file, str) for file in value.values()):
+        return value
+    raise ConfigError(
+        f"{origin.node.where} {path}: must be a path, or a mapping from names to paths, not {describe(value)}"
+    )
+
+
+def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
+    path = f"{schema.SECTION_PATHS[section]}.{key}"
+    class_name = schema.UPSTREAM[section]
+    value = tree.sections[schema.SECTION_PATHS[section]].values[key]
+    origin = _first_origin(value)
+    fields = upstream_fields(class_name)
+    if key in SET_ELSEWHERE[section]:
+        raise ConfigError(f"{origin.node.where} {path}: {SET_ELSEWHERE[section][key]}")
+    if key not in fields:
+        hint = nearest(key, section_hints(section)) or nearest(key, fields)
+        raise ConfigError(f"{origin.node.where} {path}: unknown key{hint}")
+    annotation = fields[key].annotation
+    members = upstream_enums().get(annotation)  # given by name; `model/transformer.py` makes it a member
+    kind: Any = parse_annotation(annotation) if members is None else Literal[members]
+    if kind is None:
+        raise ConfigError(
+            f"{origin.node.where} {path}: Megatron-Core's field has the type {annotation}, which a YAML "
+            "cannot give; delete it, or write a model provider that sets it"
+        )
+    return _checked(tree, value, kind, path)
+
+
+def _decode_option(tree: Tree, section: str, key: str) -> Any:
+    """An option of a flow or a provider: of the type that the tree's file gives it, if it gives the key."""
+    path = f"{schema.SECTION_PATHS[section]}.{key}"
+
+    def typed(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return {key: typed(below, f"{path}.{key}") for key, below in value.items()}
+        default, node = value[0].node.plain(), value[-1].node
+        kind = type(default)
+        if kind in (bool, int, float, str, list, dict) and not (kind is dict and node.value is None):
+            return _checked(tree, value, kind, path)
+        return node.plain()
+
+    return typed(tree.sections[schema.SECTION_PATHS[section]].values[key], path)

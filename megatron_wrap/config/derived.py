@@ -1,0 +1,159 @@
+"""Numbers that follow from a configuration by arithmetic alone; nothing here refuses anything."""
+
+import ast
+import math
+
+from megatron_wrap.config.schema import ArchConfig, ParallelConfig, RunConfig
+
+
+def ffn_hidden_size(arch: ArchConfig) -> int:
+    """Inner width of the MLP: as given, else 4 * hidden_size; with swiglu 8/3 of it, down to a multiple of 64 (the rule
+    of Megatron-LM's megatron/training/arguments.py)."""
+    if arch.ffn_hidden_size is not None:
+        return arch.ffn_hidden_size
+    return int((4 * arch.hidden_size * 2 / 3) / 64) * 64 if arch.swiglu else 4 * arch.hidden_size
+
+
+def num_query_groups(arch: ArchConfig) -> int:
+    """Key and value heads of a layer."""
+    return arch.num_attention_heads if arch.num_query_groups is None else arch.num_query_groups
+
+
+def kv_channels(arch: ArchConfig) -> int:
+    """Width of one head."""
+    return arch.hidden_size // arch.num_attention_heads if arch.kv_channels is None else arch.kv_channels
+
+
+def moe_ffn_hidden_size(arch: ArchConfig) -> int:
+    """Inner width of one expert: as given, else the dense MLP's."""
+    return ffn_hidden_size(arch) if arch.moe_ffn_hidden_size is None else arch.moe_ffn_hidden_size
+
+
+def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
+    """For each layer 1 where it has experts, else 0; ValueError where moe_layer_freq is no such thing."""
+    frequency = arch.moe_layer_freq
+    if arch.num_experts is None:
+        return (0,) * arch.num_layers
+    if isinstance(frequency, int):
+        return tuple(int(layer % frequency == 0) for layer in range(arch.num_layers))
+    if isinstance(frequency, str):
+        return tuple(_list_of(ast.parse(frequency.strip(), mode="eval").body))
+    return tuple(frequency)
+
+
+def _list_of(node: ast.expr) -> list[int]:
+    """The list that a sum of lists and of their multiples spells, as Megatron-LM's --moe-layer-freq does."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _list_of(node.left) + _list_of(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        repeated, times = (node.left, node.right) if isinstance(node.left, ast.List) else (node.right, node.left)
+        count = ast.literal_eval(times)
+        if type(count) is int:
+            return _list_of(repeated) * count
+    if isinstance(node, ast.List):
+        return [ast.literal_eval(item) for item in node.elts]
+    raise ValueError("a sum of lists and of their multiples is expected")
+
+
+def expert_tensor_parallel_size(parallel: ParallelConfig) -> int:
+    """Processes that share the matrices of one expert."""
+    given = parallel.expert_tensor_parallel_size
+    return parallel.tensor_model_parallel_size if given is None else given
+
+
+def load_balancing_coefficients(arch: ArchConfig) -> dict[str, float]:
+    """Auxiliary losses of the experts' routers that count, by type -> coefficient."""
+    if arch.num_experts is None:
+        return {}
+    kinds, coefficients = arch.moe_router_load_balancing_type, arch.moe_aux_loss_coeff
+    pairs = zip(
+        (kinds,) if isinstance(kinds, str) else kinds,
+        coefficients if isinstance(coefficients, tuple) else (coefficients,),
+        strict=False,
+    )
+    return {kind: value for kind, value in pairs if value and kind not in ("sinkhorn", "none")}
+
+
+def max_position_embeddings(config: RunConfig) -> int:
+    """Longest sequence of the model, tokens."""
+    given = config.arch.max_position_embeddings
+    return config.train.seq_length if given is None else given
+
+
+def sequence_parallel(parallel: ParallelConfig) -> bool:
+    """Sequence parallelism as given, else on where TP > 1."""
+    given = parallel.sequence_parallel
+    return parallel.tensor_model_parallel_size > 1 if given is None else given
+
+
+def replica_processes(config: RunConfig) -> int:
+    """Processes of one model replica, TP * PP * CP."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def processes_needed(config: RunConfig) -> int:
+    """The fewest processes that can run the configuration: whole replicas of the model and of its experts."""
+    replica = replica_processes(config)
+    return replica if config.arch.num_experts is None else math.lcm(replica, expert_processes(config.parallel))
+
+
+def expert_processes(parallel: ParallelConfig) -> int:
+    """Processes of one replica of the expert layers, ETP * EP * PP."""
+    expert_tensor = expert_tensor_parallel_size(parallel)
+    return expert_tensor * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+
+
+def layers_per_stage(config: RunConfig) -> list[int]:
+    """Layers on each pipeline stage, first to last; the split must be a legal one (see `checks`)."""
+    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    middle_stages = stages - (first is not None) - (last is not None)
+    middle_layers = config.arch.num_layers - (first or 0) - (last or 0)
+    middle = [middle_layers // middle_stages] * middle_stages if middle_stages > 0 else []
+    return ([] if first is None else [first]) + middle + ([] if last is None else [last])
+
+
+def virtual_pipeline_size(config: RunConfig) -> int | None:
+    """Model chunks on each pipeline stage, from either of the two keys; None where the pipeline is not interleaved."""
+    parallel = config.parallel
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is None and parallel.num_layers_per_virtual_pipeline_stage is not None:
+        layers = config.arch.num_layers // parallel.pipeline_model_parallel_size
+        chunks = layers // parallel.num_layers_per_virtual_pipeline_stage
+    return chunks if chunks is not None and chunks > 1 else None
+
+
+def lr_decay_iters(config: RunConfig) -> int:
+    """Iterations until the learning rate reaches its floor."""
+    given = config.learning_rate.lr_decay_iters
+    return config.train.train_iters if given is None else given
+
+
+def lr_warmup_iters(config: RunConfig) -> float:
+    """Iterations of warm-up; with lr_warmup_fraction not always whole, as in Megatron-LM."""
+    fraction = config.learning_rate.lr_warmup_fraction
+    return config.learning_rate.lr_warmup_iters if fraction is None else fraction * lr_decay_iters(config)
+
+
+def global_batch_sizes(config: RunConfig) -> list[int]:
+    """Every global batch size that the run goes through: the ramp-up's steps, then train.common.global_batch_size."""
+    ramp, final = config.train.rampup_batch_size, config.train.global_batch_size
+    return [final] if ramp is None else [*range(ramp[0], final, ramp[1]), final]
+
+
+def global_batch_size_at(config: RunConfig, consumed_samples: int) -> int:
+    """Samples of the optimizer step that begins after `consumed_samples`: the rule of Megatron-Core 0.16's
+    `RampupBatchsizeNumMicroBatchesCalculator` (num_microbatches_calculator.py), which 0.19 no longer has."""
+    ramp, final = config.train.rampup_batch_size, config.train.global_batch_size
+    if ramp is None or consumed_samples > ramp[2]:
+        return final
+    start, increment, samples = ramp
+    samples_per_increment = samples / ((final - start) // increment)
+    return start + int(consumed_samples / samples_per_increment) * increment
+
+
+def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:
+    """Micro-batches of one optimizer step on each replica, for the final global batch unless another is given."""
+    samples = config.train.global_batch_size if global_batch_size is None else global_batch_size
+    return samples // (config.train.micro_batch_size * data_parallel_size)

@@ -1,0 +1,169 @@
+"""Contradictions within a mixture of experts, and between its experts and the layout."""
+
+from typing import Any
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.refusal import divisors, refuse, value_of
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import LayoutError
+
+_MEAN_EXPERTS = {
+    "parallel.expert_model_parallel_size": 1,
+    "parallel.expert_tensor_parallel_size": None,
+    "arch.moe_ffn_hidden_size": None,
+    "arch.moe_shared_expert_intermediate_size": None,
+}
+"""Keys that say nothing without experts -> the value at which they are silent."""
+
+
+def check_experts(config: RunConfig) -> None:
+    """Everything that `num_experts` asks of other keys.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    if config.arch.num_experts is None:
+        for name, silent in _MEAN_EXPERTS.items():
+            _refuse_without_experts(config, name, silent)
+        return
+    _check_layers(config)
+    _check_router(config)
+    _check_losses(config)
+    _check_layout(config, config.arch.num_experts)
+
+
+def _refuse_without_experts(config: RunConfig, name: str, silent: Any) -> None:
+    value = value_of(config, name)
+    if value != silent:
+        rule = (
+            f"{value} needs a model with experts; give {SECTION_PATHS['arch']}.num_experts, or leave it at "
+            f"{'null' if silent is None else silent}"
+        )
+        if name.startswith("parallel."):
+            refuse(config, [name], rule, LayoutError)
+        refuse(config, [name], rule)
+
+
+def _check_layers(config: RunConfig) -> None:
+    arch, key = config.arch, ["arch.moe_layer_freq"]
+    if isinstance(arch.moe_layer_freq, int) and arch.moe_layer_freq < 1:
+        refuse(config, key, f"must be at least 1, not {arch.moe_layer_freq}")
+    try:
+        pattern = derived.moe_layer_pattern(arch)
+    except (ValueError, SyntaxError):
+        refuse(config, key, f"{arch.moe_layer_freq!r} is no list of 0 and 1 such as ([0]*3+[1]*58)")
+    if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
+        refuse(
+            config,
+            [*key, "arch.num_layers"],
+            f"says {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
+            f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
+        )
+    if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
+        refuse(config, ["arch.moe_shared_expert_gate"], "true needs moe_shared_expert_intermediate_size")
+    if arch.add_bias_linear:
+        # mlp.py, forward: adds them to a view in place; shared_experts.py, experts.py: assertions
+        refuse(
+            config,
+            ["arch.add_bias_linear", "arch.num_experts"],
+            "true with num_experts: Megatron-Core has no experts with biases that train; write false (add_qkv_bias may "
+            "be true)",
+        )
+
+
+def _check_router(config: RunConfig) -> None:
+    arch, topk = config.arch, config.arch.moe_router_topk
+    experts, groups, chosen = arch.num_experts or 0, arch.moe_router_num_groups, arch.moe_router_group_topk
+    if topk > experts:
+        refuse(config, ["arch.moe_router_topk"], f"{topk} is more than num_experts {experts}")
+    softmax = arch.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not arch.moe_router_pre_softmax:
+        refuse(
+            config,
+            ["arch.moe_router_topk"],
+            "1 with a softmax over the chosen expert alone gives it weight 1 and the router no gradient; set "
+            "moe_router_pre_softmax: true",
+        )
+    if arch.moe_router_enable_expert_bias and softmax:
+        refuse(config, ["arch.moe_router_enable_expert_bias"], "true needs moe_router_score_function sigmoid")
+    if (groups is None) != (chosen is None):
+        refuse(
+            config,
+            [f"arch.moe_router_{'group_topk' if groups is None else 'num_groups'}"],
+            "moe_router_num_groups and moe_router_group_topk go together; give both or none",
+        )
+    if groups is None or chosen is None:
+        if arch.moe_router_group_score_experts is not None:
+            refuse(config, ["arch.moe_router_group_score_experts"], "needs moe_router_num_groups")
+        return
+    if experts % groups or chosen > groups or chosen * (experts // groups) < topk:
+        refuse(
+            config,
+            ["arch.moe_router_num_groups", "arch.moe_router_group_topk"],
+            f"{chosen} of {groups} groups of {experts} experts do not hold moe_router_topk {topk}; the number of "
+            "groups must divide num_experts, and moe_router_group_topk of them must hold enough",
+        )
+    score_experts = arch.moe_router_group_score_experts
+    if score_experts is None and topk < chosen:
+        refuse(
+            config,
+            ["arch.moe_router_group_topk"],
+            f"{chosen} is more than moe_router_topk {topk}, so no score ranks the groups; set "
+            "moe_router_group_score_experts",
+        )
+    if score_experts is not None and score_experts > experts // groups:
+        refuse(
+            config,
+            ["arch.moe_router_group_score_experts"],
+            f"{score_experts} is more than the {experts // groups} experts of a group",
+        )
+
+
+def _check_losses(config: RunConfig) -> None:
+    kinds, coefficients = config.arch.moe_router_load_balancing_type, config.arch.moe_aux_loss_coeff
+    lists = [isinstance(value, tuple) for value in (kinds, coefficients)]
+    if any(lists) and not (all(lists) and len(kinds) == len(coefficients)):  # type: ignore[arg-type]
+        refuse(
+            config,
+            ["arch.moe_aux_loss_coeff", "arch.moe_router_load_balancing_type"],
+            "a list of load balancing types needs a list of as many coefficients",
+        )
+    if min(coefficients if isinstance(coefficients, tuple) else (coefficients,)) < 0:
+        refuse(config, ["arch.moe_aux_loss_coeff"], f"must be at least 0, not {coefficients}")
+    if kinds in ("sinkhorn", "none") and coefficients:
+        refuse(
+            config,
+            ["arch.moe_aux_loss_coeff"],
+            f"{coefficients} has no meaning for moe_router_load_balancing_type {kinds}; set it to 0, or choose "
+            "aux_loss",
+        )
+
+
+def _check_layout(config: RunConfig, experts: int) -> None:
+    arch, parallel = config.arch, config.parallel
+    size, tensor = parallel.expert_model_parallel_size, derived.expert_tensor_parallel_size(parallel)
+    if experts % size:
+        refuse(
+            config,
+            ["parallel.expert_model_parallel_size"],
+            f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}",
+            LayoutError,
+        )
+    width = derived.moe_ffn_hidden_size(arch)
+    keys = ["parallel.expert_tensor_parallel_size", "parallel.tensor_model_parallel_size"]
+    if width % tensor:
+        refuse(
+            config,
+            keys,
+            f"moe_ffn_hidden_size {width} is not divisible by the experts' tensor-parallel size {tensor}; legal sizes: "
+            f"{divisors(width)}",
+            LayoutError,
+        )
+    if parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel):
+        # moe_layer.py, forward: without it every process would route all tokens
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "false with tensor_model_parallel_size > 1 is not there for a model with experts; write true or null",
+            LayoutError,
+        )

@@ -1,0 +1,181 @@
+"""What `megatron-wrap explain` says of a key: value, type, meaning, and every place that set it."""
+
+import ast
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from megatron_wrap.config import schema
+from megatron_wrap.config.composed import Section, Tree
+from megatron_wrap.config.decode import section_hints
+from megatron_wrap.config.reading import dump_yaml, nearest
+from megatron_wrap.config.types import describe_type
+from megatron_wrap.config.upstream import upstream_enums, upstream_fields
+from megatron_wrap.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One value: `value` as YAML text, `kind` its type in words, `origins` last first."""
+
+    path: str
+    value: str
+    kind: str
+    doc: str
+    origins: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.path} = {self.value}", f"  type: {self.kind}"]
+        lines += [f"  {self.doc}"] if self.doc else []
+        lines += [f"  set at {self.origins[0]}"]
+        lines += [f"  over {origin}" for origin in self.origins[1:]]
+        return "\n".join(lines)
+
+
+def explain(tree: Tree, key: str | None = None) -> str:
+    """Text about the value at the dotted `key`, about the values below it, or about all of them.
+
+    Raises:
+        ConfigError: nothing is at `key`; the nearest path is named.
+    """
+    leaves = tree.leaves()
+    if key is None:
+        return _table(leaves)
+    key = key.replace(".__override__.", ".").removesuffix(".__override__")
+    if key in leaves:
+        return str(explain_value(tree, key))
+    below = {path: origins for path, origins in leaves.items() if path.startswith(key + ".")}
+    if below:
+        return _table(below)
+    unset = _unset_upstream(key)
+    if unset is not None:
+        return unset
+    ends = [path for path in leaves if path.endswith("." + key)]
+    if len(ends) == 1:  # the key's own name is enough where it is unique
+        return str(explain_value(tree, ends[0]))
+    if ends:
+        raise ConfigError(f"{key}: stands in several sections: {', '.join(ends)}")
+    raise ConfigError(f"{key}: unknown key{_nearest_path(key, leaves)}")
+
+
+def explain_value(tree: Tree, path: str) -> Explanation:
+    """Everything known of the value at the dotted `path`, which must be one of `tree.leaves()`."""
+    origins = tree.origins(path)
+    section = next(found for found in tree.sections.values() if path.startswith(found.path + "."))
+    key = path[len(section.path) + 1 :]
+    kind, doc = _kind_and_doc(section, key, origins[0].node.plain())
+    steps = [f"{origin}: {_shown(origin.node.plain())}" for origin in reversed(origins)]
+    return Explanation(path, _shown(origins[-1].node.plain()), kind, doc, tuple(steps))
+
+
+def _table(leaves: Mapping[str, Sequence[Any]]) -> str:
+    rows = [(f"{path} = {_shown(origins[-1].node.plain())}", str(origins[-1])) for path, origins in leaves.items()]
+    width = min(max((len(left) for left, _ in rows), default=0), 88)
+    return "\n".join(f"{left:<{width}}  # {right}" for left, right in rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in items) + "}"
+        return "[" + ", ".join(_shown(item) for item in items) + "]"
+    return dump_yaml(value).removesuffix("...\n").strip()
+
+
+def _kind_and_doc(section: Section, key: str, default: Any) -> tuple[str, str]:
+    name = next((name for name, path in schema.SECTION_PATHS.items() if path == section.path), None)
+    if name is not None:
+        hints = section_hints(name)
+        if name == "data" and key == "validation":
+            return "a path, a mapping from names to paths, or null", _schema_docs(name)[key]
+        if key in hints:
+            return describe_type(hints[key]), _schema_docs(name)[key]
+        if name in schema.UPSTREAM:
+            field = upstream_fields(schema.UPSTREAM[name])[key]
+            return _upstream_kind(schema.UPSTREAM[name], field.annotation, field.default), field.doc
+    kind = "any value" if default is None else describe_type(type(default))
+    return kind, _comment(section, key)
+
+
+def _upstream_kind(class_name: str, annotation: str, default: str | None) -> str:
+    ending = f", default {default}" if default is not None else ""
+    members = upstream_enums().get(annotation)
+    annotation = annotation if members is None else describe_type(Literal[members])
+    return f"{annotation} (Megatron-Core's {class_name}{ending})"
+
+
+def _unset_upstream(path: str) -> str | None:
+    """A field of Megatron-Core that the YAML could set and does not."""
+    section_path, _, key = path.rpartition(".")
+    for name, class_name in schema.UPSTREAM.items():
+        if schema.SECTION_PATHS[name] == section_path and key in upstream_fields(class_name):
+            field = upstream_fields(class_name)[key]
+            kind = _upstream_kind(class_name, field.annotation, field.default)
+            doc = f"\n  {field.doc}" if field.doc else ""
+            return f"{path} is not set\n  type: {kind}{doc}"
+    return None
+
+
+def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
+    hint = nearest(key, leaves)
+    if hint:
+        return hint
+    last = key.rpartition(".")[2]
+    ends = {path.rpartition(".")[2]: path for path in leaves}
+    hint = nearest(last, ends)
+    return f"; did you mean {ends[hint.removeprefix('; did you mean ').removesuffix('?')]}?" if hint else ""
+
+
+@functools.cache
+def _all_schema_docs() -> Mapping[str, Mapping[str, str]]:
+    """Class -> field -> the text under it in schema.py."""
+    found: dict[str, dict[str, str]] = {}
+    for statement in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ClassDef):
+            docs = found.setdefault(statement.name, {})
+            for item, below in zip(statement.body, statement.body[1:], strict=False):
+                if (
+                    isinstance(item, ast.AnnAssign)
+                    and isinstance(item.target, ast.Name)
+                    and isinstance(below, ast.Expr)
+                ):
+                    docs[item.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def _schema_docs(section: str) -> Mapping[str, str]:
+    return _all_schema_docs()[get_type_hints(schema.RunConfig)[section].__name__]
+
+
+def _comment(section: Section, key: str) -> str:
+    """The YAML comment beside, else above, the key where the tree's files first give it."""
+    for file in section.files:
+        lines = file.path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if line.strip().partition(":")[0].strip("'\"") != key.rpartition(".")[2]:
+                continue
+            beside = _behind_hash(line)
+            if beside:
+                return beside
+            above: list[str] = []
+            while number > 0 and lines[number - 1].strip().startswith("#"):
+                number -= 1
+                above.insert(0, lines[number].strip().lstrip("# "))
+            if above and number > 0:  # a comment at the top of a file speaks of the file
+                return " ".join(above)
+    return ""
+
+
+def _behind_hash(line: str) -> str:
+    quote = ""
+    for index, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == "#" and index > 0 and line[index - 1].isspace():
+            return line[index + 1 :].strip()
+    return ""

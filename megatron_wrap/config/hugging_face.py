@@ -1,0 +1,258 @@
+"""`megatron_wrap.model_provider.hf_path`: the architecture from a Hugging Face folder's config.json. No torch.
+
+What a family's config.json means is said by the family (`megatron_wrap.bridge.families`), found by name through the
+registry below, so this layer imports none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_wrap.config.composed import Origin, Tree
+from megatron_wrap.config.reading import Node, describe, nearest, shown_path
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import ConfigError, UnsupportedModel
+from megatron_wrap.registry import Registry
+
+HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
+FROM_HUGGING_FACE = "hugging-face"
+"""File of the tree that leaves the whole architecture to config.json; a run that selects none gets it."""
+
+TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "moe_router_dtype"})
+"""What a family says only of training or of precision: a run may say otherwise."""
+
+CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
+"""What of a hub repository is fetched to read a configuration: everything small."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ConfigTranslation(Protocol):
+    """The part of a family (`megatron_wrap.bridge.family.Family`) that a configuration is read with."""
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        ...
+
+    @property
+    def arch_values(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """config.json -> keys of `megatron_lm.model.arch`."""
+        ...
+
+
+_SHIPPED = (
+    *("deepseek_v2", "deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
+
+_GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
+LACKING: Mapping[str, str] = {
+    "gemma": _GEMMA,
+    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms behind their blocks",
+    "gemma3": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by different bases",
+    "gemma3_text": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by "
+    "different bases",
+    "olmo2": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+}
+"""model_type -> what it needs that our layers do not have."""
+
+FAMILIES: Registry[Any] = Registry(
+    "Hugging Face model_type",
+    "megatron_wrap.bridges",
+    {name: f"megatron_wrap.bridge.families.{name}:FAMILY" for name in _SHIPPED},
+)
+"""model_type -> family. Installed packages add theirs through the entry point group megatron_wrap.bridges."""
+
+
+def register_bridge(family: Any) -> Any:
+    """Make a family (`megatron_wrap.bridge.family.Family`) available under its model_type; returns it.
+
+    Raises:
+        ConfigError: the model_type is taken.
+    """
+    return FAMILIES.register(family.model_type)(family)
+
+
+@dataclass(frozen=True)
+class HuggingFaceConfig:
+    """A folder's config.json, read."""
+
+    folder: Path
+    values: Mapping[str, Any]
+    family: Any
+    """The `Family` of its model_type."""
+    arch_values: Mapping[str, Any]
+    """Keys of `megatron_lm.model.arch`."""
+
+    @property
+    def shown(self) -> str:
+        """The file's name for messages."""
+        return shown_path(self.folder / "config.json")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer lies beside it."""
+        return any((self.folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def resolve_folder(path_or_id: str, patterns: tuple[str, ...] = CONFIG_FILES) -> Path:
+    """The local folder of a path or of a hub id `name` or `org/name`, whose files are fetched into the hub's cache.
+
+    Args:
+        patterns: which files of a hub repository are needed.
+
+    Raises:
+        ConfigError: no such folder, or the hub cannot give it.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    here = {entry.name for entry in Path().iterdir()}
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in here:
+        siblings = os.listdir(folder.parent) if folder.parent.is_dir() else []
+        raise ConfigError(f"no Hugging Face folder {path_or_id!r}{nearest(folder.name, siblings)}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=list(patterns)))
+    except Exception as error:  # the hub, the network and the cache each have their own kinds
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(
+            f"no folder {path_or_id!r} is here, and the Hugging Face hub did not give it ({reason}); give a local one"
+        ) from error
+
+
+def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
+    """Read and translate config.json.
+
+    Raises:
+        ConfigError: no folder or file, no JSON, no or an unknown model_type.
+        UnsupportedModel: it asks for what Megatron-Core lacks.
+    """
+    folder = resolve_folder(path_or_id)
+    path = folder / "config.json"
+    shown = shown_path(path)
+    if not path.is_file():
+        raise ConfigError(f"{shown}: no such file; a Hugging Face folder has a config.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown}: not JSON ({error}); fetch the file again") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError(f"{shown}: has no model_type; it is not the config.json of a transformers model")
+    family = family_of(values["model_type"], shown)
+    if values.get("quantization_config"):
+        raise UnsupportedModel(f"{shown}: has a quantization_config; give the weights in bf16, fp16 or fp32")
+    try:
+        arch = family.arch_values(values)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{shown}: this {family.model_type} cannot be built: {error}") from error
+    return HuggingFaceConfig(folder, values, family, arch)
+
+
+def family_of(model_type: str, where: str = "") -> Any:
+    """The family of a model_type.
+
+    Raises:
+        ConfigError: there is none; the known ones are named.
+    """
+    known = FAMILIES.keys()
+    if model_type in LACKING and model_type not in known:
+        raise UnsupportedModel(
+            f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {LACKING[model_type]}"
+        )
+    if model_type not in known:  # a file's text is no place to import code from
+        raise ConfigError(
+            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known) or '.'} "
+            f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
+        )
+    return FAMILIES.resolve(model_type)
+
+
+def apply_hugging_face(tree: Tree) -> Tree:
+    """Lay config.json of `hf_path` over the architecture of a composed tree, in place; without `hf_path` only see that
+    an architecture is selected.
+
+    Raises:
+        ConfigError: see `read_hugging_face_config`; or a value of the YAML contradicts config.json.
+    """
+    arch = tree.sections[SECTION_PATHS["arch"]]
+    origins = tree.origins(HF_PATH)
+    path_or_id = origins[-1].node.value if origins else None
+    if path_or_id is None:
+        if arch.selected == FROM_HUGGING_FACE:
+            raise ConfigError(
+                f"{tree.view_file} {arch.path}: nothing is selected; write arch: {{__select__: NAME}} (such as "
+                f"tiny-llama or llama3-8b), or give a Hugging Face folder as {HF_PATH}"
+            )
+        return tree
+    if not isinstance(path_or_id, str):
+        return tree  # its type is refused where types are
+    try:
+        found = read_hugging_face_config(path_or_id)
+    except ConfigError as error:
+        raise type(error)(f"{origins[-1].node.where} {HF_PATH}: {error}") from error
+    for key, value in found.arch_values.items():
+        _lay_over(tree, found, key, value)
+    tokenizer = tree.origins(f"{SECTION_PATHS['data']}.tokenizer")
+    if tokenizer and tokenizer[-1].node.value is None and found.has_tokenizer:
+        _set(tree, SECTION_PATHS["data"], "tokenizer", str(found.folder), found)
+    return tree
+
+
+def spelled_out(config: RunConfig) -> list[str]:
+    """Overrides that give the whole architecture of a run in place of its `hf_path`."""
+    arch = {field.name: getattr(config.arch, field.name) for field in dataclasses.fields(config.arch)}
+    values = {**{key: value for key, value in arch.items() if key != "upstream"}, **config.arch.upstream}
+    section = SECTION_PATHS["arch"]
+    given = [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *given]
+
+
+def _lay_over(tree: Tree, found: HuggingFaceConfig, key: str, value: Any) -> None:
+    section = tree.sections[SECTION_PATHS["arch"]]
+    said = _said(section.values.get(key, []), chosen=section.selected != FROM_HUGGING_FACE)
+    if said is None:
+        if key in section.values or value is not None:
+            _set(tree, section.path, key, value, found)
+        return
+    positions_are_rotary = found.arch_values.get("position_embedding_type") != "learned_absolute"
+    if key in TRAINING_KEYS or (key == "max_position_embeddings" and positions_are_rotary):
+        return
+    if not _equal(said.node.plain(), value):
+        raise ConfigError(
+            f"{said.node.where} {section.path}.{key}: {describe(said.node.plain())} contradicts {describe(value)} of "
+            f"{found.shown}; delete the key (and any selection of {section.path}), or take another {HF_PATH}"
+        )
+
+
+def _said(origins: list[Origin], chosen: bool) -> Origin | None:
+    """The last place where the run itself gives the value: by a file that it selects, an override, the command line."""
+    if not origins or origins[-1].node.value is None:
+        return None
+    by_run = chosen or origins[-1].how in ("override", "command line")
+    return origins[-1] if by_run else None
+
+
+def _set(tree: Tree, section: str, key: str, value: Any, found: HuggingFaceConfig) -> None:
+    tree.sections[section].values.setdefault(key, []).append(Origin(Node(value, found.shown), "hf_path"))
+    place: Any = tree.values
+    for part in section.split("."):
+        place = place[part]
+    place[key] = value
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if isinstance(ours, bool) or isinstance(theirs, bool):
+        return ours is theirs
+    return bool(ours == theirs)

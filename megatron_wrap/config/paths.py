@@ -1,0 +1,92 @@
+"""Files and folders that a configuration names, looked at before a process starts; nothing is created."""
+
+import os
+from pathlib import Path
+
+from megatron_wrap.config.reading import nearest
+from megatron_wrap.config.refusal import refuse
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.errors import CheckpointError, DataError
+
+
+def check_paths(config: RunConfig) -> None:
+    """Data files, tokenizer and checkpoint to load must be there, output folders must be writable.
+
+    Relative paths are relative to the working directory.
+
+    Raises:
+        DataError: a data file is missing.
+        ConfigError: the tokenizer folder is missing, or an output folder cannot be written.
+        CheckpointError: the folder of `load` is missing, or a checkpoint is of Megatron-LM's old form.
+    """
+    data, train = config.data, config.train
+    if data.data_key == "jsonl":
+        if data.train is not None:
+            _need_file(config, "data.train", data.train)
+        for file in data.validation.values():
+            _need_file(config, "data.validation", file)
+    if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
+        rule = f"no tokenizer folder {data.tokenizer!r}{_nearest_path(data.tokenizer)}"
+        refuse(config, ["data.tokenizer"], f"{rule}; give a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
+    if train.load is not None and not os.path.isdir(_expanded(train.load)):
+        rule = f"no checkpoint folder {train.load!r}{_nearest_path(train.load)}{_relative(train.load)}"
+        refuse(config, ["train.load"], rule, CheckpointError)
+    if train.save is not None:
+        _need_writable(config, "train.save", train.save)
+    _need_writable(config, "logger.output_dir", output_dir(config))
+
+
+def output_dir(config: RunConfig) -> str:
+    """Folder of metrics and event files: as given, else outputs/NAME-OF-THE-YAML."""
+    given = config.logger.output_dir
+    return os.path.join("outputs", config.name) if given is None else given
+
+
+# os.path and not pathlib's questions below: those raise where a folder may not be entered, these say no
+def _expanded(path: str) -> Path:
+    return Path(path).expanduser()
+
+
+def _relative(path: str) -> str:
+    return "" if os.path.isabs(path) else f" (relative to the working directory {os.getcwd()})"
+
+
+def _nearest_path(path: str) -> str:
+    """The nearest name in the folder, or the part of the path that is there."""
+    wanted = _expanded(path)
+    folder = wanted.parent
+    if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):
+        hint = nearest(wanted.name, sorted(os.listdir(folder)))
+        return hint.replace("mean ", f"mean {folder}/", 1) if str(folder) != "." else hint
+    while not os.path.isdir(folder) and folder != folder.parent:
+        folder = folder.parent
+    # the folder of the shipped example is made by the user, not cloned
+    made = "; python examples/data/build.py makes the sample data" if "generated" in wanted.parts else ""
+    return f"; of its path only {folder} is there{made}"
+
+
+def _need_file(config: RunConfig, name: str, file: str) -> None:
+    path = _expanded(file)
+    if os.path.isfile(path):
+        if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+            refuse(config, [name], f"data file {file!r} cannot be read; change its permissions", DataError)
+        return
+    what = (
+        f"{file!r} is a folder, not a data file"
+        if os.path.isdir(path)
+        else f"no data file {file!r}{_nearest_path(file)}"
+    )
+    refuse(config, [name], what + _relative(file), DataError)
+
+
+def _need_writable(config: RunConfig, name: str, folder: str) -> None:
+    present = _expanded(folder).absolute()
+    while not os.path.exists(present) and present != present.parent:
+        present = present.parent
+    if not os.path.isdir(present):
+        refuse(config, [name], f"{folder!r} cannot be a folder: {present} is a file; choose another folder")
+    # effective ids: what counts is who the process acts as
+    if not os.access(present, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        refuse(
+            config, [name], f"folder {folder!r} cannot be written: no permission in {present}; choose another folder"
+        )

@@ -1,0 +1,207 @@
+"""Contradictions within batches, schedule, optimizer, precision, recomputation, intervals and data."""
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.refusal import neighbours, refuse, value_of
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+
+
+def check_training(config: RunConfig) -> None:
+    """Everything of `megatron_lm.train`, and what data and checkpoints must give for it.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    _check_batches(config)
+    _check_learning_rate(config)
+    _check_optimizer(config)
+    _check_precision(config)
+    _check_recompute(config)
+    _check_intervals(config)
+    _check_data(config)
+
+
+def _check_batches(config: RunConfig) -> None:
+    train = config.train
+    micro, final = train.micro_batch_size, train.global_batch_size
+    if final % micro:
+        refuse(
+            config,
+            ["train.global_batch_size", "train.micro_batch_size"],
+            f"global_batch_size {final} is not divisible by micro_batch_size {micro}; nearest legal sizes: "
+            f"{neighbours(final, micro)}",
+        )
+    if train.rampup_batch_size is None:
+        return
+    # num_microbatches_calculator.py divides by the number of increments
+    start, increment, samples = train.rampup_batch_size
+    key = ["train.rampup_batch_size"]
+    if start < 1 or increment < 1 or samples < 1:
+        refuse(config, key, f"[start, increment, samples] must be positive, not {list(train.rampup_batch_size)}")
+    if start >= final or (final - start) % increment:
+        refuse(
+            config,
+            key,
+            f"steps of {increment} from {start} do not reach global_batch_size {final}; the difference "
+            f"{final - start} must be a positive multiple of the increment",
+        )
+    if start % micro or increment % micro:
+        refuse(config, key, f"start {start} and increment {increment} must be multiples of micro_batch_size {micro}")
+
+
+def _check_learning_rate(config: RunConfig) -> None:
+    rate, decay = config.learning_rate, derived.lr_decay_iters(config)
+    if rate.lr_warmup_fraction is not None and rate.lr_warmup_iters:
+        refuse(
+            config,
+            ["learning_rate.lr_warmup_fraction", "learning_rate.lr_warmup_iters"],
+            f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_iters {rate.lr_warmup_iters} are both given; "
+            "delete one",
+        )
+    warmup = derived.lr_warmup_iters(config)
+    if warmup >= decay:
+        refuse(
+            config,
+            ["learning_rate.lr_warmup_iters", "learning_rate.lr_warmup_fraction", "learning_rate.lr_decay_iters"],
+            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+            "(lr_decay_iters, else train_iters)",
+        )
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(rate, name) > rate.lr:
+            refuse(
+                config,
+                [f"learning_rate.{name}", "learning_rate.lr"],
+                f"{name} {getattr(rate, name)} is above lr {rate.lr}",
+            )
+    wsd = rate.lr_wsd_decay_iters
+    if rate.lr_decay_style == "WSD" and wsd is None:
+        refuse(config, ["learning_rate.lr_decay_style"], "WSD needs lr_wsd_decay_iters, the length of its last phase")
+    if rate.lr_decay_style != "WSD" and wsd is not None:
+        refuse(
+            config,
+            ["learning_rate.lr_wsd_decay_iters"],
+            f"{wsd} has a meaning for lr_decay_style WSD alone, which is {rate.lr_decay_style}; delete it",
+        )
+    if wsd is not None and wsd > decay:
+        refuse(config, ["learning_rate.lr_wsd_decay_iters"], f"{wsd} is longer than the whole schedule of {decay}")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
+    end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
+    ends = ["optimizer.end_weight_decay", "optimizer.start_weight_decay"]
+    if optimizer.weight_decay_incr_style == "constant" and start != end:
+        refuse(
+            config,
+            ends,
+            f"weight decay from {start} to {end} needs weight_decay_incr_style linear or cosine, which is constant",
+        )
+    if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
+        refuse(config, ends, f"weight decay can only grow; it goes from {start} to {end}")
+    if optimizer.use_distributed_optimizer and optimizer.optimizer == "sgd":
+        refuse(
+            config,
+            ["optimizer.use_distributed_optimizer", "optimizer.optimizer"],
+            "Megatron-Core's distributed optimizer takes adam, not sgd; write false or select adam",
+        )
+    if config.ddp.overlap_param_gather and not (optimizer.use_distributed_optimizer and config.ddp.overlap_grad_reduce):
+        refuse(
+            config,
+            ["ddp.overlap_param_gather"],
+            f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer and overlap_grad_reduce, "
+            f"which are {str(optimizer.use_distributed_optimizer).lower()} and "
+            f"{str(config.ddp.overlap_grad_reduce).lower()}",
+        )
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        refuse(
+            config,
+            ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"],
+            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; keep one",
+        )
+
+
+def _check_precision(config: RunConfig) -> None:
+    dtype = config.dtype
+    if dtype.bf16 and dtype.fp16:
+        refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
+    if dtype.loss_scale is not None and not dtype.fp16:
+        refuse(
+            config, ["dtype.loss_scale"], f"{dtype.loss_scale} has a meaning for fp16 alone; delete it or select fp16"
+        )
+    if dtype.initial_loss_scale < dtype.min_loss_scale:
+        refuse(
+            config,
+            ["dtype.initial_loss_scale", "dtype.min_loss_scale"],
+            f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}",
+        )
+
+
+def _check_recompute(config: RunConfig) -> None:
+    recompute, granularity = config.recompute, config.recompute.recompute_granularity
+    full_only = ("recompute_method", "recompute_num_layers")
+    for name in full_only:
+        if granularity == "full" and getattr(recompute, name) is None:
+            refuse(config, [f"recompute.{name}"], f"recompute_granularity full needs {name}")
+        if granularity != "full" and getattr(recompute, name) is not None:
+            refuse(
+                config,
+                [f"recompute.{name}"],
+                f"{getattr(recompute, name)} has a meaning for recompute_granularity full alone",
+            )
+    if recompute.recompute_modules is not None and granularity != "selective":
+        refuse(
+            config,
+            ["recompute.recompute_modules"],
+            "a list has a meaning for recompute_granularity selective alone",
+        )
+    if recompute.distribute_saved_activations:
+        tensor, sequence = config.parallel.tensor_model_parallel_size, derived.sequence_parallel(config.parallel)
+        if granularity != "full" or tensor == 1 or sequence:
+            refuse(
+                config,
+                ["recompute.distribute_saved_activations"],
+                "true needs recompute_granularity full, tensor_model_parallel_size > 1 and sequence_parallel false; "
+                f"they are {granularity or 'null'}, {tensor} and {str(sequence).lower()}",
+            )
+
+
+def _check_intervals(config: RunConfig) -> None:
+    train = config.train
+    for needed_for in ("train.save_interval", "checkpoint.keep"):
+        if value_of(config, needed_for) is not None and train.save is None:
+            refuse(
+                config,
+                [needed_for],
+                f"{value_of(config, needed_for)} has no effect without {SECTION_PATHS['train']}.save",
+            )
+    if train.finetune and train.load is None:
+        refuse(config, ["train.finetune"], "true takes the weights of load, which is null; give load")
+    if train.eval_interval is not None and config.data.data_key == "jsonl" and not config.data.validation:
+        refuse(
+            config,
+            ["train.eval_interval"],
+            f"{train.eval_interval} needs {SECTION_PATHS['data']}.validation, which is null; give it or write null",
+        )
+    if train.sample_prompts is not None:
+        _check_sample_prompts(config)
+
+
+def _check_sample_prompts(config: RunConfig) -> None:
+    key, prompts = ["train.sample_prompts"], config.train.sample_prompts
+    if not prompts or "" in prompts:
+        refuse(config, key, f"{prompts} must be a list of texts, none of them empty; null logs no sample")
+    if config.data.tokenizer is None:
+        refuse(config, key, f"texts need a tokenizer; give {SECTION_PATHS['data']}.tokenizer, or write null")
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    given = [name for name in ("train", "validation") if getattr(data, name)]
+    if data.data_key != "jsonl" and given:
+        refuse(
+            config,
+            [f"data.{given[0]}"],
+            f"a file has no effect with data_key {data.data_key}; write data: {{__select__: jsonl}}",
+        )
+    if data.data_key == "jsonl" and not given:
+        refuse(config, ["data.data_key"], "jsonl needs train, a JSON lines file (or validation, to evaluate only)")

@@ -1,0 +1,138 @@
+"""The tree of YAML files that a run's YAML is read over: the shipped one, and over it, file by file, a `nest/` beside
+the run's YAML."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.config.reading import Node, nearest, read_yaml, shown_path
+from megatron_wrap.errors import ConfigError
+
+MANIFEST = "__confignest_manifest__"
+OVERLAY_FOLDER = "nest"
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """One YAML file of the tree. `relative` is its path below the tree's root."""
+
+    name: str
+    path: Path
+    relative: str
+    overlaid: bool
+
+    def read(self) -> Node:
+        """Its content with positions."""
+        return read_yaml(self.path)
+
+
+@dataclass
+class Folder:
+    """One folder of the tree; `entries` by name without `.yaml`, sorted."""
+
+    relative: str
+    shown: str
+    selects_one: bool = False
+    default: str | None = None
+    skipped_without_selection: bool = False
+    entries: dict[str, "Folder | TreeFile"] = field(default_factory=dict)
+
+    def write(self, target: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Writes the folder below `target` for confignest, with `contents` by relative path; other files are empty, and
+        left out where one is selected."""
+        target.mkdir()
+        manifest: dict[str, Any] = {"selection_mode": "one" if self.selects_one else "all"}
+        if self.default is not None:
+            manifest.update(if_no_selection="default", default_selection=self.default)
+        elif self.skipped_without_selection:
+            manifest.update(if_no_selection="skip")
+        (target / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        for name, entry in self.entries.items():
+            if isinstance(entry, Folder):
+                entry.write(target / name, contents)
+            elif entry.relative in contents or not self.selects_one:
+                content = json.dumps(contents.get(entry.relative, {}))  # JSON is YAML
+                (target / f"{name}.yaml").write_text(content, encoding="utf-8")
+
+
+def shipped_root() -> Path:
+    """The shipped tree: in the installed package `configs/nest`, in a checkout the folder of that name beside it."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs" / "nest"
+    return installed if installed.is_dir() else package.parent / "configs" / "nest"
+
+
+def open_tree(view: Path) -> Folder:
+    """The tree for the run's YAML `view`.
+
+    Raises:
+        ConfigError: an overlay folder or file that fits nowhere, or a manifest that is not one.
+    """
+    shipped, overlay = shipped_root(), view.resolve().parent / OVERLAY_FOLDER
+    if not shipped.is_dir():
+        raise ConfigError(f"{shipped}: the tree of the package is missing; install megatron-wrap again")
+    roots = [shipped]
+    if overlay.is_dir() and overlay != shipped.resolve():
+        roots.append(overlay)
+    return _scan(roots, "")
+
+
+def _scan(roots: list[Path], relative: str) -> Folder:
+    """One folder of the tree from `roots`, the later of which hide files of the earlier ones."""
+    folders = [root / relative for root in roots if (root / relative).is_dir()]
+    result = Folder(relative, shown_path(folders[-1]))
+    _read_manifests(result, folders)
+    found: dict[str, Folder | TreeFile] = {}
+    for folder in folders:
+        overlaid = len(roots) > 1 and folder == roots[-1] / relative
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith((".", "__")) or (entry.is_file() and entry.suffix not in (".yaml", ".yml")):
+                continue
+            if entry.is_file() and entry.suffix == ".yml":
+                raise ConfigError(f"{shown_path(entry)}: files of the tree end in .yaml; rename it")
+            name = entry.name.removesuffix(".yaml") if entry.is_file() else entry.name
+            below = f"{relative}/{entry.name}" if relative else entry.name
+            known = found.get(name)
+            if known is not None and isinstance(known, Folder) != entry.is_dir():
+                raise ConfigError(f"{shown_path(entry)}: the tree has a file and a folder of this name; rename it")
+            if overlaid and known is None and not result.selects_one:
+                kind = "folder" if entry.is_dir() else "file"
+                raise ConfigError(
+                    f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it{nearest(name, found)}"
+                )
+            found[name] = _scan(roots, below) if entry.is_dir() else TreeFile(name, entry, below, overlaid)
+    result.entries = dict(sorted(found.items()))
+    if result.default is not None and result.default not in result.entries:
+        raise ConfigError(
+            f"{result.shown}/{MANIFEST}: default_selection {result.default!r} is not in the folder"
+            f"{nearest(result.default, result.entries)}"
+        )
+    return result
+
+
+def _read_manifests(result: Folder, folders: list[Path]) -> None:
+    for folder in folders:
+        path = folder / MANIFEST
+        if not path.is_file():
+            continue
+        content = read_yaml(path)
+        legal = {
+            "selection_mode": ("one", "all"),
+            "if_no_selection": ("error", "skip", "default"),
+            "default_selection": None,
+        }
+        for key, node in content.value.items():
+            if key not in legal:
+                raise ConfigError(f"{node.where} {key}: unknown key{nearest(key, legal)}")
+            choices = legal[key]
+            if choices is not None and node.value not in choices:
+                raise ConfigError(f"{node.where} {key}: one of {', '.join(choices)}, not {node.value!r}")
+        values = content.plain()
+        result.selects_one = values.get("selection_mode") == "one"
+        mode = values.get("if_no_selection", "error")
+        result.default = values.get("default_selection") if mode == "default" else None
+        result.skipped_without_selection = mode == "skip"
+        if mode == "default" and not isinstance(result.default, str):
+            raise ConfigError(f"{content.file}: if_no_selection is default, so default_selection names a file")

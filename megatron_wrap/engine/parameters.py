@@ -1,0 +1,41 @@
+"""The policy's parameters as a whole: gathered where they are sharded, and their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.parallel.state import ParallelState
+
+
+def synchronize_parameters(chunks: Sequence[Any], overlap_param_gather: bool) -> None:
+    """Give each process the updated parameters of the whole replica. Collective.
+
+    Args:
+        chunks: this process's model chunks in Megatron-Core's DistributedDataParallel.
+        overlap_param_gather: the gather is left to the next forward pass, so it has not happened yet; else nothing is
+            to be done.
+    """
+    if overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+@torch.no_grad()
+def parameter_square_sum(chunks: Sequence[Any], parallel: ParallelState, device: torch.device) -> Tensor:
+    """This rank's part of the squared norm of all parameters, fp64 scalar; over all ranks each counts once."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if not getattr(parameter, "allreduce", True):  # of an expert; see build.py
+                counts = parallel.expert_dp.rank == 0
+            else:
+                is_slice = getattr(parameter, "tensor_model_parallel", False)
+                is_copy = getattr(parameter, "shared", False)  # the tied output layer on the last stage
+                counts = parallel.dp_cp.rank == 0 and (is_slice or parallel.tp.rank == 0) and not is_copy
+            if counts:
+                total += torch.linalg.vector_norm(parameter, dtype=torch.float64) ** 2
+    return total

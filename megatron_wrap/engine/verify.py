@@ -1,0 +1,269 @@
+"""The model of a run against transformers: logits on real text, the output of every layer, every weight after a round
+trip. Collective over all ranks; global rank 0 alone runs transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import random
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.source import WeightSource
+from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.stream import WeightStream
+from megatron_wrap.engine.logits import sequence_logits
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.model.transformer import parameter_dtype
+from megatron_wrap.parallel import context
+from megatron_wrap.parallel.collectives import broadcast_object, gather_objects, gather_tensors
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference of a tensor over its largest absolute value (at least 1), by the type of the model."""
+
+_TEXTS = (json, random, statistics, textwrap, asyncio)
+"""Modules of the standard library whose documentation is the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One compared tensor. Numbers are absolute; `relative` is over the largest value of transformers, at least 1."""
+
+    name: str
+    largest: float
+    relative: float
+    agrees: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was compared and how it came out; the same on every rank."""
+
+    folder: str
+    model_type: str
+    layout: str
+    dtype: str
+    text: str
+    """What the token ids were."""
+    tokens: int
+    tolerance: float
+    weights: int
+    """Weights compared, bit for bit after the folder's type is converted to the model's."""
+    weight_differences: tuple[Difference, ...]
+    activations: tuple[Difference, ...]
+    """Outputs of the embedding and of each layer, and the logits, in the order of the model."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return self.first_difference is None
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first tensor that differs, in the order of the model; None: none does."""
+        if self.weight_differences:
+            first = self.weight_differences[0]
+            return f"weight {first.name} differs by {first.largest:.3g} after the round trip"
+        for activation in self.activations:
+            if not activation.agrees:
+                return (
+                    f"{activation.name} is the first output that differs, by {activation.largest:.3g} "
+                    f"({activation.relative:.3g} of its largest value; tolerance {self.tolerance:g})"
+                )
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain values."""
+        head = {"agrees": self.agrees, "first_difference": self.first_difference}
+        return {**head, **dataclasses.asdict(self)}
+
+    def table(self) -> str:
+        """The verdict as a person reads it."""
+        width = max(len(one.name) for one in (*self.activations, *self.weight_differences))
+        lines = [
+            f"{self.folder} ({self.model_type}) on {self.layout} in {self.dtype}, {self.tokens} tokens of {self.text}",
+            f"{'output':<{width}}  {'difference':>10}  {'relative':>10}",
+        ]
+        for one in self.activations:
+            lines.append(
+                f"{one.name:<{width}}  {one.largest:>10.3g}  {one.relative:>10.3g}  {'ok' if one.agrees else 'DIFFERS'}"
+            )
+        same = self.weights - len(self.weight_differences)
+        lines.append(f"{same} of {self.weights} weights are the same after a round trip")
+        lines += [f"{one.name:<{width}}  {one.largest:>10.3g}  DIFFERS" for one in self.weight_differences[:10]]
+        lines.append("agrees with transformers" if self.agrees else f"DIFFERS: {self.first_difference}")
+        return "\n".join(lines)
+
+
+def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int = 64) -> Verdict:
+    """Compare the model of a run that began from `hf_path`, before its first step, with transformers. Collective.
+
+    Args:
+        tokenizer: makes ids of text; None: random ids.
+        length: tokens of each of two sequences, at most.
+
+    Raises:
+        CheckpointError: the run has no hf_path, or transformers cannot load it.
+    """
+    found = weight_source(state.config)
+    if found is None:
+        raise CheckpointError("nothing to compare with: megatron_wrap.model_provider.hf_path is null")
+    family, source = found
+    dtype = parameter_dtype(state.config)
+    sequences, text = _sequences(state, tokenizer, length)
+    with _outputs_of_layers(state) as outputs:
+        logits = sequence_logits(state, sequences)
+    ours = {name: tensor for of_rank in gather_objects(dict(outputs)) for name, tensor in of_rank.items()}
+    stream = WeightStream(
+        [bare_model(chunk) for chunk in state.chunks],
+        family,
+        state.config.arch,
+        state.parallel,
+        state.platform.device,
+        dtype,
+    )
+    weights = _compare_weights(stream, source, state.parallel.world.rank)
+    verdict: Verdict | str = ""
+    if state.parallel.world.rank == 0:
+        try:
+            theirs, their_logits = _transformers(source, dtype, sequences)
+            pairs = [(name, ours[name], theirs[name]) for name in sorted(ours, key=_place_in_model) if name in theirs]
+            pairs += [
+                (f"logits of sequence {number}", *both)
+                for number, both in enumerate(zip(logits, their_logits, strict=True))
+            ]
+            verdict = Verdict(
+                folder=str(source.folder),
+                model_type=family.model_type,
+                layout=state.parallel.layout,
+                dtype=str(dtype).removeprefix("torch."),
+                text=text,
+                tokens=sum(map(len, sequences)),
+                tolerance=TOLERANCE[dtype],
+                weights=len(stream.tensors),
+                weight_differences=weights,
+                activations=tuple(_difference(name, a, b, TOLERANCE[dtype]) for name, a, b in pairs),
+            )
+        except Exception as error:  # whatever transformers raises; the other ranks wait
+            verdict = f"{source.folder}: transformers cannot run it: {type(error).__name__}: {error}"
+    verdict = broadcast_object(verdict, source_rank=0)
+    if isinstance(verdict, str):
+        raise CheckpointError(verdict)
+    return verdict
+
+
+def _sequences(state: TrainingState, tokenizer: Any, length: int) -> tuple[list[list[int]], str]:
+    limit = state.config.arch.max_position_embeddings
+    length = min(length, limit or length)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, state.shape.vocab_size, (2, length), generator=generator)
+        return ids.tolist(), "random ids (there is no tokenizer)"
+    text = "\n\n".join(inspect.getdoc(module) or "" for module in _TEXTS)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    cut = [ids[start : start + length] for start in (0, length)]
+    return [part for part in cut if part], "the standard library's documentation"
+
+
+@contextmanager
+def _outputs_of_layers(state: TrainingState) -> Iterator[dict[str, Tensor]]:
+    """Collects what embedding and layers give for the first sequence: name -> [S, hidden] on the CPU. Only one replica
+    collects, and of tensor-parallel ranks the first."""
+    parallel = state.parallel
+    found: dict[str, Tensor] = {}
+    split = state.transformer_config.sequence_parallel
+
+    def collect(name: str, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if name in found or parallel.dp.rank != 0:
+            return
+        hidden = hidden.detach()[:, :1]
+        if split:
+            hidden = torch.cat(gather_tensors(hidden, parallel.tp.group))
+        hidden = context.merge(gather_tensors(hidden, parallel.cp.group), 0)
+        found[name] = hidden[:, 0].float().cpu()
+
+    handles = []
+    for chunk in state.chunks:
+        model = bare_model(chunk)
+        for layer in getattr(model.decoder, "layers", ()):
+            name = f"layer {layer.layer_number - 1}"
+            handles.append(layer.register_forward_hook(lambda _m, _i, out, name=name: collect(name, out)))
+        if getattr(model, "pre_process", False):
+            handles.append(model.embedding.register_forward_hook(lambda _m, _i, out: collect("embedding", out)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        if parallel.tp.rank or parallel.cp.rank:
+            found.clear()
+
+
+def _place_in_model(name: str) -> int:
+    return -1 if name == "embedding" else int(name.rpartition(" ")[2])
+
+
+def _transformers(
+    source: WeightSource, dtype: torch.dtype, sequences: Sequence[Sequence[int]]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """transformers' outputs of embedding and layers for the first sequence, and logits of all, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+    layers = getattr(model.base_model, "layers", None) or model.base_model.h
+    found: dict[str, Tensor] = {}
+
+    def collect(name: str, output: Any) -> None:  # what a hook returns would take the output's place
+        found.setdefault(name, (output[0] if isinstance(output, tuple) else output)[0].float())
+
+    handles = [
+        layer.register_forward_hook(lambda _m, _i, out, name=f"layer {number}": collect(name, out))
+        for number, layer in enumerate(layers)
+    ]
+    logits = []
+    with torch.no_grad():
+        for number, ids in enumerate(sequences):
+            answer = model(torch.tensor([list(ids)]), output_hidden_states=number == 0, use_cache=False)
+            logits.append(answer.logits[0].float())
+            if number == 0:
+                found["embedding"] = answer.hidden_states[0][0].float()
+    for handle in handles:
+        handle.remove()
+    return found, logits
+
+
+def _compare_weights(stream: WeightStream, source: WeightSource, rank: int) -> tuple[Difference, ...]:
+    """The weights that are not the folder's after a round trip, in the order of the model; found on rank 0."""
+    differing = []
+    for tensor in stream.tensors:
+        for start, block in stream.numbered_blocks(tensor, to_rank=0):
+            if rank == 0 and block is not None:
+                region = ((start, start + block.shape[0]), *((0, size) for size in tensor.shape[1:]))
+                stored = source.read(tensor.name, region).to(block.dtype)
+                if not torch.equal(stored, block):
+                    largest = (stored.float() - block.float()).abs().max().item()
+                    differing.append(Difference(tensor.name, largest, largest, agrees=False))
+    unique = {one.name: one for one in reversed(differing)}
+    return tuple(reversed(unique.values()))
+
+
+def _difference(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Difference:
+    ours = ours[: theirs.shape[0]].float()  # sequences are padded to the layout's divisor
+    if ours.shape != theirs.shape:
+        return Difference(f"{name} (shape {tuple(ours.shape)}, not {tuple(theirs.shape)})", 0.0, 0.0, agrees=False)
+    largest = (ours - theirs).abs().max().item()
+    relative = largest / max(1.0, theirs.abs().max().item())
+    return Difference(name, largest, relative, agrees=relative <= tolerance)  # a NaN does not

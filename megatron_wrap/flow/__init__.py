@@ -1,0 +1,30 @@
+"""Flows: one algorithm, one file. `base` has the contract."""
+
+from megatron_wrap.flow.base import (
+    FlowContext,
+    FlowOptions,
+    LossOutput,
+    MegatronWrapFlowConfig,
+    MegatronWrapTrainingFlowBase,
+)
+from megatron_wrap.flow.dpo import MegatronWrapGPTModelDPOFlow
+from megatron_wrap.flow.entry import MegatronWrapFlowEntry
+from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.mock import MegatronWrapMinimalMockFlow
+from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
+from megatron_wrap.metrics.metric import Metric, Total
+
+__all__ = [
+    "FlowContext",
+    "FlowOptions",
+    "LossOutput",
+    "MegatronWrapFlowConfig",
+    "MegatronWrapFlowEntry",
+    "MegatronWrapGPTModelDPOFlow",
+    "MegatronWrapGPTModelFlow",
+    "MegatronWrapGPTModelSFTFlow",
+    "MegatronWrapMinimalMockFlow",
+    "MegatronWrapTrainingFlowBase",
+    "Metric",
+    "Total",
+]

@@ -1,0 +1,86 @@
+"""A flow's block of the YAML, held against the dataclass that the flow declares."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_type_hints
+
+from megatron_wrap.config.reading import describe, nearest
+from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config.types import Mismatch, check_value
+from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.flow.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
+
+_SECTION = SECTION_PATHS["flow"]
+
+
+def decode_flow_config(
+    flow_class: type[MegatronWrapTrainingFlowBase], config: RunConfig
+) -> MegatronWrapFlowConfig | FlowOptions:
+    """What a flow reads as `self.flow_config`: an instance of its `Config`; `FlowOptions` where it declares none.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a missing key, or a value that `Config` refuses (ValueError in its
+            `__post_init__`); the message names file, line and dotted path.
+        FlowError: `Config` is no dataclass on `MegatronWrapFlowConfig`.
+    """
+    given, declared = config.flow.options, flow_class.Config
+    if declared is None:
+        for key in given:
+            if f"{_SECTION}.{key}" in config.undeclared:
+                raise ConfigError(
+                    f"{_where(config, key)}: unknown key; {flow_class.__name__} declares no keys: give it a dataclass "
+                    f"Config with the field {key} (docs/flows.md), or declare the key in a file of the tree"
+                )
+        return FlowOptions(config.flow.flow_key, given)
+    hints = _hints(flow_class, declared)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in hints:
+            raise ConfigError(
+                f"{_where(config, key)}: unknown key{nearest(key, hints) or _keys(flow_class.__name__, hints)}"
+            )
+        try:
+            values[key] = check_value(value, hints[key])
+        except Mismatch as mismatch:
+            raise ConfigError(f"{_where(config, key)}: {mismatch}, not {describe(value)}") from None
+    for field in dataclasses.fields(declared):
+        needs = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and field.init
+        if needs and field.name in hints and field.name not in values:
+            raise ConfigError(
+                f"{_where(config, 'flow_key')}: {_SECTION}.{field.name} is missing and {flow_class.__name__}.Config "
+                f"has no default for it; write {field.name} under {_SECTION}.__override__"
+            )
+    try:
+        return declared(flow_key=config.flow.flow_key, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{_where(config, 'flow_key')}: {flow_class.__name__}.Config refuses its values: {error}"
+        ) from error
+
+
+def _hints(flow_class: type[MegatronWrapTrainingFlowBase], declared: Any) -> dict[str, Any]:
+    name = f"{flow_class.__name__}.Config"
+    if not (isinstance(declared, type) and issubclass(declared, MegatronWrapFlowConfig)):
+        raise FlowError(
+            f"{name} is {declared!r}; write @dataclass(frozen=True, kw_only=True) over class "
+            "Config(MegatronWrapFlowConfig), or inherit the Config of the flow that it extends"
+        )
+    if not vars(declared).get("__dataclass_fields__"):
+        raise FlowError(f"{name} is no dataclass; write @dataclass(frozen=True, kw_only=True) over it")
+    try:
+        hints = get_type_hints(declared)
+    except NameError as error:
+        raise FlowError(
+            f"{name}: a type of a field cannot be found ({error}); import it outside TYPE_CHECKING"
+        ) from error
+    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.name != "flow_key"}
+
+
+def _where(config: RunConfig, key: str) -> str:
+    path = f"{_SECTION}.{key}"
+    return f"{config.sources.get(path, '').partition(' (')[0]} {path}".strip()
+
+
+def _keys(name: str, hints: dict[str, Any]) -> str:
+    return f"; the fields of {name}.Config are {', '.join(hints) or 'none'}; declare it there"

@@ -1,0 +1,108 @@
+"""Direct preference optimization of a GPT model on pairs of a better and a worse answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_wrap.data.pairs import encode_pair
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.base import LossOutput
+from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Total
+from megatron_wrap.ops.log_probs import token_log_probs
+
+REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs")
+
+
+class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
+    """Mean over pairs of -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the
+    log-probability of the chosen answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290,
+    equation 7); with `label_smoothing` its conservative form (Mitchell, 2023), as in trl's loss_type "sigmoid".
+
+    A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). The reference's log-probabilities come from
+    `megatron_wrap.models.reference: copy`, or stand in each sample as `reference_chosen_log_probs` and
+    `reference_rejected_log_probs`: what `wrap.forward` gave for it. A micro-batch of B pairs has 2B sequences, the
+    chosen ones first.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelTextFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        beta: float = 0.1
+        """How strongly the policy is held to the reference model."""
+        label_smoothing: float = 0.0
+        """Probability that a pair's labels are swapped, 0 to 0.5."""
+
+        def __post_init__(self) -> None:
+            if self.beta <= 0:
+                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
+            if not 0 <= self.label_smoothing < 0.5:
+                raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        pairs = [encode_pair(self.context.tokenizer, sample) for sample in samples]
+        sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
+        model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
+        cut = loss_inputs.pop("truncated").view(2, len(pairs)).amax(dim=0)
+        return model_forward_inputs, {**loss_inputs, "truncated": cut, **self._given_reference(samples)}
+
+    def _given_reference(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+        given = [[sample.get(name) for sample in samples] for name in REFERENCE_FIELDS]
+        values = [value for of_field in given for value in of_field]
+        if all(value is None for value in values):
+            return {}
+        if any(value is None for value in values):
+            raise DataError(f"some samples give {' and '.join(REFERENCE_FIELDS)} and others do not; give both in each")
+        return {
+            name: torch.tensor(of_field, dtype=torch.float32)
+            for name, of_field in zip(REFERENCE_FIELDS, given, strict=True)
+        }
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
+        """Pairs of the micro-batch."""
+        return float(len(loss_inputs["truncated"]))
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        if REFERENCE_FIELDS[0] not in loss_inputs:
+            raise DataError(
+                "gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy, or "
+                f"give {' and '.join(REFERENCE_FIELDS)} in each sample"
+            )
+        beta, smoothing = self.flow_config.beta, self.flow_config.label_smoothing
+        chosen, rejected = self._answer_log_probs(loss_inputs, model_forward_output)
+        chosen_rewards = beta * (chosen - loss_inputs["reference_chosen_log_probs"])
+        rejected_rewards = beta * (rejected - loss_inputs["reference_rejected_log_probs"])
+        margins = chosen_rewards - rejected_rewards
+        losses = -logsigmoid(margins) * (1 - smoothing) - logsigmoid(-margins) * smoothing
+        reported = {
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/margins": margins,
+            "rewards/accuracies": (margins > 0).float(),
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        metrics = {name: (values.detach().sum(), len(values)) for name, values in reported.items()}
+        truncated = Total(self.sequence_mean(loss_inputs["truncated"]))
+        return LossOutput(self.sequence_mean(losses), {**metrics, "truncated_samples": truncated})
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`chosen_log_probs` and `rejected_log_probs`, [B]: log-probability of each answer given its prompt."""
+        chosen, rejected = self._answer_log_probs(loss_inputs, model_forward_output)
+        return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
+
+    def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the chosen and the rejected answers, [B] each, complete and equal on every context-parallel rank."""
+        mask = loss_inputs["loss_mask"]
+        log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
+        chosen, rejected = self.sum_on_cp_group((log_probs * mask).sum(dim=1)).chunk(2)
+        return chosen, rejected

@@ -1,0 +1,40 @@
+"""Finding a flow by its `flow_key`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_wrap.errors import FlowError
+from megatron_wrap.flow.base import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract import check_flow_class
+from megatron_wrap.registry import Registry
+
+_FLOWS: Registry[type[MegatronWrapTrainingFlowBase]] = Registry(
+    "flow",
+    "megatron_wrap.flows",
+    {
+        "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
+        "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
+        "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
+    },
+)
+
+
+class MegatronWrapFlowEntry:
+    """Flows by key: shipped ones, registered ones, `my_package.my_module:MyFlow`, and the entry points
+    `megatron_wrap.flows` of installed packages."""
+
+    @staticmethod
+    def register(flow_key: str) -> Callable[[type], type]:
+        """Class decorator that makes a flow available as `flow_key`."""
+        return _FLOWS.register(flow_key)
+
+    @staticmethod
+    def get_flow_class(flow_key: str) -> type[MegatronWrapTrainingFlowBase]:
+        """The class of `flow_key`, held against the contract; `ConfigError` when unknown, `FlowError` when it is no
+        flow or an incomplete one."""
+        found = _FLOWS.resolve(flow_key)
+        if not (isinstance(found, type) and issubclass(found, MegatronWrapTrainingFlowBase)):
+            raise FlowError(f"flow {flow_key!r} is {found!r}, not a subclass of MegatronWrapTrainingFlowBase")
+        check_flow_class(found)
+        return found

@@ -1,0 +1,56 @@
+"""A flow without data: random tokens and a squared error, to try a layout or a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.flow.base import LossOutput, MegatronWrapFlowConfig
+from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.ops.log_probs import vocabulary_max
+
+
+class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
+    """Mean over tokens of (largest logit - 1)^2 on random tokens; a sample's tokens depend on its `index` alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapFlowConfig):
+        """Keys of `megatron_wrap.flow`."""
+
+        vary_length: bool = True
+        """Samples of unequal length, up to seq_length; false: all of seq_length."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        sequences = [self._random_tokens(sample) for sample in samples]
+        longest = max(len(sequence) for sequence in sequences)
+        positions = torch.arange(longest).expand(len(samples), -1)
+        mask = (positions < torch.tensor([len(sequence) for sequence in sequences])[:, None]).long()
+        input_ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        model_forward_inputs = {"input_ids": input_ids, "position_ids": positions, "attention_mask": mask}
+        loss_inputs = {"target": torch.ones(len(samples), longest), "loss_mask": mask}
+        return model_forward_inputs, loss_inputs
+
+    def _random_tokens(self, sample: Any) -> Tensor:
+        if isinstance(sample, Mapping) and "index" in sample:
+            seed = int(sample["index"])
+        else:  # a caller's own placeholder: the engine has seeded torch alike on all processes of a replica
+            seed = int(torch.randint(2**31, ()))
+        generator = torch.Generator().manual_seed(seed)
+        shortest = max(1, self.seq_length // 4) if self.flow_config.vary_length else self.seq_length
+        length = int(torch.randint(shortest, self.seq_length + 1, (), generator=generator))
+        return torch.randint(0, self.vocab_size, (length,), generator=generator)
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "target": 1}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        mask = loss_inputs["loss_mask"]
+        error = (vocabulary_max(model_forward_output) - loss_inputs["target"]) ** 2
+        samples = self.sequence_mean(torch.ones(mask.shape[0]))
+        return LossOutput(self.token_mean(error, mask), {"mean_length": (mask.sum(), samples)})

@@ -1,0 +1,40 @@
+"""Supervised fine-tuning of a GPT model on conversations: cross-entropy of the assistant's turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_wrap.data.chat import encode_sample
+from megatron_wrap.flow.base import LossOutput
+from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Total
+from megatron_wrap.ops.log_probs import token_log_probs
+
+
+class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelTextFlow):
+    """Mean cross-entropy over the tokens with `loss_mask`.
+
+    A sample is `{"messages": [...]}`, `{"prompt", "completion"}`, `{"text"}` or already tokenized (see
+    `megatron_wrap.data.chat.encode_sample`); one that is cut is counted in the metric `truncated_samples`.
+    """
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = itertools.islice(iterator, self.micro_batch_size)
+        return self.collate_tokens([encode_sample(self.context.tokenizer, sample) for sample in samples])
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "log_probs": 1}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
+        loss_sum = self.token_mean(-log_probs, loss_inputs["loss_mask"])
+        return LossOutput(loss_sum, {"truncated_samples": Total(self.sequence_mean(loss_inputs["truncated"]))})
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`log_probs` [B, S]: log-probability of each label; `loss_mask` [B, S] as collated."""
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
+        return {"log_probs": log_probs, "loss_mask": loss_inputs["loss_mask"]}

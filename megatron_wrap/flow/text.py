@@ -1,0 +1,65 @@
+"""What flows on tokenized text share: token sequences to a padded micro-batch for next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.data.chat import ChatTokens, truncate
+from megatron_wrap.data.tokenizer import pad_token_id
+from megatron_wrap.flow.base import FlowContext, MegatronWrapFlowConfig
+from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+
+
+class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
+    """Its keys say what becomes of short and long sequences."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapFlowConfig):
+        """Keys of `megatron_wrap.flow`."""
+
+        collate_type: Literal["variable_length", "fixed_length"] = "variable_length"
+        """variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length."""
+        truncation: Literal["right", "left", "refuse"] = "right"
+        """A sequence longer than seq_length: drop its end, drop its start, or refuse it."""
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
+        super().__init__(flow_config, context)
+        self.pad_id = 0 if context.tokenizer is None else pad_token_id(context.tokenizer)
+
+    def collate_tokens(self, sequences: Sequence[ChatTokens]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Inputs are all tokens but the last, labels all but the first; a sequence of more than seq_length + 1 tokens
+        is cut.
+
+        Returns:
+            Model inputs, and `labels`, `loss_mask` ([B, S] each) and `truncated` ([B], 1 where a sequence was cut).
+        """
+        cut = [truncate(tokens, self.seq_length + 1, self.flow_config.truncation) for tokens in sequences]
+        longest = max(len(tokens.input_ids) for tokens, _ in cut) - 1
+        width = self.seq_length if self.flow_config.collate_type == "fixed_length" else max(1, longest)
+
+        input_ids = torch.full((len(cut), width), self.pad_id)
+        labels = torch.zeros(len(cut), width, dtype=torch.long)
+        loss_mask = torch.zeros(len(cut), width)
+        attention_mask = torch.zeros(len(cut), width, dtype=torch.long)
+        for row, (tokens, _) in enumerate(cut):
+            ids, length = torch.tensor(tokens.input_ids, dtype=torch.long), max(0, len(tokens.input_ids) - 1)
+            input_ids[row, :length] = ids[:-1]
+            labels[row, :length] = ids[1:]
+            loss_mask[row, :length] = torch.tensor(tokens.loss_mask)[1:]
+            attention_mask[row, :length] = 1
+
+        model_forward_inputs = {
+            "input_ids": input_ids,
+            "position_ids": torch.arange(width).expand(len(cut), -1),
+            "attention_mask": attention_mask,
+        }
+        truncated = torch.tensor([float(was_cut) for _, was_cut in cut])
+        return model_forward_inputs, {"labels": labels, "loss_mask": loss_mask, "truncated": truncated}
+
+    def get_pad_values(self) -> dict[str, float]:
+        return {"input_ids": self.pad_id}

@@ -1,0 +1,128 @@
+"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like shapes, dense or with experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import ArchConfig, RunConfig
+from megatron_wrap.model.provider import ModelRequest
+from megatron_wrap.model.transformer import parameter_dtype
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+def gpt_model_provider(request: ModelRequest) -> GPTModel:
+    """One chunk of a GPT model, on this process's device, with weights not yet filled.
+
+    Logits are [B, S/cp, V/tp]; entries past the true vocabulary have a value so low that they get no probability.
+    """
+    from megatron_wrap.model.batch_first import BatchFirstGPTModel
+
+    arch = request.config.arch
+    model = BatchFirstGPTModel(
+        config=request.transformer_config,
+        transformer_layer_spec=_block_spec(request),
+        vocab_size=request.padded_vocab_size,
+        max_sequence_length=derived.max_position_embeddings(request.config),
+        pre_process=request.pre_process,
+        post_process=request.post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not arch.untie_embeddings_and_output_weights,
+        position_embedding_type=arch.position_embedding_type,
+        rotary_percent=arch.rotary_percent,
+        rotary_base=arch.rotary_base,
+        rope_scaling=arch.use_rope_scaling,
+        rope_scaling_factor=arch.rope_scaling_factor,
+        seq_len_interpolation_factor=arch.rotary_seq_len_interpolation_factor,
+        vp_stage=request.virtual_stage,
+    )
+    if request.post_process:
+        _mask_padded_vocabulary(model, request)
+    return model
+
+
+def _block_spec(request: ModelRequest) -> Any:
+    """The layers of this chunk: each dense or with experts, by its place in the whole model."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    norm: Any
+    if request.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    else:
+        norm = _torch_norm(request.config.arch)
+    config = request.transformer_config
+    layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
+    first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
+    pattern = derived.moe_layer_pattern(request.config.arch)[first : first + layers]
+    specs = {kind: _layer_spec(request, with_experts=bool(kind)) for kind in set(pattern)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in pattern], layer_norm=norm)
+
+
+def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
+    from megatron_wrap.ops.attention import TorchCoreAttention
+    from megatron_wrap.platform import versions
+
+    arch = request.config.arch
+    arguments: dict[str, Any] = {"qk_layernorm": arch.qk_layernorm, "num_experts": None}
+    if arch.multi_latent_attention:
+        arguments["multi_latent_attention"] = True
+    if with_experts:
+        arguments["num_experts"] = arch.num_experts
+        arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
+    if request.transformer_engine:
+        layer = versions.te_layer_spec(**arguments)
+        if not _has_attention_of_transformer_engine(request.config):
+            layer.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    else:
+        layer = versions.local_layer_spec(
+            norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
+        )
+    if arch.multi_latent_attention:
+        from megatron_wrap.model.latent_attention import LatentAttention, LocalLatentAttention
+
+        attention = LatentAttention if request.transformer_engine else LocalLatentAttention
+        layer.submodules.self_attention.module = attention
+    if with_experts:
+        from megatron_wrap.model.router import Router
+
+        router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
+        versions.expert_submodules(layer).router = router
+    return layer
+
+
+def _has_attention_of_transformer_engine(config: RunConfig) -> bool:
+    """Over context-parallel ranks that pass keys around, none of its backends takes fp32 or a sliding window
+    (dot_product_attention/utils.py, get_attention_backend)."""
+    alone = config.parallel.context_parallel_size == 1
+    return alone or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
+
+
+def _torch_norm(arch: ArchConfig) -> Any:
+    from megatron_wrap.ops.norm import norm_class
+
+    return norm_class(arch.normalization)
+
+
+def _mask_padded_vocabulary(model: GPTModel, request: ModelRequest) -> None:
+    """Give the columns past the true vocabulary no probability, so that a loss does not depend on the padding,
+    which grows with the tensor-parallel size."""
+    tp = request.state.tp
+    columns = request.padded_vocab_size // tp.size
+    first_padded = max(0, request.vocab_size - tp.rank * columns)
+    if first_padded >= columns:
+        return
+
+    def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = outputs
+        logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
+        return logits, bias
+
+    model.output_layer.register_forward_hook(mask)

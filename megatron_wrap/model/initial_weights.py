@@ -1,0 +1,148 @@
+"""Initial weights as a function of the seed and the parameter's global name alone, so every layout starts equal.
+
+Element i of a parameter is a normal variate made from a hash of (seed, name, i): counter-based, as Philox is (Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), here with the finalizer of splitmix64 (Steele, Lea, Flood,
+OOPSLA 2014). So a process makes only the elements it owns, on its own device, whatever the split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.config.schema import ArchConfig
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import Axis
+
+CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
+"""Elements made at a time: what stays in a CPU's cache (12 ns an element there, 150 ns with 2^24), and enough to fill
+a GPU with half a GiB of working memory."""
+
+OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
+"""Weights that write into the residual stream: their deviation is divided by sqrt(2 * num_layers), as
+Megatron-Core's scaled_init_method_normal does (megatron/core/utils.py)."""
+
+
+@torch.no_grad()
+def fill_initial_weights(
+    chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, seed: int, tp: Axis, expert_tp: Axis | None = None
+) -> None:
+    """Fill every parameter of one model chunk, in place.
+
+    Args:
+        tp: over which slices of matrices are cut, `expert_tp` those of experts (default: as tp).
+
+    Matrices are normal with deviation `init_method_std`, biases 0, norm weights 1 (0 when stored zero-centred), rows of
+    the embedding and output layer past `vocab_size` 0.
+    """
+    for name, parameter in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:  # norms
+            parameter.fill_(0.0 if arch.apply_layernorm_1p else 1.0)
+        else:
+            std = arch.init_method_std
+            if name.endswith(OUTPUT_PROJECTIONS):
+                std /= math.sqrt(2.0 * arch.num_layers)
+            gated = arch.swiglu and name.endswith("linear_fc1.weight")
+            rows = vocab_size if name.startswith(("embedding.word_embeddings", "output_layer")) else None
+            axis = expert_tp if is_expert(name) and expert_tp is not None else tp
+            _fill_normal(parameter, std, _key(seed, name), axis, split_dim(name, parameter), gated, rows)
+
+
+def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk under the names they have in the whole model: layers counted over all stages, experts
+    over all expert-parallel processes (`mlp.experts.5.linear_fc1.weight`, one product for all or each its own), the
+    tied output layer under the embedding's name."""
+    layers = list(getattr(chunk.decoder, "layers", ()))
+    for name, parameter in chunk.named_parameters():
+        match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if match:
+            layer = layers[int(match[1])]
+            name = f"decoder.layers.{layer.layer_number - 1}.{_with_global_expert(match[2], layer)}"
+        elif tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+_LOCAL_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<of_one>.*)|(?P<of_all>.*\.(?:weight|bias))(?P<place>\d+))"
+)
+
+
+def _with_global_expert(name: str, layer: torch.nn.Module) -> str:
+    match = _LOCAL_EXPERT.fullmatch(name)
+    if not match:
+        return name
+    number = layer.mlp.local_expert_indices[int(match["one"] or match["place"])]  # type: ignore[union-attr,index]
+    return f"mlp.experts.{number}.{match['of_one'] or match['of_all']}"
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one of the routed experts, which expert-parallel processes share."""
+    return ".mlp.experts." in name
+
+
+def split_dim(name: str, parameter: Tensor) -> int | None:
+    """Dimension along which a parameter is cut over its tensor-parallel axis; None: not at all."""
+    if is_expert(
+        name
+    ):  # Transformer Engine does not mark them (extensions/transformer_engine.py, explicit_expert_comm)
+        return 0 if ".linear_fc1." in name else 1 if name.endswith("weight") else None
+    return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _fill_normal(
+    parameter: Tensor, std: float, key: int, tp: Axis, dim: int | None, gated: bool, valid_rows: int | None
+) -> None:
+    """Fill a matrix [rows, columns] that may be a slice, cut along `dim`, of a larger one."""
+    rows, columns = parameter.shape
+    full_columns = columns * tp.size if dim == 1 else columns
+    row_index = torch.arange(rows, device=parameter.device)
+    column_offset = tp.rank * columns if dim == 1 else 0
+    if dim == 0:
+        if gated:  # each slice holds its part of the gate and then its part of the up projection
+            half = rows // 2
+            row_index = row_index % half + (row_index // half) * half * tp.size + tp.rank * half
+        else:
+            row_index = row_index + tp.rank * rows
+    column_index = torch.arange(columns, device=parameter.device) + column_offset
+    step = max(1, CHUNK_ELEMENTS[parameter.device.type] // columns)
+    for start in range(0, rows, step):
+        part = row_index[start : start + step]
+        values = _normal(part[:, None] * full_columns + column_index[None, :], key).mul_(std)
+        if valid_rows is not None:
+            values[part >= valid_rows] = 0.0
+        parameter[start : start + step].copy_(values)
+
+
+def _normal(counter: Tensor, key: int) -> Tensor:
+    """Standard normal variates, fp32, from int64 counters: Box-Muller on two 32-bit halves of one hash."""
+    bits = _splitmix64(counter + key)
+    low = (bits & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    high = ((bits >> 32) & 0xFFFFFFFF).to(torch.float32).mul_(2.0 * math.pi * 2.0**-32)
+    return low.log_().mul_(-2.0).sqrt_().mul_(high.cos_())
+
+
+def _splitmix64(value: Tensor) -> Tensor:
+    """The finalizer of splitmix64 on int64 (wrapping), with logical shifts."""
+    value = value * -7046029254386353131  # 0x9E3779B97F4A7C15
+    value = (value ^ _shift(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    value = (value ^ _shift(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
