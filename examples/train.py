@@ -6,6 +6,7 @@ from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
 
 def main() -> None:
+    """Train to the last iteration, evaluate and save."""
     config, *overrides = sys.argv[1:]
     with MegatronWrap(config, overrides=overrides) as wrap:
         wrap.initialize()

@@ -27,6 +27,7 @@ def train(config: str, *overrides: str) -> dict[str, float]:
 
 
 def main() -> None:
+    """Fine-tune, then optimize preferences from that checkpoint, and print the accuracy on the validation pairs."""
     train(SFT)
     metrics = train(DPO, *START)
     accuracy = metrics["eval/validation/rewards/accuracies"]

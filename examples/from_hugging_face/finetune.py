@@ -12,6 +12,7 @@ CONFIG = Path(__file__).with_name("sft.yaml")
 
 
 def main(from_folder: str, to_folder: str, *overrides: str) -> None:
+    """Train on the data that sft.yaml names, from the weights in `from_folder`, and export to `to_folder`."""
     with MegatronWrap.from_pretrained(from_folder, CONFIG, overrides=overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()  # every process reads its own slices of the weights

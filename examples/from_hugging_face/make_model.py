@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
 def main(folder: str = "outputs/tiny-hf", tokenizer_folder: str = "examples/data/generated/tokenizer") -> None:
+    """Write config.json, random fp32 weights and the tokenizer into `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     torch.manual_seed(0)
     config = LlamaConfig(

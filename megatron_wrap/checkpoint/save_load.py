@@ -181,6 +181,7 @@ class SavedContent:
 
     @property
     def has_rng(self) -> bool:
+        """Whether it contains states of random number generators."""
         return any(name.startswith(content.RNG_KEY + "/") for name in self.objects)
 
     def readable(self, models: dict[str, dict[str, Any]]) -> dict[str, Any]:

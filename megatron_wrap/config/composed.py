@@ -32,6 +32,7 @@ class Section:
 
     @property
     def name(self) -> str:
+        """The name of the last file that the section is made of."""
         return self.files[-1].name
 
 

@@ -48,6 +48,12 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
                 raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B pairs as 2B sequences [2B, S], the chosen ones first; `truncated` and the reference's
+        log-probabilities, where the samples contain them, are [B].
+
+        Raises:
+            DataError: only some of the samples contain reference log-probabilities.
+        """
         samples = list(itertools.islice(iterator, self.micro_batch_size))
         pairs = [encode_pair(self.context.tokenizer, sample) for sample in samples]
         sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
@@ -72,6 +78,11 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         return float(len(loss_inputs["truncated"]))
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the sum over pairs; the metrics are means over pairs.
+
+        Raises:
+            DataError: there are no reference log-probabilities.
+        """
         if REFERENCE_FIELDS[0] not in loss_inputs:
             raise DataError(
                 "gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy, or "

@@ -15,6 +15,12 @@ class MegatronWrapGPTModelFlow(MegatronWrapTrainingFlowBase):
     REQUIRED = ("input_ids", "position_ids", "attention_mask")
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:
+        """Check the names of the model inputs and the range of `input_ids`.
+
+        Raises:
+            FlowError: one of `REQUIRED` is missing.
+            DataError: a token id is negative or not below the vocabulary size.
+        """
         missing = [name for name in self.REQUIRED if name not in model_forward_inputs]
         if missing:
             raise FlowError(

@@ -26,6 +26,7 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         """Samples of unequal length, up to seq_length; false: all of seq_length."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Random token ids [B, S], where S is the longest sample of the micro-batch; `target` is 1 everywhere."""
         samples = list(itertools.islice(iterator, self.micro_batch_size))
         sequences = [self._random_tokens(sample) for sample in samples]
         longest = max(len(sequence) for sequence in sequences)
@@ -47,9 +48,11 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         return torch.randint(0, self.vocab_size, (length,), generator=generator)
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
+        """`target` beside the fields of every flow."""
         return {**super().get_fields_and_seqdims(), "target": 1}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the sum over tokens; the metric `mean_length` is in tokens per sample."""
         mask = loss_inputs["loss_mask"]
         error = (vocabulary_max(model_forward_output) - loss_inputs["target"]) ** 2
         samples = self.sequence_mean(torch.ones(mask.shape[0]))

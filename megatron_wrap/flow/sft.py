@@ -23,13 +23,16 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelTextFlow):
     """
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Encode up to B samples and collate them, see `collate_tokens`."""
         samples = itertools.islice(iterator, self.micro_batch_size)
         return self.collate_tokens([encode_sample(self.context.tokenizer, sample) for sample in samples])
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
+        """`log_probs`, an output, beside the fields of every flow."""
         return {**super().get_fields_and_seqdims(), "log_probs": 1}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the sum of cross-entropies over the tokens with `loss_mask`."""
         log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
         loss_sum = self.token_mean(-log_probs, loss_inputs["loss_mask"])
         return LossOutput(loss_sum, {"truncated_samples": Total(self.sequence_mean(loss_inputs["truncated"]))})

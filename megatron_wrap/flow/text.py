@@ -62,4 +62,5 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
         return model_forward_inputs, {"labels": labels, "loss_mask": loss_mask, "truncated": truncated}
 
     def get_pad_values(self) -> dict[str, float]:
+        """`input_ids` are padded with the tokenizer's padding token, or 0 without a tokenizer."""
         return {"input_ids": self.pad_id}

@@ -1,0 +1,1 @@
+"""Metrics and their one reduction over micro-batches and ranks; throughput and FLOPs."""

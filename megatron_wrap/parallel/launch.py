@@ -85,7 +85,7 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except MegatronWrapError as error:
         if _claim_message():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
         # The others may wait in a collective for this rank: no destructor of a process group may wait for them.
         sys.stdout.flush()
         os._exit(error.exit_code) if dist.is_initialized() else sys.exit(error.exit_code)

@@ -34,10 +34,12 @@ _FACTORIES = (
 
 
 def is_megatron(module_name: str) -> bool:
+    """Whether a dotted module name belongs to Megatron-Core."""
     return module_name.startswith("megatron.")
 
 
 def megatron_modules() -> list[types.ModuleType]:
+    """Megatron-Core's modules that this process has imported so far."""
     return [module for name, module in list(sys.modules.items()) if is_megatron(name) and module is not None]
 
 
@@ -177,7 +179,7 @@ def _unwrap_compiled(owner: Any, name: str, value: Any, replacements: Replacemen
 
 
 def _print(*arguments: Any, **named: Any) -> None:
-    builtins.print(*arguments, **named)
+    builtins.print(*arguments, **named)  # noqa: T201
 
 
 class MegatronFinder(importlib.abc.MetaPathFinder):
@@ -187,6 +189,7 @@ class MegatronFinder(importlib.abc.MetaPathFinder):
         self.view = view
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec of the next finder with a loader that installs the view; None for a module of another package."""
         if not is_megatron(name):
             return None
         if name in TRITON_MODULES:

@@ -43,27 +43,35 @@ class DistLogger:
         self._rank = rank
 
     def error_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level ERROR on global rank 0; other ranks do nothing."""
         self._write("ERROR", False, message, args, kwargs)
 
     def error_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level ERROR on this rank, marked with its number."""
         self._write("ERROR", True, message, args, kwargs)
 
     def warning_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level WARNING on global rank 0; other ranks do nothing."""
         self._write("WARNING", False, message, args, kwargs)
 
     def warning_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level WARNING on this rank, marked with its number."""
         self._write("WARNING", True, message, args, kwargs)
 
     def info_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level INFO on global rank 0; other ranks do nothing."""
         self._write("INFO", False, message, args, kwargs)
 
     def info_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level INFO on this rank, marked with its number."""
         self._write("INFO", True, message, args, kwargs)
 
     def debug_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level DEBUG on global rank 0; other ranks do nothing."""
         self._write("DEBUG", False, message, args, kwargs)
 
     def debug_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
+        """Log a line at level DEBUG on this rank, marked with its number."""
         self._write("DEBUG", True, message, args, kwargs)
 
     def _write(
