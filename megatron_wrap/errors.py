@@ -1,11 +1,25 @@
-"""The errors a user can cause. Each carries one sentence that says what is wrong, with the numbers, and the way out.
+"""The errors a user can cause. The message of each states what is wrong, with the numbers, and what to do.
 
-Entry points print the sentence alone and exit with `exit_code`; a Python caller catches `MegatronWrapError`.
+Entry points print the message alone and exit with `exit_code`; a Python caller catches `MegatronWrapError`.
 """
+
+import difflib
+from collections.abc import Iterable
+
+
+def closest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like `name`, None where no name is like it."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`; did you mean NAME?` with the closest known name, to end a sentence; empty where no name is like `name`."""
+    found = closest(name, known)
+    return "" if found is None else f"; did you mean {found}?"
 
 
 class MegatronWrapError(Exception):
-    """Base of every error that the user can mend; anything else that is raised is a defect of ours."""
+    """Base of every error that the user can fix; anything else that is raised is a defect of ours."""
 
     exit_code = 2
 

@@ -1,12 +1,11 @@
 """Plug-ins by name: registered with a decorator, offered by an installed package, or `module.path:Attribute`."""
 
-import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -58,10 +57,10 @@ class Registry(Generic[T]):
         for point in importlib.metadata.entry_points(group=self.entry_point_group):
             if point.name == key:
                 return self._import(point.value)
-        near = difflib.get_close_matches(key, self.keys(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        known = self.keys()
         raise ConfigError(
-            f"unknown {self.kind} {key!r}{hint} Known: {', '.join(self.keys())}; or write my_package.my_module:Name"
+            f"unknown {self.kind} {key!r}{did_you_mean(key, known) or '.'} Known: {', '.join(known)}; or write "
+            "my_package.my_module:Name"
         )
 
     def _import(self, path: str) -> T:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.mapping import Region
-from megatron_wrap.config.reading import nearest
 from megatron_wrap.config.schema import ArchConfig
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,8 +103,8 @@ class WeightSource:
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"{self.folder}: {missing[0]} is missing{_more(missing)}{nearest(missing[0], self.tensors)}; is this "
-                "the folder of a whole model of the architecture in its config.json?"
+                f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; is "
+                "this the folder of a whole model of the architecture in its config.json?"
             )
         for name, shape in wanted.items():
             entry = self.tensors[name]
@@ -128,7 +127,8 @@ class WeightSource:
         if unknown:
             raise CheckpointError(
                 f"{self.tensors[unknown[0]].file}: {unknown[0]} has no place in a {family.model_type} model of this "
-                f"architecture{_more(unknown)}{nearest(unknown[0], wanted)}; weights that are not used would be lost"
+                f"architecture{_more(unknown)}{did_you_mean(unknown[0], wanted)}; weights that "
+                "are not used would be lost"
             )
 
     def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:

@@ -11,10 +11,10 @@ from megatron_wrap.config.advice import SET_ELSEWHERE, key_advice
 from megatron_wrap.config.composed import Origin, Rules, Tree
 from megatron_wrap.config.hugging_face import apply_hugging_face
 from megatron_wrap.config.nest import read_tree
-from megatron_wrap.config.reading import COMMAND_LINE, describe, dump_yaml, nearest, read_yaml, shown_path
+from megatron_wrap.config.reading import COMMAND_LINE, describe, dump_yaml, read_yaml, shown_path
 from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, did_you_mean
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
@@ -109,7 +109,7 @@ def _decode_section(tree: Tree, section: str) -> Any:
         decoded[name] = {key: decode_further(tree, section, key) for key in further}
     if further and not catch_all:
         origin = _first_origin(values[further[0]])
-        raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{nearest(further[0], hints)}")
+        raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{did_you_mean(further[0], hints)}")
     return section_class(**decoded)
 
 
@@ -163,7 +163,7 @@ def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
     if key in SET_ELSEWHERE[section]:
         raise ConfigError(f"{origin.node.where} {path}: {SET_ELSEWHERE[section][key]}")
     if key not in fields:
-        hint = nearest(key, section_hints(section)) or nearest(key, fields)
+        hint = did_you_mean(key, section_hints(section)) or did_you_mean(key, fields)
         raise ConfigError(f"{origin.node.where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
     members = upstream_enums().get(annotation)  # given by name; `model/transformer.py` makes it a member

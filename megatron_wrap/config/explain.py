@@ -10,10 +10,10 @@ from typing import Any, Literal, get_type_hints
 from megatron_wrap.config import schema
 from megatron_wrap.config.composed import Section, Tree
 from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.reading import dump_yaml, nearest
+from megatron_wrap.config.reading import dump_yaml
 from megatron_wrap.config.types import describe_type
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, closest, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,10 @@ def _unset_upstream(path: str) -> str | None:
 
 
 def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
-    hint = nearest(key, leaves)
-    if hint:
-        return hint
     last = key.rpartition(".")[2]
     ends = {path.rpartition(".")[2]: path for path in leaves}
-    hint = nearest(last, ends)
-    return f"; did you mean {ends[hint.removeprefix('; did you mean ').removesuffix('?')]}?" if hint else ""
+    end = closest(last, ends)
+    return did_you_mean(key, leaves) or ("" if end is None else f"; did you mean {ends[end]}?")
 
 
 @functools.cache

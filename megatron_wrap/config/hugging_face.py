@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_wrap.config.composed import Origin, Tree
-from megatron_wrap.config.reading import Node, describe, nearest, shown_path
+from megatron_wrap.config.paths import missing_path_hint
+from megatron_wrap.config.reading import Node, describe, shown_path
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError, UnsupportedModel
+from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
 from megatron_wrap.registry import Registry
 
 HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
@@ -117,8 +117,7 @@ def resolve_folder(path_or_id: str, patterns: tuple[str, ...] = CONFIG_FILES) ->
         return folder
     here = {entry.name for entry in Path().iterdir()}
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in here:
-        siblings = os.listdir(folder.parent) if folder.parent.is_dir() else []
-        raise ConfigError(f"no Hugging Face folder {path_or_id!r}{nearest(folder.name, siblings)}")
+        raise ConfigError(f"no Hugging Face folder {path_or_id!r}{missing_path_hint(path_or_id)}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -171,7 +170,7 @@ def family_of(model_type: str, where: str = "") -> Any:
         )
     if model_type not in known:  # a file's text is no place to import code from
         raise ConfigError(
-            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{nearest(model_type, known) or '.'} "
+            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{did_you_mean(model_type, known) or '.'} "
             f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
         )
     return FAMILIES.resolve(model_type)

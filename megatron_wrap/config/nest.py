@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.composed import Origin, Rules, Section, Tree
-from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, nearest, read_value, read_yaml
+from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, read_value, read_yaml
 from megatron_wrap.config.tree import Folder, TreeFile, open_tree
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, did_you_mean
 
 SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
 NESTED = "\x1f"  # joins the keys of nested mappings: confignest 1.0.5 cannot select a file that has them
@@ -117,7 +117,7 @@ class _Composer:
         if not isinstance(name, str) or name not in folder.entries:
             where = select.where if select is not None else self.view_file
             raise ConfigError(
-                f"{where} {path}.{SELECT}: there is no {name!r}{nearest(str(name), folder.entries)} "
+                f"{where} {path}.{SELECT}: there is no {name!r}{did_you_mean(str(name), folder.entries)} "
                 f"Choices: {', '.join(folder.entries)}"
             )
         section = self._open_section(folder, name, path, "default selection" if select is None else "selected")
@@ -183,7 +183,7 @@ class _Composer:
             if parent.value not in files:
                 raise ConfigError(
                     f"{parent.where} {path}.{INHERIT}: there is no file {parent.value!r} in this folder"
-                    f"{nearest(str(parent.value), files)}"
+                    f"{did_you_mean(str(parent.value), files)}"
                 )
             name = parent.value.removesuffix(".yaml")
 
@@ -205,7 +205,7 @@ class _Composer:
         below = values.setdefault(name, {})
         for sub_key, sub_node in node.value.items():
             if not grow and sub_key not in below:
-                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{nearest(sub_key, below)}")
+                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{did_you_mean(sub_key, below)}")
             self._merge(below, numbered, key + NESTED + sub_key, sub_node, how, f"{path}.{sub_key}", grow)
 
     def _override_all(
@@ -262,7 +262,7 @@ class _Composer:
             return "nothing is to be selected here; delete it"
         if key == INHERIT:
             return "belongs in a file of the tree, not in a run's YAML"
-        hint = nearest(key, section.values) or nearest(key, more)
+        hint = did_you_mean(key, section.values) or did_you_mean(key, more)
         return f"unknown key{hint or '; the keys are ' + ', '.join(section.values)}"
 
     # ---- refusals of whole sections
@@ -274,7 +274,7 @@ class _Composer:
         advice = self.rules.advice(path, key)
         if advice is None and key in (OVERRIDE, INHERIT):
             advice = "does not belong here; name the section and write its keys there"
-        hint = nearest(key, folder.entries) or f"; the sections are {', '.join(folder.entries)}"
+        hint = did_you_mean(key, folder.entries) or f"; the sections are {', '.join(folder.entries)}"
         raise ConfigError(f"{node.where} {here}: {advice or 'unknown section' + hint}")
 
     def _refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node, path: str) -> None:
@@ -285,7 +285,7 @@ class _Composer:
         elif key in (INHERIT,):
             rule = "belongs in a file of the tree, not in a run's YAML"
         else:
-            near = nearest(key, [SELECT, OVERRIDE]) or nearest(key, section.values)
+            near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.values)
             rule = self.rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} stand here"
         raise ConfigError(f"{node.where} {path}.{key}: {rule}")
 

@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from megatron_wrap.config.reading import nearest
 from megatron_wrap.config.refusal import refuse
 from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.errors import CheckpointError, DataError
+from megatron_wrap.errors import CheckpointError, DataError, closest
 
 
 def check_paths(config: RunConfig) -> None:
@@ -26,10 +25,10 @@ def check_paths(config: RunConfig) -> None:
         for file in data.validation.values():
             _need_file(config, "data.validation", file)
     if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
-        rule = f"no tokenizer folder {data.tokenizer!r}{_nearest_path(data.tokenizer)}"
+        rule = f"no tokenizer folder {data.tokenizer!r}{missing_path_hint(data.tokenizer)}"
         refuse(config, ["data.tokenizer"], f"{rule}; give a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
     if train.load is not None and not os.path.isdir(_expanded(train.load)):
-        rule = f"no checkpoint folder {train.load!r}{_nearest_path(train.load)}{_relative(train.load)}"
+        rule = f"no checkpoint folder {train.load!r}{missing_path_hint(train.load)}{_relative(train.load)}"
         refuse(config, ["train.load"], rule, CheckpointError)
     if train.save is not None:
         _need_writable(config, "train.save", train.save)
@@ -42,27 +41,34 @@ def output_dir(config: RunConfig) -> str:
     return os.path.join("outputs", config.name) if given is None else given
 
 
-# os.path and not pathlib's questions below: those raise where a folder may not be entered, these say no
-def _expanded(path: str) -> Path:
+def missing_path_hint(path: str | os.PathLike[str]) -> str:
+    """The end of a sentence about a `path` that does not exist: the closest name in its folder, what the folder
+    contains, or the part of the path that exists; `~` is the home folder."""
+    wanted = _expanded(path)
+    folder = wanted.parent
+    # the folder of the shipped example is made by the user, not cloned
+    made = "; python examples/data/build.py makes the sample data" if "generated" in wanted.parts else ""
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+        while not os.path.isdir(folder) and folder != folder.parent:
+            folder = folder.parent
+        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{made}"
+    names = sorted(os.listdir(folder))
+    found = closest(wanted.name, names)
+    if found is not None:
+        return f"; did you mean {folder / found}?"
+    if str(folder) == ".":
+        return made
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    return f"; {folder} contains {listed}{made}"
+
+
+# os.path and not pathlib's methods: those raise where a folder may not be entered, these return False
+def _expanded(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
 def _relative(path: str) -> str:
     return "" if os.path.isabs(path) else f" (relative to the working directory {os.getcwd()})"
-
-
-def _nearest_path(path: str) -> str:
-    """The nearest name in the folder, or the part of the path that is there."""
-    wanted = _expanded(path)
-    folder = wanted.parent
-    if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):
-        hint = nearest(wanted.name, sorted(os.listdir(folder)))
-        return hint.replace("mean ", f"mean {folder}/", 1) if str(folder) != "." else hint
-    while not os.path.isdir(folder) and folder != folder.parent:
-        folder = folder.parent
-    # the folder of the shipped example is made by the user, not cloned
-    made = "; python examples/data/build.py makes the sample data" if "generated" in wanted.parts else ""
-    return f"; of its path only {folder} is there{made}"
 
 
 def _need_file(config: RunConfig, name: str, file: str) -> None:
@@ -74,7 +80,7 @@ def _need_file(config: RunConfig, name: str, file: str) -> None:
     what = (
         f"{file!r} is a folder, not a data file"
         if os.path.isdir(path)
-        else f"no data file {file!r}{_nearest_path(file)}"
+        else f"no data file {file!r}{missing_path_hint(file)}"
     )
     refuse(config, [name], what + _relative(file), DataError)
 

@@ -1,16 +1,14 @@
 """YAML with positions: every value knows its file and line, and `2e-4` is a number (YAML 1.2), unlike PyYAML alone."""
 
-import difflib
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, did_you_mean
 
 COMMAND_LINE = "command line"
 
@@ -72,12 +70,6 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return text if relative.startswith("..") else relative
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean NAME?` for the name most like `name`, or an empty string."""
-    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def read_yaml(path: Path, missing_hint: str = "") -> Node:
     """The one mapping of a YAML file, with positions.
 
@@ -88,7 +80,7 @@ def read_yaml(path: Path, missing_hint: str = "") -> Node:
     if not os.path.isfile(path):  # pathlib's question raises where a folder may not be entered
         kind = "is a folder, not a YAML file" if os.path.isdir(path) else "no such file"
         siblings = [entry.name for entry in path.parent.glob("*.y*ml")]
-        raise ConfigError(f"{shown}: {kind}{missing_hint or nearest(path.name, siblings)}")
+        raise ConfigError(f"{shown}: {kind}{missing_hint or did_you_mean(path.name, siblings)}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading import Node, nearest, read_yaml, shown_path
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.config.reading import Node, read_yaml, shown_path
+from megatron_wrap.errors import ConfigError, did_you_mean
 
 MANIFEST = "__confignest_manifest__"
 OVERLAY_FOLDER = "nest"
@@ -100,14 +100,15 @@ def _scan(roots: list[Path], relative: str) -> Folder:
             if overlaid and known is None and not result.selects_one:
                 kind = "folder" if entry.is_dir() else "file"
                 raise ConfigError(
-                    f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it{nearest(name, found)}"
+                    f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
+                    f"{did_you_mean(name, found)}"
                 )
             found[name] = _scan(roots, below) if entry.is_dir() else TreeFile(name, entry, below, overlaid)
     result.entries = dict(sorted(found.items()))
     if result.default is not None and result.default not in result.entries:
         raise ConfigError(
             f"{result.shown}/{MANIFEST}: default_selection {result.default!r} is not in the folder"
-            f"{nearest(result.default, result.entries)}"
+            f"{did_you_mean(result.default, result.entries)}"
         )
     return result
 
@@ -125,7 +126,7 @@ def _read_manifests(result: Folder, folders: list[Path]) -> None:
         }
         for key, node in content.value.items():
             if key not in legal:
-                raise ConfigError(f"{node.where} {key}: unknown key{nearest(key, legal)}")
+                raise ConfigError(f"{node.where} {key}: unknown key{did_you_mean(key, legal)}")
             choices = legal[key]
             if choices is not None and node.value not in choices:
                 raise ConfigError(f"{node.where} {key}: one of {', '.join(choices)}, not {node.value!r}")

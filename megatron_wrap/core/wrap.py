@@ -13,6 +13,7 @@ from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.config import RunConfig, derived, load_run_config
 from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.config.paths import output_dir
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
 from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
@@ -462,7 +463,7 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
     @property
     def output_dir(self) -> Path:
         """Folder of metrics.jsonl and other records of the run."""
-        return Path(self.config.logger.output_dir or f"outputs/{self.config.name}")
+        return Path(output_dir(self.config))
 
     @property
     def state(self) -> TrainingState:

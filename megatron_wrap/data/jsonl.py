@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from megatron_wrap.data.paths import missing_path_message
+from megatron_wrap.config.paths import missing_path_hint
 from megatron_wrap.errors import DataError
 
 
@@ -93,7 +93,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         try:
             descriptor = os.open(self._absolute_path, os.O_RDONLY)
         except FileNotFoundError:
-            raise DataError(missing_path_message(self.path, "data file")) from None
+            raise DataError(f"{self.path}: no such data file{missing_path_hint(self.path)}") from None
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, os.close, descriptor)

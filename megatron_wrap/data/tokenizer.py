@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.data.paths import missing_path_message
+from megatron_wrap.config.paths import missing_path_hint
 from megatron_wrap.errors import DataError
 
 
@@ -29,7 +29,7 @@ def load_tokenizer(path: str | Path, require_chat_template: bool = False) -> Any
     elif _is_hub_id(text):
         tokenizer = _load(text)
     else:
-        raise DataError(missing_path_message(text, "tokenizer folder"))
+        raise DataError(f"{text}: no such tokenizer folder{missing_path_hint(text)}")
     if require_chat_template and not tokenizer.chat_template:
         raise DataError(
             f"{text}: this tokenizer has no chat template, which samples with `messages` need; "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
-from megatron_wrap.config.reading import describe, nearest
+from megatron_wrap.config.reading import describe
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.config.types import Mismatch, check_value
-from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.errors import ConfigError, FlowError, did_you_mean
 from megatron_wrap.flow.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
 
 _SECTION = SECTION_PATHS["flow"]
@@ -38,7 +38,7 @@ def decode_flow_config(
     for key, value in given.items():
         if key not in hints:
             raise ConfigError(
-                f"{_where(config, key)}: unknown key{nearest(key, hints) or _keys(flow_class.__name__, hints)}"
+                f"{_where(config, key)}: unknown key{did_you_mean(key, hints) or _keys(flow_class.__name__, hints)}"
             )
         try:
             values[key] = check_value(value, hints[key])

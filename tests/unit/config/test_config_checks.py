@@ -501,7 +501,7 @@ def test_a_missing_data_file_names_the_nearest(write_run: Write, tmp_path: Path)
     here = f"(relative to the working directory {tmp_path})"
     start = "command line megatron_wrap.data.train: "
     assert refusal(DataError, check_run, config) == (
-        f"{start}no data file 'data/train.jsonl'; of its path only . is there {here}"
+        f"{start}no data file 'data/train.jsonl'; of its path only the working directory exists {here}"
     )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "trian.jsonl").touch()
@@ -520,8 +520,8 @@ def test_a_missing_tokenizer_or_checkpoint(write_run: Write, tmp_path: Path) -> 
         f"Hugging Face tokenizer folder (relative to the working directory {tmp_path})"
     )
     assert refusal(CheckpointError, check_run, load(write_run(), "train.load=ckpt/x")) == (
-        "command line megatron_lm.train.common.load: no checkpoint folder 'ckpt/x'; of its path only . is there "
-        f"(relative to the working directory {tmp_path})"
+        "command line megatron_lm.train.common.load: no checkpoint folder 'ckpt/x'; of its path only the working "
+        f"directory exists (relative to the working directory {tmp_path})"
     )
 
 

@@ -132,7 +132,7 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
 def test_files_that_are_not_there(path):
     with pytest.raises(DataError, match=r"trian\.jsonl: no such data file; did you mean .*/train\.jsonl\?"):
         JsonLines(path.parent / "trian.jsonl")
-    with pytest.raises(DataError, match=r"no such data file; .* holds train\.jsonl"):
+    with pytest.raises(DataError, match=r"no such data file; .* contains train\.jsonl"):
         JsonLines(path.parent / "quite-another-name")
     with pytest.raises(DataError, match=f"of its path only {path.parent} exists"):
         JsonLines(path.parent / "data" / "train.jsonl")
