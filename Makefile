@@ -1,5 +1,5 @@
 # Short names for the scripts; each sets the environment up on its first call.
-.PHONY: install test lint example
+.PHONY: install test lint example metric-docs
 
 install:
 	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
@@ -14,3 +14,6 @@ lint: install
 
 example:
 	bash scripts/run_example.sh
+
+metric-docs: install
+	.venv/bin/python scripts/metric_docs.py

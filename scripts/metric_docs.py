@@ -1,0 +1,120 @@
+"""Writes the tables of metrics in the READMEs from their declaration, megatron_wrap/metrics/declared.py.
+
+python scripts/metric_docs.py            between the markers `metrics: begin` and `metrics: end` of each page
+python scripts/metric_docs.py --check    writes nothing; exits 1 where a page differs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_wrap.metrics.declared import METRICS, MetricInfo
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- metrics: begin -->", "<!-- metrics: end -->"
+
+
+@dataclass(frozen=True)
+class Language:
+    """What differs between the pages."""
+
+    header: tuple[str, str, str, str]
+    meanings: Mapping[str, str]
+    """Meaning of each metric, by its name."""
+    condition: str
+    """Appended to the meaning of a metric that the configuration adds; `{key}` is the dotted key."""
+
+
+ENGLISH = Language(
+    header=("name", "unit", "on the console", "meaning"),
+    meanings={info.name: info.meaning for info in METRICS},
+    condition=" (added by `{key}`)",
+)
+
+_AUXILIARY_LOSS = "；不乘系数，不计入 `loss`"
+CHINESE = Language(
+    header=("名称", "单位", "控制台显示", "含义"),
+    meanings={
+        "iteration": "训练开始以来已走的步数",
+        "loss": "本步更新之前的目标函数值",
+        "METRIC": "flow 自己的指标，例如 `gpt_sft` 的 `truncated_samples`",
+        "eval/NAME/loss": "评估集 NAME 上的目标函数值",
+        "eval/NAME/METRIC": "flow 自己的指标 METRIC 在评估集 NAME 上的值",
+        "load_balancing_loss": f"专家路由器在每个 micro-batch 上的辅助损失（`aux_loss`）{_AUXILIARY_LOSS}",
+        "seq_load_balancing_loss": f"同上，在每个序列上（`seq_aux_loss`）{_AUXILIARY_LOSS}",
+        "global_load_balancing_loss": f"同上，在本步至此的所有 micro-batch 上（`global_aux_loss`）{_AUXILIARY_LOSS}",
+        "z_loss": f"路由器 logits 的 logsumexp 的均方{_AUXILIARY_LOSS}",
+        "grad_norm": "裁剪之前整个梯度的范数",
+        "params_norm": "更新之后全部参数的范数",
+        "num_zeros_in_grad": "整个梯度中为零的元素个数",
+        "learning_rate": "本步的学习率",
+        "loss_scale": "用于 fp16；其他精度为 1",
+        "elapsed_time": "本步用时",
+        "tokens_per_second": "所有设备合计，不含填充",
+        "tokens_per_second_per_device": "同上，除以设备数",
+        "tflops": "每设备的模型计算速度",
+        "throughput": "与 `tflops` 相同",
+        "memory_allocated": "本进程所用设备上已分配的内存；在 CPU 上为进程的常驻内存",
+        "memory_reserved": "同上，另含 torch 分配器留作复用的部分",
+        "memory_max": "`memory_allocated` 的峰值",
+        "consumed_samples": "训练开始以来的累计",
+        "consumed_tokens": "训练开始以来的累计，不含填充",
+        "skipped_iterations": "训练开始以来没有更新的步数：权重为零，或 fp16 溢出",
+    },
+    condition="（由 `{key}` 添加）",
+)
+
+PAGES = {"README.md": ENGLISH, "README-zh.md": CHINESE}
+
+
+def table(language: Language) -> str:
+    """The Markdown table of all metrics."""
+    rows = [language.header, ("---",) * len(language.header), *(_row(info, language) for info in METRICS)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(info: MetricInfo, language: Language) -> tuple[str, ...]:
+    console = "" if info.console is None else f"`{info.console.render(info.name, info.console.example)}`"
+    condition = "" if info.config_key is None else language.condition.format(key=info.config_key)
+    return f"`{info.name}`", info.unit, console, language.meanings[info.name] + condition
+
+
+def with_table(page: str, language: Language) -> str:
+    """The page's text with the table between its markers.
+
+    Raises:
+        ValueError: the page has not exactly one pair of markers.
+    """
+    before, begin, rest = page.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in after:
+        raise ValueError(f"expected one line {BEGIN} and, below it, one line {END}")
+    return f"{before}{begin}{table(language)}{end}{after}"
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    """Writes or checks the pages below `root`; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page differs")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for name, language in PAGES.items():
+        path = root / name
+        page = path.read_text(encoding="utf-8")
+        current = with_table(page, language)
+        if current != page:
+            stale.append(name)
+            if not check:
+                path.write_text(current, encoding="utf-8")
+    if check and stale:
+        print(f"the tables of metrics differ in {', '.join(stale)}; run python scripts/metric_docs.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

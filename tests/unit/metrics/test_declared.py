@@ -1,0 +1,118 @@
+"""The declaration of the metrics: complete, free of torch, and the source of the READMEs' tables."""
+
+import dataclasses
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from megatron_wrap.config.schema import SECTION_PATHS, LoggerConfig, RunConfig
+from megatron_wrap.metrics.declared import (
+    ENGINE_METRICS,
+    EVALUATION_LOSS,
+    EVALUATION_METRIC,
+    FLOW_METRIC,
+    METRICS,
+    console_order,
+    console_text,
+    metric_info,
+)
+from megatron_wrap.utils.progress import format_step
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def metric_docs():
+    spec = importlib.util.spec_from_file_location("metric_docs", ROOT / "scripts/metric_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_each_name_is_declared_once():
+    names = [info.name for info in METRICS]
+    assert len(set(names)) == len(names)
+    assert [*ENGINE_METRICS] == [info.name for info in METRICS if info.name == info.name.lower()]
+
+
+def test_other_names_are_the_flows_or_an_evaluations():
+    assert metric_info("grad_norm") is ENGINE_METRICS["grad_norm"]
+    assert metric_info("eval/set/loss") is EVALUATION_LOSS
+    assert metric_info("eval/set/rewards/margins") is metric_info("eval/set/grad_norm") is EVALUATION_METRIC
+    assert metric_info("rewards/margins") is FLOW_METRIC
+
+
+def test_the_console_shows_the_metrics_in_the_order_of_the_declaration():
+    examples = {info.name: info.console.example for info in reversed(METRICS) if info.console is not None}
+    # names between the loss and the gradient's norm keep the order in which they come
+    middle = ["z_loss", "global_load_balancing_loss", "seq_load_balancing_loss", "load_balancing_loss"]
+    middle += ["eval/NAME/METRIC", "eval/NAME/loss", "METRIC"]
+    fixed = [info.name for info in METRICS if info.name in examples and info.name not in middle]
+    assert console_order(examples) == [*fixed[:2], *middle, *fixed[2:]]
+    shown = {name: console_text(name, examples[name]) for name in console_order(examples)}
+    assert format_step(examples) == " | ".join(text for text in shown.values() if text is not None)
+    assert shown["z_loss"] == "z_loss 4.327"
+    assert shown["learning_rate"] == "lr 3.0e-4"
+
+
+def test_what_the_console_leaves_out():
+    left_out = {"loss_scale": 1.0, "tflops": 0.0999, "memory_max": 0.0, "memory_reserved": 3.0, "consumed_tokens": 5}
+    assert [console_text(name, value) for name, value in left_out.items()] == [None] * 5
+    assert format_step({"iteration": 3, **left_out}, 10) == "iteration 3/10"
+
+
+def test_a_metric_names_the_configuration_key_that_adds_it():
+    sections = get_type_hints(RunConfig)
+    keys = {
+        f"{path}.{field.name}"
+        for section, path in SECTION_PATHS.items()
+        for field in dataclasses.fields(sections[section])
+    }
+    named = {info.config_key for info in METRICS} - {None}
+    assert named <= keys
+    switches = {field.name for field in dataclasses.fields(LoggerConfig) if field.name.endswith("_to_metrics")}
+    assert {f"megatron_wrap.logger.{switch}" for switch in switches} <= named
+
+
+def test_the_declaration_loads_no_torch():
+    code = "import megatron_wrap.metrics.declared, sys; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_tables_of_the_readmes_are_those_of_the_declaration(metric_docs):
+    assert metric_docs.main(["--check"]) == 0, "run python scripts/metric_docs.py"
+
+
+def test_each_language_has_every_meaning(metric_docs):
+    for language in metric_docs.PAGES.values():
+        assert language.meanings.keys() == {info.name for info in METRICS}
+
+
+def test_a_page_that_differs_is_found_and_rewritten(metric_docs, tmp_path, capsys):
+    for name in metric_docs.PAGES:
+        shutil.copy(ROOT / name, tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("| `grad_norm` |", "| `gradient` |"), encoding="utf-8")
+    assert metric_docs.main(["--check"], tmp_path) == 1
+    assert "README.md;" in capsys.readouterr().err
+    assert "| `gradient` |" in page.read_text(encoding="utf-8")
+    assert metric_docs.main([], tmp_path) == 0
+    assert page.read_bytes() == (ROOT / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize("page", ["no marker", "<!-- metrics: end -->\n<!-- metrics: begin -->\n"])
+def test_a_page_without_its_markers_is_refused(metric_docs, page):
+    with pytest.raises(ValueError, match="metrics: begin"):
+        metric_docs.with_table(page, metric_docs.ENGLISH)
