@@ -32,78 +32,21 @@ class Deviation:
 
 
 def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], bool]) -> str:
-    """One sentence: the pattern and the way out; empty where no known pattern fits."""
-    case, found = deviation.case, deviation.found
-    if not all(map(math.isfinite, found.objectives)):
-        return (
-            "likely cause: nan on a process whose part of the sequence has no loss token; give sums (self.token_mean), "
-            "not means over a part"
-        )
-    if deviation.objective_agrees and deviation.gradients_agree:
-        return _cause_of_a_metric(deviation) if deviation.worst_metric else ""  # the experts' routers alone
-    if found.seen.draws_random:
-        return (
-            "likely cause: calculate_loss draws random numbers, and every layout draws others; draw them in "
-            "collate_data_micro_batch, which is seeded alike, and hand them on as a loss input"
-        )
-    if case.cp > 1 and found.undeclared_fields:
-        return (
-            f"likely cause: get_fields_and_seqdims does not name {', '.join(found.undeclared_fields)}, so context "
-            "parallelism does not split what has a sequence dimension"
-        )
-    ratio = deviation.gradient_ratio
-    if abs(ratio - 1.0) > SAME_FACTOR and _is_multiple(deviation):
-        factor = _named_factor(ratio, deviation)
-        if factor:
-            return (
-                f"likely cause: every gradient is multiplied by {ratio:.4g} = {factor}, counted more than once or "
-                "divided twice; leave all parallel sizes and the number of micro-batches to the framework"
-            )
-    lost = [
-        name for name, gradient in found.gradients.items() if not gradient.any() and _reference(deviation, name).any()
-    ]
-    if lost:
-        return (
-            f"likely cause: {len(lost)} parameters with a gradient on one process get none here, such as {lost[0]}: a "
-            "share of the loss is detached, or left out on some ranks"
-        )
-    if deviation.objective_agrees:
-        return (
-            "likely cause: the objective is right and its gradient is not: a sum over ranks whose backward is not its "
-            "adjoint; use self.sum_on_cp_group and megatron_wrap.ops, not torch.distributed"
-        )
-    if case.tp > 1 and case.cp == case.dp == 1:
-        return (
-            "likely cause: a softmax, maximum or sum over this process's part of the vocabulary only; use "
-            "megatron_wrap.ops, which works on vocabulary-parallel logits"
-        )
-    if case.extra_padding and case.processes == 1:
-        return (
-            "likely cause: padding counts; what stands behind a sample's end is not the flow's: multiply by loss_mask "
-            "(self.token_mean does) and count with it"
-        )
-    if case.dp > 1 and case.tp == case.cp == case.pp == 1:
-        return (
-            "likely cause: only the number of data-parallel replicas has changed: the loss holds a sum or mean over "
-            "them (torch.distributed, average_loss_across_dp_ranks), or something that each keeps between its own "
-            "micro-batches; leave sums over ranks to the framework, and state out of the loss"
-        )
-    if agrees_on_equal_samples():
-        return (
-            "likely cause: a mean of means: it agrees when all samples are equally long; return the sum in LossOutput "
-            "and what to divide it by in get_loss_weight"
-        )
-    if case.cp > 1:
-        return (
-            "likely cause: a mean, or another step that is no sum, over this process's part of the sequence; return "
-            "the sum, or for a step over whole sequences sum the parts with self.sum_on_cp_group first and share the "
-            "result with self.sequence_mean"
-        )
+    """One sentence: the pattern and what to do; empty where no known pattern fits.
+
+    Args:
+        agrees_on_equal_samples: runs the layout on samples of one length; called only where the answer decides.
+    """
+    for applies, message in _CAUSES:
+        if applies(deviation, agrees_on_equal_samples):
+            return message if isinstance(message, str) else message(deviation)
     return ""
 
 
 def _cause_of_a_metric(deviation: Deviation) -> str:
     name, seen, case = deviation.worst_metric, deviation.found.seen, deviation.case
+    if not name:
+        return ""
     if name in seen.over_tp:
         return (
             f"likely cause: metric {name!r} differs between tensor-parallel ranks ({seen.over_tp[name]}), so it comes "
@@ -133,8 +76,22 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
     return f"metric {name!r} depends on the layout, the loss does not"
 
 
-def _reference(deviation: Deviation, name: str) -> numpy.ndarray:
-    return deviation.reference.gradients.get(name, numpy.zeros(1))
+def _lost_gradients(deviation: Deviation) -> list[str]:
+    """Parameters whose gradient is zero here and not in the reference."""
+    reference = deviation.reference.gradients
+    return [
+        name
+        for name, gradient in deviation.found.gradients.items()
+        if not gradient.any() and name in reference and reference[name].any()
+    ]
+
+
+def _factor(deviation: Deviation) -> str:
+    """What every gradient is multiplied by, in words; empty where it is not one known factor."""
+    ratio = deviation.gradient_ratio
+    if abs(ratio - 1.0) <= SAME_FACTOR or not _is_multiple(deviation):
+        return ""
+    return _named_factor(ratio, deviation)
 
 
 def _is_multiple(deviation: Deviation) -> bool:
@@ -159,3 +116,73 @@ def _named_factor(ratio: float, deviation: Deviation) -> str:
     }
     fitting = [name for name, value in candidates.items() if value != 1 and abs(ratio / value - 1) < SAME_FACTOR]
     return " or ".join(fitting)
+
+
+_CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Callable[[Deviation], str]], ...] = (
+    (
+        lambda d, _: not all(map(math.isfinite, d.found.objectives)),
+        "likely cause: nan on a process whose part of the sequence has no loss token; give sums (self.token_mean), "
+        "not means over a part",
+    ),
+    # both agree and no metric deviates: the losses of the experts' routers alone, which no rule names
+    (lambda d, _: d.objective_agrees and d.gradients_agree, _cause_of_a_metric),
+    (
+        lambda d, _: d.found.seen.draws_random,
+        "likely cause: calculate_loss draws random numbers, and every layout draws others; draw them in "
+        "collate_data_micro_batch, which is seeded alike, and hand them on as a loss input",
+    ),
+    (
+        lambda d, _: d.case.cp > 1 and bool(d.found.undeclared_fields),
+        lambda d: (
+            f"likely cause: get_fields_and_seqdims does not name {', '.join(d.found.undeclared_fields)}, so context "
+            "parallelism does not split what has a sequence dimension"
+        ),
+    ),
+    (
+        lambda d, _: bool(_factor(d)),
+        lambda d: (
+            f"likely cause: every gradient is multiplied by {d.gradient_ratio:.4g} = {_factor(d)}, counted more than "
+            "once or divided twice; leave all parallel sizes and the number of micro-batches to the framework"
+        ),
+    ),
+    (
+        lambda d, _: bool(_lost_gradients(d)),
+        lambda d: (
+            f"likely cause: {len(_lost_gradients(d))} parameters with a gradient on one process get none here, such "
+            f"as {_lost_gradients(d)[0]}: a share of the loss is detached, or left out on some ranks"
+        ),
+    ),
+    (
+        lambda d, _: d.objective_agrees,
+        "likely cause: the objective is right and its gradient is not: a sum over ranks whose backward is not its "
+        "adjoint; use self.sum_on_cp_group and megatron_wrap.ops, not torch.distributed",
+    ),
+    (
+        lambda d, _: d.case.tp > 1 and d.case.cp == d.case.dp == 1,
+        "likely cause: a softmax, maximum or sum over this process's part of the vocabulary only; use "
+        "megatron_wrap.ops, which works on vocabulary-parallel logits",
+    ),
+    (
+        lambda d, _: bool(d.case.extra_padding) and d.case.processes == 1,
+        "likely cause: padding counts; what stands behind a sample's end is not the flow's: multiply by loss_mask "
+        "(self.token_mean does) and count with it",
+    ),
+    (
+        lambda d, _: d.case.dp > 1 and d.case.tp == d.case.cp == d.case.pp == 1,
+        "likely cause: only the number of data-parallel replicas has changed: the loss holds a sum or mean over "
+        "them (torch.distributed, average_loss_across_dp_ranks), or something that each keeps between its own "
+        "micro-batches; leave sums over ranks to the framework, and state out of the loss",
+    ),
+    (
+        lambda _, agrees_on_equal_samples: agrees_on_equal_samples(),
+        "likely cause: a mean of means: it agrees when all samples are equally long; return the sum in LossOutput "
+        "and what to divide it by in get_loss_weight",
+    ),
+    (
+        lambda d, _: d.case.cp > 1,
+        "likely cause: a mean, or another step that is no sum, over this process's part of the sequence; return "
+        "the sum, or for a step over whole sequences sum the parts with self.sum_on_cp_group first and share the "
+        "result with self.sequence_mean",
+    ),
+)
+"""(whether it applies, what to print) of each known mistake; the first that applies is the likeliest."""
