@@ -42,9 +42,13 @@ setup(
     python_requires=">=3.10,<3.14",
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
-    packages=[*find_packages(include=["megatron_wrap", "megatron_wrap.*"]), "megatron_wrap.configs"],
-    # configs/nest of the checkout is megatron_wrap/configs/nest of the installed package
-    package_dir={"megatron_wrap.configs": "configs"},
+    packages=[
+        *find_packages(include=["megatron_wrap", "megatron_wrap.*"]),
+        "megatron_wrap.configs",
+        "megatron_wrap.examples",
+    ],
+    # configs/nest and examples/train.py of the checkout are below megatron_wrap/ in the installed package
+    package_dir={"megatron_wrap.configs": "configs", "megatron_wrap.examples": "examples"},
     package_data={
         "megatron_wrap": ["py.typed"],
         "megatron_wrap.configs": ["nest/**/*.yaml", "nest/**/__confignest_manifest__"],

@@ -17,7 +17,8 @@ def main() -> None:
             wrap.train(batch)
             wrap.log_last_metrics()
         wrap.evaluate()
-        wrap.save()
+        if wrap.config.train.save is not None:
+            wrap.save()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`megatron-wrap train`: check the configuration, then start torchrun's processes."""
+"""`megatron-wrap train`: check the configuration, then start torchrun's processes, which run examples/train.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from megatron_wrap.cli.precheck import precheck
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
+
+_RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+"""Runs a file with the working folder on sys.path, as `python -m` does, so that my_module:MyFlow of it is found."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument("config", help="YAML of the run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
-    parser.add_argument("--script", metavar="FILE", help="run this training script in place of the built-in loop")
+    parser.add_argument("--script", metavar="FILE", help="run this training script in place of examples/train.py")
     parser.epilog = (
         "environment: GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), "
         "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
@@ -76,6 +79,13 @@ def _integer(variable: str, default: int) -> int:
     return int(text)
 
 
+def _default_script() -> Path:
+    """examples/train.py: the installed package's, in a checkout the file beside the package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "examples" / "train.py"
+    return installed if installed.is_file() else package.parent / "examples" / "train.py"
+
+
 def _visible_gpus() -> int:
     """GPUs of this node that processes may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -108,7 +118,7 @@ def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
-    program = [arguments.script] if arguments.script else ["-m", "megatron_wrap.cli.worker"]
+    program = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
     try:
         elastic_launch(launch, sys.executable)("-u", *program, arguments.config, *arguments.overrides)
     except ChildFailedError as failed:

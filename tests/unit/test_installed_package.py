@@ -23,8 +23,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
-    for name in ("megatron_wrap", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("megatron_wrap", "configs", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "generated"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*command, "-w", str(source / "dist"), "."], cwd=source, check=True)
     with zipfile.ZipFile(next((source / "dist").glob("*.whl"))) as wheel:
@@ -37,6 +37,7 @@ def test_the_wheel_holds_the_whole_tree(installed: Path) -> None:
     packed = installed / "megatron_wrap" / "configs"
     assert {path.relative_to(packed) for path in packed.rglob("*") if path.is_file()} == shipped
     modules = {path.relative_to(ROOT) for path in (ROOT / "megatron_wrap").rglob("*.py")}
+    modules |= {Path("megatron_wrap/examples/train.py")}  # which `megatron-wrap train` runs
     assert {path.relative_to(installed) for path in (installed / "megatron_wrap").rglob("*.py")} == modules
 
 
