@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,11 +55,10 @@ def mapped_parameters(
 
 def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for layer in getattr(chunk.decoder, "layers", ()):
-        bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)
-        if bias is not None:
-            # Megatron-Core wants it in fp32 and says so at each step only (router.py, _maintain_float32_expert_bias)
-            bias.data = bias.data.float()
-            yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", bias
+        router: Any = getattr(layer.mlp, "router", None)
+        if getattr(router, "expert_bias", None) is not None:
+            router._maintain_float32_expert_bias()  # Megatron-Core's own, which it calls only at each step
+            yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", router.expert_bias
 
 
 @torch.no_grad()

@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML of the run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
     parser.add_argument("--script", metavar="FILE", help="run this training script in place of examples/train.py")
-    parser.epilog = (
-        "environment: GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), "
-        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT"
+    parser.add_argument_group(
+        "environment",
+        "GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), NNODES, "
+        "NODE_RANK, MASTER_ADDR, MASTER_PORT",
     )
 
 

@@ -55,6 +55,6 @@ class EpochSampler:
             order = np.arange(self.num_samples, dtype=np.int64)
             if self.shuffle:
                 order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(order)
-            order.flags.writeable = False
+            order.setflags(write=False)
             self._cached = (epoch, order)  # the last one only: a run asks for one epoch for a long time
         return self._cached[1]

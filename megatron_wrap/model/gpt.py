@@ -9,7 +9,7 @@ import torch
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import ArchConfig, RunConfig
-from megatron_wrap.model.provider import ModelRequest
+from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer import parameter_dtype
 
 if TYPE_CHECKING:

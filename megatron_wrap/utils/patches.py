@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.platform.replacements import Replacements
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ class HostPatches:
         self.undo()
 
 
+class _Inside(threading.local):
+    """Whether this thread is within a sink of the logger."""
+
+    now = False
+
+
 class _PrintToLogger:
     """Stands in for builtin `print`: one record for each finished line, per thread."""
 
@@ -66,7 +73,7 @@ class _PrintToLogger:
         self.active = True
         self._stdout = sys.stdout
         self._unfinished: dict[int, str] = {}
-        self._inside = threading.local()
+        self._inside = _Inside()
 
     def __call__(
         self,
@@ -78,7 +85,7 @@ class _PrintToLogger:
     ) -> None:
         target = sys.stdout if file is None else file
         # A sink that prints must not come back here: loguru refuses to log from within a sink.
-        if not self.active or target is not self._stdout or getattr(self._inside, "now", False):
+        if not self.active or target is not self._stdout or self._inside.now:
             self.real_print(*values, sep=sep, end=end, file=file, flush=flush)
             return
         ending = "\n" if end is None else end
@@ -108,14 +115,14 @@ class _PrintToLogger:
 
 
 def _send_print_to_logger() -> Callable[[], None]:
-    real_print = builtins.print
-    stand_in = _PrintToLogger(real_print)
-    builtins.print = stand_in  # type: ignore[assignment]
+    stand_in = _PrintToLogger(builtins.print)
+    replacements = Replacements()
+    replacements.set(builtins, "print", stand_in)
 
     def undo() -> None:
         stand_in.finish()
         if vars(builtins)["print"] is stand_in:  # if someone wrapped it since, it now passes everything on
-            builtins.print = real_print
+            replacements.undo()
 
     return undo
 
