@@ -14,9 +14,11 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_wrap.engine.state import Progress, TrainingState
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.engine.state import Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.state import ParallelState
 
 CONTENT_METADATA: dict[str, Any] = {
     # the default of Megatron-Core, fully_sharded_model_space, cannot be saved any more (dist_checkpointing/mapping.py)
@@ -28,26 +30,27 @@ RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
 
-def model_entries(state: TrainingState, chunks: Sequence[Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Sharded state of each model chunk; `model`, or `model0`, `model1`, ... of an interleaved pipeline.
-
-    Args:
-        chunks: those of another model; default: the policy's.
-    """
-    metadata, chunks = _metadata(state), state.chunks if chunks is None else chunks
+def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, dict[str, Any]]:
+    """Sharded state of each model chunk; `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    metadata = _metadata(parallel)
     names = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
     return {
         name: bare_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
     }
 
 
-def optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is_loading: bool) -> Any:
-    """Sharded state of the optimizer over the `model_entries` of the same call. Collective."""
-    for part in optimizer_parts(state.optimizer):
+def optimizer_entry(
+    optimizer: Any, models: dict[str, dict[str, Any]], parallel: ParallelState, is_loading: bool, distributed: bool
+) -> Any:
+    """Sharded state of the optimizer over the `model_entries` of the same call. Collective.
+
+    Args:
+        distributed: the optimizer's state is sharded over replicas.
+    """
+    for part in optimizer_parts(optimizer):
         _allocate_state(part)
     # the state is allocated: a plain optimizer has nothing more to do for a load, and for SGD it would fail
-    distributed = optimizer_form(state)[0] == "distributed"
-    return state.optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(state))
+    return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
@@ -56,9 +59,8 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if getattr(part, "optimizer", None) is not None]
 
 
-def optimizer_form(state: TrainingState) -> tuple[str, str]:
-    """How this run's optimizer keeps its state: (distributed | half precision | fp32, adam | sgd)."""
-    config = state.config
+def optimizer_form(config: RunConfig) -> tuple[str, str]:
+    """How a run's optimizer keeps its state: (distributed | half precision | fp32, adam | sgd)."""
     if config.optimizer.use_distributed_optimizer:
         kind = "distributed"
     else:
@@ -88,28 +90,27 @@ def saved_progress(common: dict[str, Any]) -> Progress:
     return Progress(iteration=int(common.get("iteration", 0)), consumed_samples=int(samples))
 
 
-def layout_facts(state: TrainingState) -> dict[str, Any]:
-    """The layout as the manifest says it; random generators are restored only into the same one."""
-    parallel = state.parallel
+def layout_facts(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
+    """The layout as it stands in the manifest; random generators are restored only into the same one."""
     sizes = {name: getattr(parallel, name).size for name in ("tp", "pp", "cp", "dp", "ep")}
-    return {**sizes, "virtual": parallel.virtual_size, "platform": state.platform.name}
+    return {**sizes, "virtual": parallel.virtual_size, "platform": platform_name}
 
 
-def rng_entry(state: TrainingState, is_loading: bool) -> Any:
+def rng_entry(parallel: ParallelState, device: torch.device, is_loading: bool) -> Any:
     """The random generators of this rank as a sharded object, one for each place (pp, tp, dp x cp) of the layout."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    axes = (state.parallel.pp, state.parallel.tp, state.parallel.dp_cp)
+    axes = (parallel.pp, parallel.tp, parallel.dp_cp)
     return ShardedObject(
         RNG_KEY,
-        None if is_loading else random_states(state),
+        None if is_loading else random_states(device),
         tuple(axis.size for axis in axes),
         tuple(axis.rank for axis in axes),
         replica_id=0,
     )
 
 
-def random_states(state: TrainingState) -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
     """States of Python's, numpy's, torch's, the device's and Megatron-Core's generators, plain values and tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -118,12 +119,12 @@ def random_states(state: TrainingState) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state() if state.platform.device.type == "cuda" else None,
+        "device": torch.cuda.get_rng_state() if device.type == "cuda" else None,
         "tracker": dict(get_cuda_rng_tracker().get_states()),
     }
 
 
-def restore_random_states(state: TrainingState, saved: dict[str, Any]) -> None:
+def restore_random_states(device: torch.device, saved: dict[str, Any]) -> None:
     """Set what `random_states` gave, on the same kind of platform."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -132,7 +133,7 @@ def restore_random_states(state: TrainingState, saved: dict[str, Any]) -> None:
     name, keys, position, has_gauss, cached = saved["numpy"]
     numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(saved["torch"])
-    if state.platform.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.set_rng_state(saved["device"])
     get_cuda_rng_tracker().set_states(saved["tracker"])
 
@@ -151,8 +152,8 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
             raise CheckpointError(f"the checkpoint is of another model: {wrong[0]} is in only one of the two")
 
 
-def _metadata(state: TrainingState) -> dict[str, Any]:
-    return {**CONTENT_METADATA, "dp_cp_group": state.parallel.dp_cp.group}
+def _metadata(parallel: ParallelState) -> dict[str, Any]:
+    return {**CONTENT_METADATA, "dp_cp_group": parallel.dp_cp.group}
 
 
 def _allocate_state(part: Any) -> None:

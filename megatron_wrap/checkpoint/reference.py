@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, publish
 from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, read
-from megatron_wrap.engine.parameters import synchronize_parameters
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -24,24 +24,21 @@ FOLDER = "reference"
 
 
 def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None:
-    """Save the reference model beside the checkpoints of `folder`, unless this run has done so or came from there.
+    """Save the reference model beside the checkpoints of `folder`.
 
     Raises:
         CheckpointError: on every rank, when any could not write.
     """
     reference = _of(state)
-    if state.agreed.get("saved_reference") == str(folder):
-        return
     publish(
         state,
         CheckpointStore(Path(folder) / FOLDER),
         iteration=0,
         sharded_state=lambda: {
             **content.common_entries(Progress()),
-            **content.model_entries(state, reference.chunks),
+            **content.model_entries(reference.chunks, state.parallel),
         },
     )
-    state.agreed["saved_reference"] = str(folder)
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
@@ -61,20 +58,18 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     found = on_rank_0(lambda: next((str(path) for path in beside if CheckpointStore(path).present()), None))
     if found is None:
         return False
-    saved: SavedContent = on_rank_0(lambda: examine(state, found), failures=FAILURES)
-    request: dict[str, Any] = saved.readable(content.model_entries(state, reference.chunks))
+    saved: SavedContent = on_rank_0(lambda: examine(found, state.config, state.shape.vocab_size), failures=FAILURES)
+    request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
     check_tensors(saved, request)
     with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
         content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
-    state.agreed["saved_reference"] = str(folder)
     return True
 
 
-def copy_policy(state: TrainingState) -> None:
-    """Give the reference model the policy's present weights."""
-    synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
+def copy_policy(reference: ReferenceModel, policy: Sequence[Any]) -> None:
+    """Give the reference model the weights of the policy's model chunks, which are synchronized."""
     with torch.no_grad():
-        for target, source in zip(_of(state).chunks, state.chunks, strict=True):
+        for target, source in zip(reference.chunks, policy, strict=True):
             bare_model(target).load_state_dict(bare_model(source).state_dict())
 
 

@@ -12,9 +12,10 @@ import torch
 
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
-from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, missing_part, read_facts
+from megatron_wrap.checkpoint.schedule import load_schedule
+from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
-from megatron_wrap.config import load_resolved, write_resolved
+from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.engine.parameters import synchronize_parameters
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -41,8 +42,7 @@ class LoadReport:
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: int | None = None) -> Path:
     """Save everything that a resumed run needs as the checkpoint of the present iteration. Collective.
 
-    It becomes visible when it is whole, and not before; what was there stays valid until then. A second call without a
-    step in between writes nothing.
+    It becomes visible when it is whole, and not before; what was there stays valid until then.
 
     Args:
         folder: the run's checkpoint folder, on a file system that all ranks share.
@@ -56,16 +56,9 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     """
     iteration = state.progress.iteration
     store = CheckpointStore(folder)
-    final = store.folder_of(iteration)
-    saved_before = state.agreed.get("saved_checkpoint") == (str(final), iteration)
-    if saved_before and on_rank_0(lambda: missing_part(final) is None):
-        logger.debug_rank_0(f"checkpoint of iteration {iteration} is there already: {final}")
-        return final
-    state.agreed.pop("saved_checkpoint", None)
     publish(state, store, iteration, lambda: _whole_state(state))
     on_rank_0(lambda: store.prune(keep), f"{store.folder}: older checkpoints cannot be removed: {{}}")
-    state.agreed["saved_checkpoint"] = (str(final), iteration)
-    return final
+    return store.folder_of(iteration)
 
 
 def load_checkpoint(
@@ -90,27 +83,30 @@ def load_checkpoint(
         CheckpointError: on every rank: missing, not whole, of another form, of another model (naming the first
             parameter that differs), without an optimizer or with one of another form.
     """
-    saved: SavedContent = on_rank_0(lambda: examine(state, folder), failures=FAILURES)
+    saved: SavedContent = on_rank_0(lambda: examine(folder, state.config, state.shape.vocab_size), failures=FAILURES)
     with_optimizer = with_optimizer and not weights_only
-    other_layout = saved.layout is not None and saved.layout != content.layout_facts(state)
+    layout = content.layout_facts(state.parallel, state.platform.name)
+    other_layout = saved.layout is not None and saved.layout != layout
     skipped: list[str] = []
-    models = content.model_entries(state)
+    models = content.model_entries(state.chunks, state.parallel)
     request = saved.readable(models)
     if with_optimizer:
-        _check_optimizer(state, saved)
-        request["optimizer"] = content.optimizer_entry(state, models, is_loading=True)
+        form = content.optimizer_form(state.config)
+        _check_optimizer(saved, form)
+        request["optimizer"] = content.optimizer_entry(
+            state.optimizer, models, state.parallel, is_loading=True, distributed=form[0] == "distributed"
+        )
     with_rng = with_rng and not weights_only
     if with_rng and (other_layout or saved.layout is None or not saved.has_rng):
         reason = "saved on another layout" if other_layout else "none in the checkpoint"
         skipped.append(f"random generators, {reason}")
         with_rng = False
     if with_rng:
-        request["rng_state"] = content.rng_entry(state, is_loading=True)
+        request["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=True)
     check_tensors(saved, request)
     loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
-    state.agreed.pop("saved_checkpoint", None)
     parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
     return LoadReport(saved.iteration, tuple(name for name, yes in parts if yes), tuple(skipped), other_layout)
 
@@ -142,14 +138,16 @@ def publish(
 
 def _whole_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
-    train = state.config.train
-    models = content.model_entries(state)
+    train, optim = state.config.train, state.config.optimizer
+    models = content.model_entries(state.chunks, state.parallel)
     sharded_state: dict[str, Any] = {**content.common_entries(state.progress), **models}
     if not train.no_save_optim:
-        sharded_state["optimizer"] = content.optimizer_entry(state, models, is_loading=False)
+        sharded_state["optimizer"] = content.optimizer_entry(
+            state.optimizer, models, state.parallel, is_loading=False, distributed=optim.use_distributed_optimizer
+        )
         sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
     if not train.no_save_rng:
-        sharded_state["rng_state"] = content.rng_entry(state, is_loading=False)
+        sharded_state["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=False)
     return sharded_state
 
 
@@ -161,7 +159,7 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
         "megatron_core": versions.version(),
         "torch": torch.__version__,
         "vocab_size": state.shape.vocab_size,
-        "layout": content.layout_facts(state),
+        "layout": content.layout_facts(state.parallel, state.platform.name),
         "consumed_samples": state.progress.consumed_samples,
     }
     store.commit(iteration, facts)
@@ -196,8 +194,14 @@ class SavedContent:
         return key is None or "_extra_state" not in key or key in self.objects
 
 
-def examine(state: TrainingState, folder: str | os.PathLike[str]) -> SavedContent:
-    """Look at a checkpoint without reading its tensors; on rank 0."""
+def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) -> SavedContent:
+    """Look at a checkpoint without reading its tensors; on rank 0.
+
+    Args:
+        folder: a run's folder, or one checkpoint.
+        config: of this run, whose model must be that of the checkpoint.
+        vocab_size: entries of this run's vocabulary, without padding.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -208,13 +212,13 @@ def examine(state: TrainingState, folder: str | os.PathLike[str]) -> SavedConten
     if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
         logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or not whole; taking {path}")
     if (path / RESOLVED).is_file():
-        compare_models(load_resolved(path / RESOLVED), state.config)
+        compare_models(load_resolved(path / RESOLVED), config)
     facts = read_facts(path)
-    vocabulary = facts.get("vocab_size", state.shape.vocab_size)
-    if vocabulary != state.shape.vocab_size:
+    vocabulary = facts.get("vocab_size", vocab_size)
+    if vocabulary != vocab_size:
         raise CheckpointError(
             f"{path} is a checkpoint of another model: embedding.word_embeddings.weight has {vocabulary} entries there "
-            f"and {state.shape.vocab_size} here; take its tokenizer, or set megatron_lm.model.arch.vocab_size"
+            f"and {vocab_size} here; take its tokenizer, or set megatron_lm.model.arch.vocab_size"
         )
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
     common = dist_checkpointing.load_common_state_dict(str(path))
@@ -228,16 +232,16 @@ def examine(state: TrainingState, folder: str | os.PathLike[str]) -> SavedConten
     )
 
 
-def _check_optimizer(state: TrainingState, saved: SavedContent) -> None:
-    way_out = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
+def _check_optimizer(saved: SavedContent, wanted: tuple[str, str]) -> None:
+    hint = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
     if not saved.has_optimizer:
-        raise CheckpointError(f"{saved.path} holds no optimizer (no_save_optim); choose another checkpoint, {way_out}")
-    found, wanted = content.saved_optimizer_form(set(saved.shapes)), content.optimizer_form(state)
+        raise CheckpointError(f"{saved.path} holds no optimizer (no_save_optim); choose another checkpoint, {hint}")
+    found = content.saved_optimizer_form(set(saved.shapes))
     if found is not None and found != wanted:
         raise CheckpointError(
             f"{saved.path} holds the state of a {found[0]} {found[1]} optimizer, this run has a {wanted[0]} "
             f"{wanted[1]} one; take the precision, optimizer and use_distributed_optimizer that it was saved with, "
-            + way_out
+            + hint
         )
 
 
@@ -291,20 +295,9 @@ def _read_and_set(
         content.load_model(state.chunks, loaded)
         if with_optimizer:
             state.optimizer.load_state_dict(loaded["optimizer"])
-            _load_scheduler(state, loaded["opt_param_scheduler"])
+            load_schedule(state.scheduler, loaded["opt_param_scheduler"], state.config.train.global_batch_size)
         elif state.optimizer is not None:
             state.optimizer.reload_model_params()
         if with_rng:
-            content.restore_random_states(state, loaded["rng_state"])
+            content.restore_random_states(state.platform.device, loaded["rng_state"])
     return loaded
-
-
-def _load_scheduler(state: TrainingState, saved: dict[str, Any]) -> None:
-    try:
-        state.scheduler.load_state_dict(saved)
-    except AssertionError as error:  # the schedule's own check (optimizer_param_scheduler.py)
-        raise CheckpointError(
-            f"the learning-rate or weight-decay schedule differs from that of the checkpoint ({error}; its unit is the "
-            "sample); set megatron_lm.train.optimizer.override_opt_param_scheduler: true to take this run's, or "
-            "use_checkpoint_opt_param_scheduler: true to take the checkpoint's"
-        ) from error

@@ -3,7 +3,7 @@
 import ast
 import math
 
-from megatron_wrap.config.schema import ArchConfig, ParallelConfig, RunConfig
+from megatron_wrap.config.schema import ArchConfig, DataConfig, ParallelConfig, RunConfig
 
 
 def ffn_hidden_size(arch: ArchConfig) -> int:
@@ -157,3 +157,8 @@ def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_si
     """Micro-batches of one optimizer step on each replica, for the final global batch unless another is given."""
     samples = config.train.global_batch_size if global_batch_size is None else global_batch_size
     return samples // (config.train.micro_batch_size * data_parallel_size)
+
+
+def mock_samples(data: DataConfig) -> int | None:
+    """Samples of mock data; None where the data is not mock."""
+    return data.num_samples if data.data_key == "mock" else None

@@ -1,10 +1,10 @@
-"""`MegatronWrap`: the order of a run's life, and delegation. What a step does is in `megatron_wrap.engine.step`."""
+"""`MegatronWrap`: the lifecycle of a run, and delegation. What a step does is in `megatron_wrap.engine.step`."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,25 +15,24 @@ from megatron_wrap.config import RunConfig, derived, load_run_config
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.paths import output_dir
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
+from megatron_wrap.core.inference import InferenceVerbs
 from megatron_wrap.core.layout_view import LayoutView
+from megatron_wrap.core.records import RunRecords
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
-from megatron_wrap.utils.progress import ProgressBar, format_step
 from megatron_wrap.utils.session import LoggerSession
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from typing_extensions import Self
 
-    from megatron_wrap.engine.generate import Completion
-    from megatron_wrap.engine.state import StepReport, TrainingState
+    from megatron_wrap.checkpoint import RunCheckpoints
+    from megatron_wrap.engine.state import TrainingState
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(HuggingFaceVerbs, LayoutView):
+class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -56,16 +55,14 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._state: TrainingState | None = None
-        self._metric_loggers = MetricLoggers([])
-        self._progress_bar: ProgressBar | None = None
-        self._last_report: StepReport | None = None
-        self._recorded_iteration: int | None = None
+        self._checkpoints: RunCheckpoints | None = None
+        self._records = RunRecords(self.config, self.output_dir)
         self._resumed_from: int | None = None
         self._started_from_hugging_face = False
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
 
-    # ---- life ----
+    # ---- lifecycle ----
 
     def initialize(self) -> None:
         """Start the platform, torch.distributed, the model-parallel groups, seeds and logging. Collective.
@@ -118,7 +115,7 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
         self._set_up(training=True)
         if self._started_from_hugging_face and self.config.model_provider.verify_hf:
             self._refuse_unverified()
-        self._open_metric_loggers()
+        self._records.open(self.iteration, self._resumed_from)
 
     def setup_model(self) -> None:
         """Build the model alone, with the weights it would train from: to evaluate, look at or export it. Collective.
@@ -130,6 +127,7 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
 
     def _set_up(self, training: bool) -> None:
         parallel = self._initialized()
+        from megatron_wrap.checkpoint import RunCheckpoints, has_checkpoint
         from megatron_wrap.engine.build import build_training_state
 
         if self.config.data.tokenizer is not None:
@@ -137,7 +135,7 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
         # of a run that goes on, or begins from a checkpoint, the folder gives the architecture alone
-        from_hugging_face = self.config.model_provider.hf_path is not None and not self._has_checkpoint()
+        from_hugging_face = self.config.model_provider.hf_path is not None and not has_checkpoint(self.config)
         self._state = build_training_state(
             self.config,
             self.platform,
@@ -152,14 +150,13 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             logger.info_rank_0(f"weights of {self.config.model_provider.hf_path}")
             for text in weights_left_out(self.config):
                 logger.warning_rank_0(text)
-        self._restore(weights_only=not training)
+        self._checkpoints = RunCheckpoints(self._state)
+        self._resumed_from = self._checkpoints.restore(weights_only=not training)
 
     def close(self) -> None:
         """End loggers, process groups that this object made, and what `initialize` changed of the host program."""
-        if self._progress_bar is not None:
-            self._progress_bar.close()
-        self._metric_loggers.close()
-        self._state = None
+        self._records.close()
+        self._state = self._checkpoints = None
         if self._parallel is not None:
             from megatron_wrap.parallel.state import destroy_parallel_state
 
@@ -197,7 +194,8 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             The step's metrics, the same on every rank; see the README for their names and units.
 
         Raises:
-            TrainingError: the run has taken all `train_iters` steps, or a loss is not finite.
+            TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,
+                and nothing has changed.
             DataError: the batch has another size.
         """
         state = self._trainable()
@@ -208,13 +206,14 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             )
         from megatron_wrap.engine.step import train_step
 
-        self._last_report = train_step(state, batch)
+        report = train_step(state, batch)
+        self._records.took(report)
         interval = self.config.train.save_interval
         if interval and self.config.train.save and self.iteration % interval == 0:
             # metrics first: a run killed in between then repeats a step's line, which is dropped, and lacks none
-            self._record_last_metrics()
+            self._records.write_last()
             self.save()
-        return dict(self._last_report.metrics)
+        return dict(report.metrics)
 
     def batches(self, samples: Sequence[Any] | None = None) -> Iterator[list[Any]]:
         """The global batches that are left of the run, in an order that is a function of the seed.
@@ -228,123 +227,16 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
         from megatron_wrap.data.sources import training_samples
 
         self._ready()
-        samples = training_samples(self.config.data) if samples is None else samples
+        if samples is None:
+            samples = training_samples(self.config.data.train, derived.mock_samples(self.config.data))
         sampler = EpochSampler(len(samples), self.config.train.seed, self.config.data.shuffle)
         while self.iteration < self.train_iters:
             places = sampler.indices(self.consumed_samples, self.global_batch_size)
             yield [samples[place] for place in places]
 
-    def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
-        """The objective and the flow's metrics over whole named sets; nothing changes. Collective.
-
-        Args:
-            sets: name -> samples on every rank (or on global rank 0, with None on the others); default: the
-                evaluation sets of `megatron_wrap.data`. Of each, `eval_iters` global batches at most.
-
-        Returns:
-            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged, and so is what the model now says to each
-            of `megatron_lm.train.common.sample_prompts`.
-        """
-        from megatron_wrap.data.sources import validation_sets
-        from megatron_wrap.engine.forward import evaluate
-
-        state = self._ready()
-        chosen: Mapping[str, Sequence[Any] | None] = validation_sets(self.config.data) if sets is None else sets
-        metrics: dict[str, float] = {}
-        for name, samples in chosen.items():
-            limit = self.config.train.eval_iters
-            if limit and samples is not None:
-                samples = samples[: limit * self.config.train.global_batch_size]
-            for key, value in evaluate(state, name, samples).items():
-                metrics[f"eval/{name}/{key}"] = value
-        if metrics:
-            self._metric_loggers.log(self.iteration, metrics)
-            logger.info_rank_0(format_step({"iteration": self.iteration, **metrics}, self.train_iters))
-        self._log_sample_text()
-        return metrics
-
-    @property
-    def evaluation_due(self) -> bool:
-        """Whether `eval_interval` asks for an evaluation now: before the first step and after each interval."""
-        interval = self.config.train.eval_interval
-        return bool(interval) and self.iteration % int(interval or 1) == 0
-
-    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
-        """What the flow's `calculate_outputs` gives for each sample, without a graph. Collective.
-
-        Returns:
-            For each sample, in order, a dictionary of CPU tensors; the same on every rank.
-        """
-        from megatron_wrap.engine.forward import forward
-
-        return forward(self._ready(), samples)
-
-    def generate(
-        self,
-        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]] | None,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str | int] = (),
-        batch_size: int = 8,
-    ) -> list[Completion]:
-        """Complete prompts with the weights as they are, on every layout. Collective.
-
-        Args:
-            prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
-                on global rank 0 alone with None on the others.
-            max_new_tokens: most tokens of a completion.
-            temperature: 0 takes the most probable token, as transformers does with do_sample=False; else logits are
-                divided by it and a token is drawn.
-            top_p, top_k: restrict what is drawn, as in transformers; None does not.
-            seed: of the drawing; None: `megatron_lm.train.common.seed`. The same seed gives the same completions on
-                every layout and in every batch, so a rollout loop gives another one at each call.
-            stop: texts and token ids that end a completion, beside the model's end tokens.
-            batch_size: prompts that a replica completes at a time; its cache holds that many whole sequences.
-
-        Returns:
-            For each prompt, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason": "stop" or
-            "length"}: what follows the prompt. The text ends before a stop text and is None without a tokenizer.
-
-        Raises:
-            DataError: a prompt or an argument is wrong.
-        """
-        from megatron_wrap.engine.generate import generate
-        from megatron_wrap.engine.sampling import SamplingRule
-
-        rule = SamplingRule(temperature, top_k, top_p)
-        seed = self.config.train.seed if seed is None else seed
-        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size)
-
-    def _log_sample_text(self) -> None:
-        prompts = self.config.train.sample_prompts
-        if not prompts:
-            return
-        from megatron_wrap.engine.generate import sample_texts
-
-        for prompt, text in sample_texts(self._ready(), self.tokenizer, prompts):
-            logger.info_rank_0(f"iteration {self.iteration}, sample of {prompt!r}: {text!r}")
-
     def log_last_metrics(self) -> None:
         """Hand the last step to the metric loggers, and write its line each `log_interval` iterations."""
-        if self._last_report is None:
-            raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
-        report = self._last_report
-        if self._progress_bar is not None:
-            self._progress_bar.update(report.iteration, report.metrics)
-        self._record_last_metrics()
-
-    def _record_last_metrics(self) -> None:
-        """Write the last step once: to the metric loggers, and to the console where `log_interval` asks for it."""
-        report = self._last_report
-        if report is None or report.iteration == self._recorded_iteration:
-            return
-        self._recorded_iteration = report.iteration
-        self._metric_loggers.log(report.iteration, report.metrics)
-        if report.iteration % self.config.train.log_interval == 0 or report.iteration == self.train_iters:
-            logger.info_rank_0(format_step(report.metrics, self.train_iters))
+        self._records.log_last()
 
     # ---- checkpoints ----
 
@@ -354,14 +246,10 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
         Returns:
             The checkpoint's folder. Saving one iteration twice changes nothing.
         """
-        from megatron_wrap.checkpoint import save_checkpoint, save_reference
-
         state = self._trainable()
         if self.config.train.save is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
-        if state.reference is not None:
-            save_reference(state, self.config.train.save)
-        folder = save_checkpoint(state, self.config.train.save, keep=self.config.checkpoint.keep)
+        folder = self._run_checkpoints().save(self.config.train.save)
         logger.info_rank_0(
             f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
         )
@@ -386,57 +274,7 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
         folder = folder or self.config.train.save or self.config.train.load
         if folder is None:
             raise CheckpointError("wrap.load: give a folder, or set megatron_lm.train.common.load")
-        self._load(folder, weights_only)
-
-    def _load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
-        """`load`; whether a reference model was loaded."""
-        from megatron_wrap.checkpoint import load_checkpoint, load_reference
-
-        state, train = self._ready(), self.config.train
-        report = load_checkpoint(
-            state,
-            folder,
-            weights_only=weights_only,
-            with_optimizer=not train.no_load_optim,
-            with_rng=not train.no_load_rng,
-        )
-        with_reference = state.reference is not None and not weights_only and load_reference(state, folder)
-        parts = [*report.loaded, *(["reference model"] if with_reference else [])]
-        skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
-        layout = " saved on another layout" if report.other_layout else ""
-        logger.info_rank_0(f"loaded {', '.join(parts)} of {folder}{layout}{skipped}")
-        return with_reference
-
-    def _has_checkpoint(self) -> bool:
-        from megatron_wrap.checkpoint import find_checkpoint
-
-        folders = (self.config.train.save, self.config.train.load)
-        return any(find_checkpoint(folder) is not None for folder in folders if folder is not None)
-
-    def _restore(self, weights_only: bool = False) -> None:
-        from megatron_wrap.checkpoint import copy_policy, find_checkpoint
-
-        train, with_reference = self.config.train, False
-        found = find_checkpoint(train.save) if train.save is not None else None
-        if found is not None and train.save is not None:
-            if self.config.checkpoint.resume == "never":
-                raise CheckpointError(
-                    f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
-                    "folder, or resume: auto"
-                )
-            with_reference = self._load(train.save, weights_only=weights_only)
-            self._resumed_from = self.iteration
-            logger.info_rank_0(f"resuming from iteration {self.iteration} of {train.save}")
-        elif train.load is not None:
-            with_reference = self._load(train.load, weights_only=train.finetune or weights_only)
-        if self._ready().reference is not None and not with_reference:
-            if self._resumed_from is not None:
-                raise CheckpointError(
-                    f"{train.save} holds no reference model to resume with: it was saved without "
-                    "megatron_wrap.models.reference; set that to null, or start a new save folder from these weights "
-                    "with train.common.load and finetune: true"
-                )
-            copy_policy(self._ready())
+        self._run_checkpoints().load(folder, weights_only)
 
     # ---- what it knows ----
 
@@ -488,6 +326,11 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
         return state
 
+    def _run_checkpoints(self) -> RunCheckpoints:
+        if self._checkpoints is None:
+            raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
+        return self._checkpoints
+
     def _describe_model(self) -> None:
         state = self._ready()
         local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
@@ -496,22 +339,6 @@ class MegatronWrap(HuggingFaceVerbs, LayoutView):
             for chunk in state.chunks:
                 for line in _weight_lines(chunk):
                     logger.info_all_ranks(line)
-
-    def _open_metric_loggers(self) -> None:
-        settings = self.config.logger
-        selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
-        if settings.enable_tensorboard:
-            selected["tensorboard"] = None
-        if settings.enable_wandb:
-            selected["wandb"] = {
-                "project": settings.wandb_project or "megatron-wrap",
-                "name": settings.wandb_name or self.config.name,
-            }
-        selected |= dict.fromkeys(settings.metric_loggers)
-        context = MetricLoggerContext(self.output_dir, self.config.resolved, self._resumed_from)
-        self._metric_loggers = build_metric_loggers(selected, context)
-        if settings.progress_bar:
-            self._progress_bar = ProgressBar(self.train_iters, self.iteration)
 
 
 def _weight_lines(chunk: Any) -> Iterable[str]:

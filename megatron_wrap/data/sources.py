@@ -1,11 +1,10 @@
-"""The samples that the configuration names: the training set and the evaluation sets."""
+"""The samples of a run: the training set and the evaluation sets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.config.schema import DataConfig
 from megatron_wrap.data.jsonl import JsonLines
 from megatron_wrap.errors import DataError
 
@@ -24,29 +23,33 @@ class NumberedSamples(Sequence[dict[str, int]]):
         return [{"index": place} for place in places] if isinstance(places, range) else {"index": places}
 
 
-def training_samples(data: DataConfig) -> Sequence[Any]:
-    """The training set of `megatron_wrap.data`.
+def training_samples(file: str | None, mock_samples: int | None = None) -> Sequence[Any]:
+    """The training set.
+
+    Args:
+        file: JSON lines.
+        mock_samples: this many numbered samples instead.
 
     Raises:
-        DataError: the configuration names none.
+        DataError: neither is given.
     """
-    if data.data_key == "mock":
-        return NumberedSamples(data.num_samples)
-    if data.train is None:
+    if mock_samples is not None:
+        return NumberedSamples(mock_samples)
+    if file is None:
         raise DataError(
             "no training data: give wrap.batches(samples), or select megatron_wrap.data jsonl and set its key train"
         )
-    return JsonLines(data.train)
+    return JsonLines(file)
 
 
-def first_training_samples(data: DataConfig, count: int) -> list[Any]:
-    """The head of the training set, `count` samples at most; empty where the configuration names none. Does not read
-    the rest of the file."""
-    if data.data_key == "mock":
-        return list(NumberedSamples(data.num_samples)[:count])
-    return [] if data.train is None else JsonLines(data.train).head(count)
+def first_training_samples(file: str | None, mock_samples: int | None, count: int) -> list[Any]:
+    """The head of the training set, `count` samples at most; empty where there is none. Does not read the rest of the
+    file."""
+    if mock_samples is not None:
+        return list(NumberedSamples(mock_samples)[:count])
+    return [] if file is None else JsonLines(file).head(count)
 
 
-def validation_sets(data: DataConfig) -> dict[str, Sequence[Any]]:
-    """Name -> evaluation set of `megatron_wrap.data`; empty where it names none."""
-    return {name: JsonLines(path) for name, path in data.validation.items()}
+def validation_sets(files: Mapping[str, str]) -> dict[str, Sequence[Any]]:
+    """Name -> evaluation set, from a JSON lines file for each name."""
+    return {name: JsonLines(file) for name, file in files.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -16,7 +16,11 @@ from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.micro_batch import try_flow
+from megatron_wrap.engine.optimizer import build_optimizer, build_scheduler
+from megatron_wrap.engine.reduce import MetricReduction
 from megatron_wrap.engine.reference import ReferenceModel
+from megatron_wrap.engine.samples import SampleSharing
+from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
@@ -24,11 +28,14 @@ from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
-from megatron_wrap.model.transformer import parameter_dtype, transformer_config, use_transformer_engine
+from megatron_wrap.model.transformer import transformer_config, use_transformer_engine
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
 from megatron_wrap.platform.versions import accepts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 def build_training_state(
@@ -53,7 +60,10 @@ def build_training_state(
     vocab_size = resolve_vocab_size(config, tokenizer)
     flow = build_flow(config, parallel, tokenizer, vocab_size)
     if training:
-        try_flow(flow, first_training_samples(config.data, 2 * config.train.micro_batch_size), config.train.seed)
+        head = first_training_samples(
+            config.data.train, derived.mock_samples(config.data), count=2 * config.train.micro_batch_size
+        )
+        try_flow(flow, head, config.train.seed)
     model_config = transformer_config(config, parallel, platform)
     hugging_face = weight_source(config) if new_weights and from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights, hugging_face)
@@ -68,8 +78,17 @@ def build_training_state(
         transformer_config=model_config,
         chunks=chunks,
         optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer) if training else None,
+        scheduler=None if optimizer is None else build_scheduler(config, optimizer),
         shape=model_shape(config, vocab_size),
+        schedule=Schedule(
+            parallel=parallel,
+            device=platform.device,
+            sequence_parallel=model_config.sequence_parallel,
+            half_precision=config.dtype.bf16 or config.dtype.fp16,
+            has_experts=config.arch.num_experts is not None,
+        ),
+        sharing=SampleSharing(parallel.world),
+        reduction=MetricReduction(flow, parallel, platform.device),
         reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
 
@@ -130,7 +149,7 @@ def build_chunks(
     config: RunConfig,
     platform: Platform,
     parallel: ParallelState,
-    model_config: Any,
+    model_config: TransformerConfig,
     vocab_size: int,
     new_weights: bool,
     hugging_face: tuple[Family, WeightSource] | None = None,
@@ -194,7 +213,9 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def wrap_chunks(
+    config: RunConfig, model_config: TransformerConfig, chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
     """Chunks in Megatron-Core's DistributedDataParallel, and the hooks that its schedules call."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -208,8 +229,9 @@ def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Modu
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,
         "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
-        # fp16 meets inf on purpose, while its loss scale falls
-        "check_for_nan_in_grad": config.train.check_for_nan_in_loss_and_grad and not config.dtype.fp16,
+        # its check raises on one rank alone, in the middle of the backward pass, and waits for each bucket; ours looks
+        # at the norm of the whole gradient (checked_optimizer.py)
+        "check_for_nan_in_grad": False,
         "bucket_size": ddp.ddp_bucket_size,
         **ddp.upstream,
     }
@@ -227,80 +249,6 @@ def wrap_chunks(config: RunConfig, model_config: Any, chunks: list[torch.nn.Modu
         if not one and getattr(ddp_config, "align_param_gather", False):
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     return wrapped
-
-
-def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> Any:
-    """Megatron-Core's optimizer over all chunks; it scales the loss of half-precision runs."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    optim, dtype = config.optimizer, config.dtype
-    settings: dict[str, Any] = {
-        "optimizer": optim.optimizer,
-        "lr": config.learning_rate.lr,
-        "min_lr": config.learning_rate.min_lr,
-        "weight_decay": optim.weight_decay,
-        "clip_grad": optim.clip_grad,
-        "adam_beta1": optim.adam_beta1,
-        "adam_beta2": optim.adam_beta2,
-        "adam_eps": optim.adam_eps,
-        "sgd_momentum": optim.sgd_momentum,
-        "use_distributed_optimizer": optim.use_distributed_optimizer,
-        "overlap_param_gather": config.ddp.overlap_param_gather,
-        "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
-        "params_dtype": parameter_dtype(config),
-        "bf16": dtype.bf16,
-        "fp16": dtype.fp16,
-        "loss_scale": dtype.loss_scale,
-        "initial_loss_scale": dtype.initial_loss_scale,
-        "min_loss_scale": dtype.min_loss_scale,
-        "loss_scale_window": dtype.loss_scale_window,
-        "hysteresis": dtype.hysteresis,
-        **optim.upstream,
-    }
-    optimizer = get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks)
-    model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
-    return optimizer
-
-
-def build_scheduler(config: RunConfig, optimizer: Any) -> Any:
-    """Megatron-Core's schedule of learning rate and weight decay; its unit is the sample, as in Megatron-LM."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    rate, optim = config.learning_rate, config.optimizer
-    weight_decay, decay_iters = optim.weight_decay, derived.lr_decay_iters(config)
-    decay_steps = samples_of_iterations(config, decay_iters)
-    wsd_steps = None
-    if rate.lr_wsd_decay_iters is not None:
-        wsd_steps = decay_steps - samples_of_iterations(config, decay_iters - rate.lr_wsd_decay_iters)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=rate.lr_warmup_init,
-        max_lr=rate.lr,
-        min_lr=rate.min_lr,
-        lr_warmup_steps=samples_of_iterations(config, derived.lr_warmup_iters(config)),
-        lr_decay_steps=decay_steps,
-        lr_decay_style=rate.lr_decay_style,
-        start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
-        end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
-        wd_incr_steps=samples_of_iterations(config, config.train.train_iters),
-        wd_incr_style=optim.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=optim.override_opt_param_scheduler,
-        wsd_decay_steps=wsd_steps,
-        lr_wsd_decay_style=rate.lr_wsd_decay_style,
-    )
-
-
-def samples_of_iterations(config: RunConfig, iterations: float) -> float:
-    """Samples that the first `iterations` steps of the run take, fewer while the global batch ramps up."""
-    final, samples = config.train.global_batch_size, 0
-    left = iterations
-    while left >= 1:
-        size = derived.global_batch_size_at(config, samples)
-        if size == final:
-            break
-        samples, left = samples + size, left - 1
-    return samples + left * derived.global_batch_size_at(config, samples)
 
 
 def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:

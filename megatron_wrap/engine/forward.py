@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.loss import LossLaw
-from megatron_wrap.engine.micro_batch import MicroBatch
-from megatron_wrap.engine.reduce import reduce_metrics
-from megatron_wrap.engine.reference import add_reference_outputs
-from megatron_wrap.engine.samples import shared_batch
-from megatron_wrap.engine.schedule import localize_all, run_schedule
+from megatron_wrap.engine.loss import NormalizedLoss
+from megatron_wrap.engine.micro_batch import MicroBatch, collate_share
+from megatron_wrap.engine.reference import with_reference_outputs
+from megatron_wrap.engine.schedule import LossFunction
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.engine.step import collate_share
 from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
+from megatron_wrap.parallel.state import ParallelState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> dict[str, float]:
@@ -35,17 +37,19 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     Returns:
         {"loss": ..., further metrics of the flow}, the same on every rank.
     """
-    samples = shared_batch(samples, state.parallel, state.agreed, f"evaluate({name})")
+    samples = state.sharing.share(samples, f"evaluate({name})")
     if not len(samples):
         raise DataError(f"wrap.evaluate: the set {name!r} is empty")
-    sums = MetricSums(state.platform.device)
+    sums, parallel, train = MetricSums(state.platform.device), state.parallel, state.config.train
     with evaluation_mode(state):
-        for start, batch in _batches(samples, state.config.train.global_batch_size):
-            micro_batches = collate_share(state, batch, first_sample=start)
+        for start, batch in _batches(samples, train.global_batch_size):
+            micro_batches = collate_share(state.flow, batch, start, train.seed, parallel.dp)
             step_weights = dict.fromkeys(micro_batches[0].weights, 1.0)
-            law = LossLaw(state.flow, state.parallel, step_weights, len(micro_batches), sums)
-            _forward(state, micro_batches, law, with_reference=True)
-    reduced = reduce_metrics(state, sums, f"evaluate({name})")
+            loss = NormalizedLoss(
+                state.flow, parallel.cp.size, parallel.dp.size, step_weights, len(micro_batches), sums
+            )
+            _forward(state, micro_batches, loss, with_reference=True)
+    reduced = state.reduction.reduce(sums, f"evaluate({name})")
     return {"loss": reduced.loss, **reduced.flow_metrics}
 
 
@@ -56,16 +60,15 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
         One dictionary of CPU tensors for each sample, in order, on every rank: the row of each output; where it has a
         sequence dimension and a sample is one sequence, cut to that sequence's own length.
     """
-    samples = shared_batch(samples, state.parallel, state.agreed, "forward")
+    samples = state.sharing.share(samples, "forward")
+    parallel, train = state.parallel, state.config.train
     results: list[dict[str, Tensor]] = []
     with evaluation_mode(state):
-        for start, batch in _batches(samples, state.config.train.global_batch_size):
-            stored = _forward(state, collate_share(state, batch, first_sample=start), partial(_outputs, state))
-            mine = [row for rows in stored for row in rows] if state.parallel.counts_once else []
-            # every context-parallel rank of a replica has the merged rows; one of them speaks
-            gathered = gather_objects([mine if state.parallel.cp.rank == 0 else [], state.parallel.dp.rank])
-            by_replica = {dp_rank: rows for rows, dp_rank in gathered if rows}
-            results += _in_order(by_replica, len(batch), state.flow.micro_batch_size, state.parallel.dp.size)
+        for start, batch in _batches(samples, train.global_batch_size):
+            micro_batches = collate_share(state.flow, batch, start, train.seed, parallel.dp)
+            stored = _forward(state, micro_batches, partial(_outputs, state.flow, parallel.cp.group))
+            rows = [row for of_micro_batch in stored for row in of_micro_batch]
+            results += in_order(rows, len(batch), state.flow.micro_batch_size, parallel)
     return results
 
 
@@ -75,7 +78,7 @@ def _batches(samples: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[
 
 
 def _forward(
-    state: TrainingState, micro_batches: list[MicroBatch], loss_function: Any, with_reference: bool = False
+    state: TrainingState, micro_batches: list[MicroBatch], loss_function: LossFunction, with_reference: bool = False
 ) -> list[Any]:
     """The schedule over micro-batches that may have fewer samples at the end; a pipeline wants equal ones, and an
     interleaved one whole groups of them (schedules.py, forward_backward_pipelining_with_interleaving)."""
@@ -85,10 +88,10 @@ def _forward(
     for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_samples):
         equal = list(same_size)
         equal += [replace(equal[-1], counted=False)] * (-len(equal) % group_size)
-        local = localize_all(state, equal)
-        if with_reference:
-            local = add_reference_outputs(state, local)
-        stored += run_schedule(state.chunks, state, local, loss_function, forward_only=True)
+        local = state.schedule.localize(equal, state.extra_padding)
+        if with_reference and state.reference is not None:
+            local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
+        stored += state.schedule.run(state.chunks, local, loss_function, forward_only=True)
     return stored
 
 
@@ -111,23 +114,23 @@ def evaluation_mode(state: TrainingState) -> Iterator[None]:
 
 
 def _outputs(
-    state: TrainingState, micro_batch: MicroBatch, output: Tensor
+    flow: MegatronWrapTrainingFlowBase, cp_group: ProcessGroup, micro_batch: MicroBatch, output: Tensor
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
     """The flow's outputs of one micro-batch as rows on the CPU, whole over context-parallel ranks."""
     one_token = torch.ones((), dtype=torch.int)
     nothing = output.new_zeros(())
     if not micro_batch.counted:
         return nothing, one_token, []
-    seqdims = state.flow.get_fields_and_seqdims()
+    seqdims = micro_batch.seqdims
     columns: dict[str, Tensor] = {}
-    for name, tensor in state.flow.calculate_outputs(micro_batch.loss_inputs, output).items():
+    for name, tensor in flow.calculate_outputs(micro_batch.loss_inputs, output).items():
         if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
             raise FlowError(
-                f"{type(state.flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; give one "
+                f"{type(flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; give one "
                 f"row for each of the {micro_batch.num_samples} samples of the micro-batch"
             )
         if name in seqdims:
-            tensor = context.merge(gather_tensors(tensor.detach(), state.parallel.cp.group), seqdims[name])
+            tensor = context.merge(gather_tensors(tensor.detach(), cp_group), seqdims[name])
         columns[name] = tensor.detach().cpu()
     lengths = micro_batch.lengths.tolist()
     if len(lengths) != micro_batch.num_samples:
@@ -142,9 +145,14 @@ def _outputs(
     return nothing, one_token, rows
 
 
-def _in_order(
-    by_replica: Mapping[int, list[dict[str, Tensor]]], count: int, micro_batch_size: int, dp_size: int
-) -> list[dict[str, Tensor]]:
-    """Undo the cut of `micro_batch_samples`."""
-    rows = {replica: iter(of_replica) for replica, of_replica in by_replica.items()}
-    return [next(rows[(place // micro_batch_size) % dp_size]) for place in range(count)]
+def in_order(rows: list[Any], count: int, micro_batch_size: int, parallel: ParallelState) -> list[Any]:
+    """One row for each of `count` samples, in their order, on every rank: undoes the cut of `micro_batch_samples`.
+    Collective over the world.
+
+    Args:
+        rows: of this replica's samples, whole; those of a replica's last stage and tensor-parallel rank 0 are taken.
+    """
+    # every context-parallel rank of a replica has the merged rows; one of them gives them
+    mine = rows if parallel.counts_once and parallel.cp.rank == 0 else []
+    by_replica = {dp_rank: iter(found) for found, dp_rank in gather_objects([mine, parallel.dp.rank]) if found}
+    return [next(by_replica[(place // micro_batch_size) % parallel.dp.size]) for place in range(count)]

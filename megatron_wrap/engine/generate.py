@@ -15,7 +15,6 @@ from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.data.prompts import prompt_token_ids
 from megatron_wrap.engine.cached_model import cached_model
 from megatron_wrap.engine.forward import evaluation_mode
-from megatron_wrap.engine.samples import shared_batch
 from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import DataError
@@ -106,7 +105,7 @@ def generate(
         DataError: a prompt or an argument is wrong.
     """
     _check(max_new_tokens, seed, batch_size)
-    prompts = shared_batch(prompts, state.parallel, state.agreed, caller)
+    prompts = state.sharing.share(prompts, caller)
     if isinstance(prompts, str):
         raise DataError("wrap.generate: prompts is one text; give a list of prompts")
     ends = StopRule(max_new_tokens, *_stops(state, tokenizer, stop), tokenizer)

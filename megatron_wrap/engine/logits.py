@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.forward import forward
+from megatron_wrap.engine.forward import evaluation_mode, in_order
+from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase
+from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
-from megatron_wrap.parallel.state import Axis
 
 
 def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -22,46 +20,36 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
 
     Nothing of the state changes. The memory of a whole sequence's logits is needed on every rank.
     """
-    longest = max(map(len, sequences))
-    flow = _LogitsFlow(state.flow, state.parallel.tp, state.shape.vocab_size, longest)
-    samples = [{"input_ids": list(map(int, sequence))} for sequence in sequences]
-    train = replace(state.config.train, global_batch_size=state.parallel.dp.size)
-    looking = replace(state, flow=flow, agreed={}, config=replace(state.config, train=train))
-    return [row["logits"] for row in forward(looking, samples)]
+    parallel, vocab_size, schedule = state.parallel, state.shape.vocab_size, state.schedule
+    one_token = torch.ones((), dtype=torch.int)
+
+    def whole(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Joined over the vocabulary and the sequence, without padding; [S, V] on the CPU."""
+        if not micro_batch.counted:
+            return output.new_zeros(()), one_token, None
+        logits = torch.cat(gather_tensors(output.detach(), parallel.tp.group), dim=-1)[..., :vocab_size].contiguous()
+        merged = context.merge(gather_tensors(logits, parallel.cp.group), 1)
+        return output.new_zeros(()), one_token, merged[0, : micro_batch.width].cpu()
+
+    interleaved = len(state.chunks) > 1
+    group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
+    rows: list[Tensor] = []
+    with evaluation_mode(state):
+        # one sequence of each replica at a time; a replica without one repeats another's, and an interleaved pipeline
+        # takes whole groups of micro-batches (schedules.py, forward_backward_pipelining_with_interleaving)
+        for first in range(0, len(sequences), parallel.dp.size):
+            place = first + parallel.dp.rank
+            mine = _micro_batch(sequences[place if place < len(sequences) else first])
+            counted = [replace(mine, counted=place < len(sequences))]
+            local = schedule.localize(counted + [replace(mine, counted=False)] * (group_size - 1))
+            rows += [row for row in schedule.run(state.chunks, local, whole, forward_only=True) if row is not None]
+    return in_order(rows, len(sequences), 1, parallel)
 
 
-class _LogitsFlow(MegatronWrapTrainingFlowBase):
-    """One sequence a micro-batch; its output is the logits, joined over the vocabulary."""
-
-    def __init__(self, other: MegatronWrapTrainingFlowBase, tp: Axis, vocab_size: int, seq_length: int) -> None:
-        given = other.context
-        super().__init__(
-            FlowOptions("logits", {}),
-            FlowContext(
-                micro_batch_size=1,
-                seq_length=seq_length,
-                vocab_size=vocab_size,
-                cp_size=given.cp_size,
-                sum_on_cp_group=given.sum_on_cp_group,
-                average_across_dp_ranks=given.average_across_dp_ranks,
-                tokenizer=None,
-            ),
-        )
-        self._tp = tp
-
-    def get_fields_and_seqdims(self) -> dict[str, int]:
-        return {**super().get_fields_and_seqdims(), "logits": 1}
-
-    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        [sample] = itertools.islice(iterator, 1)
-        ids = torch.tensor([sample["input_ids"]])
-        positions = torch.arange(ids.shape[1])[None]
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
-        return inputs, {"loss_mask": torch.ones(ids.shape)}
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        raise AssertionError("logits are looked at, not trained on")
-
-    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        whole = torch.cat(gather_tensors(model_forward_output.detach(), self._tp.group), dim=-1)
-        return {"logits": whole[..., : self.vocab_size]}
+def _micro_batch(ids: Sequence[int]) -> MicroBatch:
+    """One sequence by itself, without a loss."""
+    tokens = torch.tensor([list(map(int, ids))])
+    width = tokens.shape[1]
+    inputs = {"input_ids": tokens, "position_ids": torch.arange(width)[None], "attention_mask": None}
+    seqdims = dict.fromkeys(("input_ids", "position_ids"), 1)
+    return MicroBatch(inputs, {}, {}, 1, torch.tensor([width]), width, seqdims=seqdims)

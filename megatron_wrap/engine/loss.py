@@ -1,10 +1,13 @@
-"""The law of the loss, as Megatron-Core's schedule takes it.
+"""Loss normalization, in the form that Megatron-Core's schedule takes.
 
-Megatron-Core divides a three-value loss by its tokens and by the number of micro-batches
-(`forward_step_calc_loss`, megatron/core/pipeline_parallel/schedules.py), and DistributedDataParallel averages gradients
-over data- and context-parallel ranks. The weights W of the step are known before the forward pass, so each micro-batch
-gives `loss_sum * num_microbatches * dp * cp / W` with one token, which leaves exactly loss_sum / W. Megatron-Core's
-per-token switch stays off: with it the versions scale auxiliary losses differently.
+    objective = sum over terms k of coefficient_k * (sum of loss_sum_k) / (sum of weight_k)
+
+with both sums over all micro-batches and ranks of the step. Megatron-Core divides a three-value loss by its tokens and
+by the number of micro-batches (`forward_step_calc_loss`, megatron/core/pipeline_parallel/schedules.py), and
+DistributedDataParallel averages gradients over data- and context-parallel ranks. The weights W of the step are known
+before the forward pass, so each micro-batch gives `loss_sum * num_microbatches * dp * cp / W` with one token, which
+leaves exactly loss_sum / W. Megatron-Core's per-token switch stays off: with it the versions scale auxiliary losses
+differently.
 """
 
 from __future__ import annotations
@@ -16,33 +19,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.micro_batch import DEFAULT_TERM, MicroBatch
+from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import LossOutput, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.collated import DEFAULT_TERM
 from megatron_wrap.metrics.metric import MetricSums
-from megatron_wrap.parallel.state import ParallelState
 
 OBJECTIVE = "objective/"
 """Prefix of the objective's terms among the metrics: pairs of loss_sum and weight."""
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Term:
     """One term of one micro-batch on this rank."""
 
     loss_sum: Tensor
     weight: float
-    """Weight of the micro-batch, on the whole of it."""
+    """Weight of the whole micro-batch."""
     step_weight: float
     """Weight of the whole step, all ranks."""
 
 
 @dataclass(frozen=True)
-class LossLaw:
-    """Turns a flow's losses into what the schedule differentiates, and adds up what is to be reported."""
+class NormalizedLoss:
+    """The loss function of one step: what the schedule differentiates for each micro-batch; metrics go to `sums`."""
 
     flow: MegatronWrapTrainingFlowBase
-    parallel: ParallelState
+    cp_size: int
+    dp_size: int
+    """Data-parallel size, without CP."""
     step_weights: Mapping[str, float]
     """Weight of each term over the whole step, all ranks."""
     num_microbatches: int
@@ -55,50 +60,51 @@ class LossLaw:
         if not micro_batch.counted:
             return _empty(output), one_token, {}
         returned = self.flow.calculate_loss(micro_batch.loss_inputs, output)
-        shares, metrics = self._shares(returned, micro_batch)
+        terms, metrics = self._terms(returned, micro_batch)
         coefficients = self.flow.get_loss_coefficients()
         total: Tensor | None = None
-        for term, share in shares.items():
-            loss_sum = share.loss_sum
-            self.sums.add({OBJECTIVE + term: (loss_sum, share.weight / self.parallel.cp.size)}, weight=0.0)
-            if torch.is_grad_enabled() and not loss_sum.requires_grad:
-                self._refuse_detached(loss_sum, term)
-            elif share.step_weight:
-                factor = self.num_microbatches * self.parallel.dp_cp.size / share.step_weight
-                scaled = loss_sum * (factor * coefficients.get(term, 1.0))
+        for name, term in terms.items():
+            self.sums.add({OBJECTIVE + name: (term.loss_sum, term.weight / self.cp_size)}, weight=0.0)
+            if torch.is_grad_enabled() and not term.loss_sum.requires_grad:
+                self._refuse_detached(term.loss_sum, name)
+            elif term.step_weight:
+                factor = self.num_microbatches * self.dp_size * self.cp_size / term.step_weight
+                scaled = term.loss_sum * (factor * coefficients.get(name, 1.0))
                 total = scaled if total is None else total + scaled
-        self.sums.add(metrics, weight=next(iter(shares.values())).weight)
+        self.sums.add(metrics, weight=next(iter(terms.values())).weight)
         return _empty(output) if total is None else total, one_token, {}
 
-    def _shares(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Share], Mapping[str, Any]]:
+    def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            # (loss, metrics): complete and equal on every context-parallel rank, a mean over micro-batches
-            loss_sum = _scalar(name, returned[0], DEFAULT_TERM) / self.parallel.cp.size
-            share = _Share(loss_sum, weight=1.0, step_weight=float(self.num_microbatches * self.parallel.dp.size))
-            return {DEFAULT_TERM: share}, returned[1]
+            return {DEFAULT_TERM: self._two_value_term(_scalar(name, returned[0], DEFAULT_TERM))}, returned[1]
         if not isinstance(returned, LossOutput):
             raise FlowError(
                 f"{name} returns {type(returned).__name__}; return LossOutput(loss_sum, metrics), or (loss, metrics) "
                 "as older flows do"
             )
-        if not micro_batch.says_weight:
+        if not micro_batch.has_explicit_weight:
             raise FlowError(
-                f"{type(self.flow).__name__}: the loss inputs have no 'loss_mask'; define get_loss_weight(loss_inputs) "
-                "to say what the loss is a mean over"
+                f"{type(self.flow).__name__}: the loss inputs have no 'loss_mask'; define "
+                "get_loss_weight(loss_inputs), which returns what the loss averages over"
             )
         given = returned.loss_sum
-        terms = dict(given) if isinstance(given, Mapping) else {DEFAULT_TERM: given}
-        if terms.keys() != micro_batch.weights.keys():
+        loss_sums = dict(given) if isinstance(given, Mapping) else {DEFAULT_TERM: given}
+        if loss_sums.keys() != micro_batch.weights.keys():
             raise FlowError(
-                f"{name} gives the terms {sorted(terms)}, get_loss_weight {sorted(micro_batch.weights)}; name the same "
-                "terms in both"
+                f"{name} returns the terms {sorted(loss_sums)}, get_loss_weight {sorted(micro_batch.weights)}; name "
+                "the same terms in both"
             )
-        shares = {
-            term: _Share(_scalar(name, loss_sum, term), micro_batch.weights[term], self.step_weights[term])
-            for term, loss_sum in terms.items()
+        terms = {
+            term: _Term(_scalar(name, loss_sum, term), micro_batch.weights[term], self.step_weights[term])
+            for term, loss_sum in loss_sums.items()
         }
-        return shares, returned.metrics
+        return terms, returned.metrics
+
+    def _two_value_term(self, loss: Tensor) -> _Term:
+        """The adapter of the older return (loss, metrics): the loss is complete and equal on every context-parallel
+        rank, so each has its share of it, and the step averages over micro-batches."""
+        return _Term(loss / self.cp_size, weight=1.0, step_weight=float(self.num_microbatches * self.dp_size))
 
     def _refuse_detached(self, loss_sum: Tensor, term: str) -> None:
         """A share without a graph is right only where it is empty; then the zero of `_empty` stands for it."""
@@ -125,8 +131,8 @@ def _empty(output: Tensor) -> Tensor:
     return output.flatten()[:1].float().sum() * 0.0
 
 
-def objective(metrics: dict[str, float | None], coefficients: Mapping[str, float]) -> float:
-    """Take the terms out of the reduced metrics and sum them up; nan where nothing had weight."""
+def take_objective(metrics: dict[str, float | None], coefficients: Mapping[str, float]) -> float:
+    """Remove the objective's terms from the reduced metrics and sum them up; nan where nothing had weight."""
     terms = {name: metrics.pop(name) for name in list(metrics) if name.startswith(OBJECTIVE)}
     counted = [
         coefficients.get(name.removeprefix(OBJECTIVE), 1.0) * mean for name, mean in terms.items() if mean is not None

@@ -5,21 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from megatron_wrap.engine.samples import micro_batch_samples
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.collated import check_terms, checked_fields, common_width, loss_weights, sequence_lengths
 from megatron_wrap.parallel import context
-from megatron_wrap.parallel.state import ParallelState
-
-DEFAULT_TERM = ""
-"""Name of the one term of a flow whose `get_loss_weight` gives a number."""
-
+from megatron_wrap.parallel.collectives import all_reduce_values
+from megatron_wrap.parallel.state import Axis, ParallelState
 
 PADDING_MASK = "padding_mask"
 """Model input of a model with experts: bool [B, S], True on padding, which the routers leave out of their losses."""
@@ -34,17 +33,21 @@ class MicroBatch:
     weights: dict[str, float]
     """Loss weight of each term, on the whole micro-batch."""
     num_samples: int
-    """Samples that it was made of."""
+    """Samples that it was collated from."""
     lengths: Tensor
     """[B] tokens of each sequence, without padding; a flow may make several sequences of a sample."""
     width: int
     """Sequence length of the collated tensors."""
+    seqdims: Mapping[str, int] = field(default_factory=dict)
+    """Field -> its sequence dimension."""
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+    """Field -> what it is padded with; a field not listed is padded with 0."""
     padded_width: int = 0
     """Sequence length on the layout, over all context-parallel ranks; 0 before `localize`."""
     counted: bool = True
     """False for a filler that keeps an idle replica in step; it adds nothing to any sum."""
-    says_weight: bool = True
-    """False where the flow does not say what its loss is a mean over; the micro-batch then counts as 1."""
+    has_explicit_weight: bool = True
+    """False where the flow does not define what its loss averages over; the micro-batch then counts as 1."""
 
     @property
     def num_sequences(self) -> int:
@@ -94,113 +97,95 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
             f"{type(flow).__name__}.collate_data_micro_batch leaves {left} of self.micro_batch_size = {len(samples)} "
             "samples in the iterator, so they would never be trained on; call next(iterator) that many times"
         )
-    model_inputs, loss_inputs = _checked(flow, collated)
+    model_inputs, loss_inputs = checked_fields(flow, collated)
     flow.validate_model_forward_inputs(model_inputs)
-    width = _common_width(flow, model_inputs, loss_inputs)
-    lengths = _lengths(flow, model_inputs, width)
+    width = common_width(flow, model_inputs, loss_inputs)
     inputs: dict[str, Tensor | None] = dict(model_inputs)
     if "attention_mask" in inputs:
-        # Attention is causal and padding stands on the right, where no token sees it: no mask is needed, and the
-        # fast kernels take none.
+        # Attention is causal and padding stands on the right, where no token attends to it: no mask is needed, and
+        # the fast kernels take none.
         inputs["attention_mask"] = None
-    said = flow.get_loss_weight(loss_inputs)
-    weights = _weights(flow, 1.0 if said is None else said)
-    return MicroBatch(inputs, dict(loss_inputs), weights, len(samples), lengths, width, says_weight=said is not None)
+    weight = flow.get_loss_weight(loss_inputs)
+    return MicroBatch(
+        model_inputs=inputs,
+        loss_inputs=dict(loss_inputs),
+        weights=loss_weights(flow, 1.0 if weight is None else weight),
+        num_samples=len(samples),
+        lengths=sequence_lengths(flow, model_inputs, width),
+        width=width,
+        seqdims=flow.get_fields_and_seqdims(),
+        pad_values=flow.get_pad_values(),
+        has_explicit_weight=weight is not None,
+    )
 
 
-def _weights(flow: MegatronWrapTrainingFlowBase, said: Any) -> dict[str, float]:
-    weights = {}
-    for term, value in (said if isinstance(said, Mapping) else {DEFAULT_TERM: said}).items():
-        try:
-            weights[term] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last one for a tensor of several elements
-            weights[term] = float("nan")
-        if not 0 <= weights[term] < float("inf"):
-            raise FlowError(
-                f"{type(flow).__name__}.get_loss_weight gives {value} for term {term or 'loss'!r}; a weight is a "
-                "finite number, 0 or larger"
-            )
-    return weights
+def collate_share(
+    flow: MegatronWrapTrainingFlowBase, batch: Sequence[Any], first_sample: int, seed: int, dp: Axis
+) -> list[MicroBatch]:
+    """This replica's micro-batches of a global batch.
+
+    A replica that a short batch leaves with fewer micro-batches than others repeats a sample, uncounted.
+
+    Args:
+        first_sample: the batch's place in the run, samples; with `seed` it seeds the flow's random choices.
+    """
+    size = flow.micro_batch_size
+    micro_batches = [
+        collate(flow, samples, seed=seed + first_sample + start)
+        for start, samples in micro_batch_samples(batch, size, dp.rank, dp.size)
+    ]
+    rounds = -(-len(batch) // (size * dp.size))
+    if len(micro_batches) < rounds:
+        filler = collate(flow, batch[:1], seed=seed)
+        micro_batches.append(replace(filler, counted=False))
+    return micro_batches
 
 
 def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> None:
-    """Collate the first two micro-batches of `samples` (as many as there are) and forget them, so that a breach of the
-    contract ends a run before its model is built. Costs what the collation costs: milliseconds; no communication.
+    """Collate the first two micro-batches of `samples` (as many as there are) and discard them, so that a breach of the
+    contract ends a run before its model is built. Costs milliseconds; no communication.
 
     Raises:
         FlowError: the flow breaks its contract. DataError: a sample is wrong.
     """
     size = flow.micro_batch_size
     tried = [collate(flow, samples[start : start + size], seed + start) for start in (0, size) if samples[start:]]
-    if not tried:
-        return
-    terms = [sorted(micro_batch.weights) for micro_batch in tried]
-    if terms[0] != terms[-1]:
-        raise FlowError(
-            f"{type(flow).__name__}.get_loss_weight names the terms {terms[0]} in one micro-batch and {terms[-1]} in "
-            "another; name the same ones, with weight 0 where there is nothing"
-        )
-    unknown = sorted(set(flow.get_loss_coefficients()) - set(terms[0]))
-    if unknown:
-        raise FlowError(
-            f"{type(flow).__name__}.get_loss_coefficients names {', '.join(map(repr, unknown))}, but get_loss_weight "
-            f"has the terms {', '.join(map(repr, terms[0]))}; use the same names in both"
-        )
+    if tried:
+        check_terms(flow, [micro_batch.weights for micro_batch in tried])
 
 
-def _checked(flow: MegatronWrapTrainingFlowBase, collated: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    name = f"{type(flow).__name__}.collate_data_micro_batch"
-    if not (isinstance(collated, tuple) and len(collated) == 2 and all(isinstance(d, Mapping) for d in collated)):
-        raise FlowError(f"{name} returns {type(collated).__name__}; return (model_forward_inputs, loss_inputs)")
-    for part in collated:
-        for field, tensor in part.items():
-            if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
-                found = f"a tensor on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise FlowError(f"{name}: field {field!r} is {found}; make it a CPU tensor, the engine moves it")
-    return collated
+@dataclass(frozen=True)
+class StepCounts:
+    """Sums over all micro-batches and replicas of one step, known before the forward pass."""
+
+    weights: dict[str, float]
+    """Weight of each loss term."""
+    tokens: int
+    """Tokens without padding."""
+    squared_lengths: float
+    """Sum over sequences of their squared length, for the operations of attention."""
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether anything is to be learned; the same on every rank."""
+        return any(self.weights.values())
 
 
-def _common_width(flow: MegatronWrapTrainingFlowBase, *parts: Mapping[str, Tensor]) -> int:
-    widths: dict[str, int] = {}
-    for field, dim in flow.get_fields_and_seqdims().items():
-        for part in parts:
-            if field in part:
-                if not -part[field].dim() <= dim < part[field].dim():
-                    raise FlowError(
-                        f"{type(flow).__name__}.get_fields_and_seqdims: {field!r} has sequence dimension {dim}, but "
-                        f"its shape is {tuple(part[field].shape)}"
-                    )
-                widths[field] = part[field].shape[dim]
-    if not widths:
-        raise FlowError(f"{type(flow).__name__}.get_fields_and_seqdims names no field of the collated micro-batch")
-    if len(set(widths.values())) > 1:
-        raise FlowError(f"{type(flow).__name__}: sequence lengths differ between fields: {widths}")
-    width = next(iter(widths.values()))
-    if width > flow.seq_length:
-        raise FlowError(
-            f"{type(flow).__name__} collates sequences of {width} tokens, more than "
-            f"megatron_lm.train.common.seq_length {flow.seq_length}"
-        )
-    return width
+def count_step(
+    flow: MegatronWrapTrainingFlowBase, micro_batches: Sequence[MicroBatch], dp: Axis, device: torch.device
+) -> StepCounts:
+    """Sum weights and tokens of the step over replicas, in one collective.
 
-
-def _lengths(flow: MegatronWrapTrainingFlowBase, model_inputs: Mapping[str, Tensor], width: int) -> Tensor:
-    mask = model_inputs.get("attention_mask")
-    if mask is None:
-        batch = next(iter(model_inputs.values())).shape[0]
-        return torch.full((batch,), width)
-    if mask.dim() != 2:
-        raise FlowError(
-            f"{type(flow).__name__}: attention_mask has shape {tuple(mask.shape)}; give [B, S], 1 on tokens and 0 on "
-            "padding (attention is causal)"
-        )
-    lengths = (mask != 0).sum(dim=1)
-    if not torch.equal(mask != 0, torch.arange(width)[None] < lengths[:, None]):
-        raise FlowError(
-            f"{type(flow).__name__}: attention_mask has padding on the left of tokens or between them; put padding on "
-            "the right"
-        )
-    return lengths
+    Args:
+        micro_batches: this replica's, whole.
+    """
+    terms = check_terms(flow, [micro_batch.weights for micro_batch in micro_batches])
+    counted = [micro_batch for micro_batch in micro_batches if micro_batch.counted]
+    numbers = [sum(micro_batch.weights[term] for micro_batch in counted) for term in terms]
+    numbers.append(sum(int(micro_batch.lengths.sum()) for micro_batch in counted))
+    numbers.append(sum(float((micro_batch.lengths.double() ** 2).sum()) for micro_batch in counted))
+    *weights, tokens, squares = all_reduce_values(numbers, dp.group, device)
+    return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)
 
 
 def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) -> int:
@@ -210,26 +195,21 @@ def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) 
 
 
 def localize(
-    micro_batch: MicroBatch,
-    flow: MegatronWrapTrainingFlowBase,
-    width: int,
-    parallel: ParallelState,
-    device: torch.device,
-    with_padding_mask: bool = False,
+    micro_batch: MicroBatch, width: int, cp: Axis, device: torch.device, with_padding_mask: bool = False
 ) -> MicroBatch:
     """Pad to `width`, take this context-parallel rank's part and move it to the device, without waiting for it.
 
     Args:
         with_padding_mask: add PADDING_MASK to the model's inputs.
     """
-    seqdims, pad_values = flow.get_fields_and_seqdims(), flow.get_pad_values()
+    seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
 
-    def local(field: str, tensor: Tensor | None) -> Tensor | None:
+    def local(name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        if field in seqdims:
-            tensor = context.pad_to(tensor, seqdims[field], width, pad_values.get(field, 0))
-            tensor = context.split(tensor, seqdims[field], parallel.cp.size, parallel.cp.rank)
+        if name in seqdims:
+            tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
+            tensor = context.split(tensor, seqdims[name], cp.size, cp.rank)
         return on_device(tensor)
 
     def on_device(tensor: Tensor) -> Tensor:
@@ -237,14 +217,14 @@ def localize(
             tensor = tensor.contiguous().pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    loss_inputs = {field: local(field, tensor) for field, tensor in micro_batch.loss_inputs.items()}
-    model_inputs = {field: local(field, tensor) for field, tensor in micro_batch.model_inputs.items()}
+    loss_inputs = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    model_inputs = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
     if with_padding_mask:
         mask = torch.arange(width)[None] >= micro_batch.lengths[:, None]
-        model_inputs[PADDING_MASK] = on_device(context.split(mask, 1, parallel.cp.size, parallel.cp.rank))
+        model_inputs[PADDING_MASK] = on_device(context.split(mask, 1, cp.size, cp.rank))
     return replace(
         micro_batch,
         padded_width=width,
         model_inputs=model_inputs,
-        loss_inputs={field: tensor for field, tensor in loss_inputs.items() if tensor is not None},
+        loss_inputs={name: tensor for name, tensor in loss_inputs.items() if tensor is not None},
     )

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.engine.micro_batch import MicroBatch
-from megatron_wrap.engine.schedule import run_schedule
+from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_wrap.engine.state import TrainingState
 
 PREFIX = "reference_"
 """Of the names under which the reference model's outputs stand among the loss inputs."""
@@ -30,33 +29,29 @@ class ReferenceModel:
     """Its own: the policy's carries hooks of gradient reduction and loss scaling."""
 
 
-def add_reference_outputs(state: TrainingState, local: list[MicroBatch]) -> list[MicroBatch]:
-    """Run the reference model over the micro-batches, and put what the flow's `calculate_outputs` makes of it among
-    their loss inputs, as `reference_NAME`; on the last pipeline stage. Without a reference model they stay as they are.
+def with_reference_outputs(
+    reference: ReferenceModel, flow: MegatronWrapTrainingFlowBase, schedule: Schedule, local: list[MicroBatch]
+) -> list[MicroBatch]:
+    """The micro-batches with what the flow's `calculate_outputs` makes of the reference model among their loss inputs,
+    as `reference_NAME`, on the last pipeline stage. A forward pass over all of them, without a graph.
 
     Args:
-        local: of `localize_all`; as many sequences each.
+        local: of `Schedule.localize`; as many sequences each.
 
     Raises:
         FlowError: the loss inputs have such a name already.
     """
-    if state.reference is None:
-        return local
-    with torch.no_grad():
-        stored = run_schedule(state.reference.chunks, state, local, _outputs_of(state), forward_only=True)
-    if not stored:  # not the last pipeline stage
-        return local
-    return [_joined(micro_batch, outputs) for micro_batch, outputs in zip(local, stored, strict=True)]
-
-
-def _outputs_of(state: TrainingState) -> Any:
     one_token = torch.ones((), dtype=torch.int)
 
     def outputs(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        made = state.flow.calculate_outputs(micro_batch.loss_inputs, output)
+        made = flow.calculate_outputs(micro_batch.loss_inputs, output)
         return output.new_zeros(()), one_token, {PREFIX + name: tensor for name, tensor in made.items()}
 
-    return outputs
+    with torch.no_grad():
+        stored = schedule.run(reference.chunks, local, outputs, forward_only=True)
+    if not stored:  # not the last pipeline stage
+        return local
+    return [_joined(micro_batch, made) for micro_batch, made in zip(local, stored, strict=True)]
 
 
 def _joined(micro_batch: MicroBatch, outputs: dict[str, Tensor]) -> MicroBatch:

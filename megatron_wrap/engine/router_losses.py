@@ -1,7 +1,7 @@
 """The losses of the experts' routers as metrics, under Megatron-LM's names.
 
-The routers attach them to the backward pass themselves (model/router.py), where the schedule gives each
-micro-batch of each replica the same weight; they are no part of the objective that the step reports.
+The routers attach them to the backward pass themselves (model/router.py), where the schedule gives each micro-batch of
+each replica the same weight; they are no part of the objective that the step reports.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import ArchConfig
-from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.platform.versions import take_router_losses
+from megatron_wrap.platform.versions import router_loss_values
 
 _NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -27,13 +26,23 @@ def router_loss_names(arch: ArchConfig) -> list[str]:
     return [*names, "z_loss"] if arch.num_experts is not None and arch.moe_z_loss_coeff else names
 
 
-def router_losses(state: TrainingState, num_microbatches: int) -> dict[str, Tensor]:
-    """This rank's part of each loss since the last call, without its coefficient; the sum over all ranks is the mean
-    over layers with experts, micro-batches and replicas."""
-    arch = state.config.arch
+def reset_router_losses() -> None:
+    """Start a new sum of this process's router losses."""
+    for values in router_loss_values().values():
+        values.zero_()
+
+
+def router_losses(arch: ArchConfig, num_microbatches: int, dp_size: int, device: torch.device) -> dict[str, Tensor]:
+    """This rank's part of each loss since `reset_router_losses`, without its coefficient; the sum over all ranks is the
+    mean over layers with experts, micro-batches and replicas. Empty for a model without experts.
+
+    Args:
+        num_microbatches: of one replica.
+        dp_size: replicas.
+    """
     if arch.num_experts is None:
         return {}
-    taken = take_router_losses()
-    count = sum(derived.moe_layer_pattern(arch)) * num_microbatches * state.parallel.dp.size
-    zero = torch.zeros((), dtype=torch.float64, device=state.platform.device)
-    return {name: taken[name].double().sum() / count if name in taken else zero for name in router_loss_names(arch)}
+    found = router_loss_values()
+    count = sum(derived.moe_layer_pattern(arch)) * num_microbatches * dp_size
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return {name: found[name].double().sum() / count if name in found else zero for name in router_loss_names(arch)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,74 +11,86 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, localize, padded_width
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.parallel.state import ParallelState
+
+LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
+"""(local micro-batch, output of the last stage) -> (loss to differentiate, one token, what to store)."""
 
 
-def localize_all(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches on this device, padded, this context-parallel rank's part of them; within a pipeline all padded
-    to one length, so that its stages need not tell each other shapes, which would wait for the device in each
-    micro-batch."""
-    lengths = [micro_batch.width + state.extra_padding for micro_batch in micro_batches]
-    if state.parallel.pp.size > 1:
-        lengths = [max(lengths)] * len(lengths)
-    sequence_parallel = state.transformer_config.sequence_parallel
-    has_experts = state.config.arch.num_experts is not None
-    widths = [padded_width(length, state.parallel, sequence_parallel) for length in lengths]
-    return [
-        localize(micro_batch, state.flow, width, state.parallel, state.platform.device, with_padding_mask=has_experts)
-        for micro_batch, width in zip(micro_batches, widths, strict=True)
-    ]
+@dataclass(frozen=True)
+class Schedule:
+    """How model chunks of one shape run on this layout; the same for the policy and for a second model."""
 
+    parallel: ParallelState
+    device: torch.device
+    sequence_parallel: bool
+    half_precision: bool
+    """Activations are bf16 or fp16."""
+    has_experts: bool
+    """The model takes PADDING_MASK."""
 
-def run_schedule(
-    chunks: list[Any],
-    state: TrainingState,
-    local: list[MicroBatch],
-    loss_function: Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]],
-    forward_only: bool,
-) -> list[Any]:
-    """The schedule of a model's chunks over micro-batches of `localize_all`, which have as many sequences each.
+    def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
+        """The micro-batches on this device, padded, this context-parallel rank's part of them.
 
-    Args:
-        chunks: this process's part of the model: `state.chunks`, or those of a reference model.
+        Within a pipeline all are padded to one length: stages that had to exchange shapes would wait for the device in
+        each micro-batch.
 
-    Returns:
-        What `loss_function` gave to store for each micro-batch, on the last pipeline stage; else an empty list.
-    """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+        Args:
+            extra_padding: tokens beyond what the layout needs.
+        """
+        lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
+        if self.parallel.pp.size > 1:
+            lengths = [max(lengths)] * len(lengths)
+        widths = [padded_width(length, self.parallel, self.sequence_parallel) for length in lengths]
+        return [
+            localize(micro_batch, width, self.parallel.cp, self.device, with_padding_mask=self.has_experts)
+            for micro_batch, width in zip(micro_batches, widths, strict=True)
+        ]
 
-    # half-precision logits stay as they are: the operations of a loss compute in fp32 inside, and a copy of all logits
-    # in fp32 would be the largest tensor of the step (Megatron-Core's Float16Module makes one unless told otherwise)
-    half = state.config.dtype.bf16 or state.config.dtype.fp16
-    options = {"fp32_output": False} if half else {}
+    def run(
+        self, chunks: list[Any], local: list[MicroBatch], loss_function: LossFunction, forward_only: bool
+    ) -> list[Any]:
+        """Run a model's chunks over micro-batches of `localize`, which have as many sequences each. Collective over
+        the replica.
 
-    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        micro_batch = next(iterator)
-        inputs = micro_batch.model_inputs
-        if model is not chunks[0] or state.parallel.pp.rank > 0:
-            inputs = _later_stage_inputs(state, inputs)
-        return model(**inputs, **options), partial(loss_function, micro_batch)
+        Args:
+            chunks: this process's part of the model.
 
-    # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
-    iterators = [iter(local) for _ in chunks]
-    interleaved = len(chunks) > 1
-    width = max(micro_batch.padded_width for micro_batch in local)
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if interleaved else iterators[0],
-        model=chunks if interleaved else chunks[0],
-        num_microbatches=len(local),
-        seq_length=width,
-        micro_batch_size=local[0].num_sequences,
-        decoder_seq_length=width,
-        forward_only=forward_only,
-    )
+        Returns:
+            What `loss_function` gave to store for each micro-batch, on the last pipeline stage; else an empty list.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        # half-precision logits stay as they are: the operations of a loss compute in fp32 inside, and a copy of all
+        # logits in fp32 would be the largest tensor of the step (Megatron-Core's Float16Module makes one by default)
+        options = {"fp32_output": False} if self.half_precision else {}
 
-def _later_stage_inputs(state: TrainingState, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other does
-    (models/gpt/gpt_model.py, _preprocess)."""
-    mask, tp = inputs.get(PADDING_MASK), state.parallel.tp
-    if mask is None or not state.transformer_config.sequence_parallel:
-        return inputs
-    return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro_batch = next(iterator)
+            inputs = micro_batch.model_inputs
+            if model is not chunks[0] or self.parallel.pp.rank > 0:
+                inputs = self._later_stage_inputs(inputs)
+            return model(**inputs, **options), partial(loss_function, micro_batch)
+
+        # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
+        iterators = [iter(local) for _ in chunks]
+        interleaved = len(chunks) > 1
+        width = max(micro_batch.padded_width for micro_batch in local)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if interleaved else iterators[0],
+            model=chunks if interleaved else chunks[0],
+            num_microbatches=len(local),
+            seq_length=width,
+            micro_batch_size=local[0].num_sequences,
+            decoder_seq_length=width,
+            forward_only=forward_only,
+        )
+
+    def _later_stage_inputs(self, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other
+        does (models/gpt/gpt_model.py, _preprocess)."""
+        mask, tp = inputs.get(PADDING_MASK), self.parallel.tp
+        if mask is None or not self.sequence_parallel:
+            return inputs
+        return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}

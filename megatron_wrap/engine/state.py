@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.config.schema import RunConfig
+    from megatron_wrap.engine.reduce import MetricReduction
     from megatron_wrap.engine.reference import ReferenceModel
+    from megatron_wrap.engine.samples import SampleSharing
+    from megatron_wrap.engine.schedule import Schedule
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
     from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
@@ -43,15 +46,19 @@ class TrainingState:
     chunks: list[Any]
     """This process's model chunks, each in Megatron-Core's DistributedDataParallel where there is an optimizer."""
     optimizer: Any
-    """MegatronOptimizer; None in a state that holds the model alone."""
+    """`CheckedOptimizer`; None in a state that holds the model alone."""
     scheduler: Any
     """OptimizerParamScheduler; None like the optimizer."""
     shape: ModelShape
+    schedule: Schedule
+    """Runs micro-batches through model chunks."""
+    sharing: SampleSharing
+    """Knows which process gives the samples of each call."""
+    reduction: MetricReduction
+    """Sums metrics over ranks, and knows their names."""
     reference: ReferenceModel | None = None
     """The frozen model of `megatron_wrap.models.reference`."""
     progress: Progress = field(default_factory=Progress)
-    agreed: dict[str, Any] = field(default_factory=dict)
-    """What all ranks agreed on once: names of metrics for each kind of step, who gives the samples."""
     extra_padding: int = 0
     """Tokens by which every sequence is padded beyond what the layout needs: a check that padding changes nothing."""
 

@@ -5,34 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_wrap.engine.loss import LossLaw
-from megatron_wrap.engine.micro_batch import MicroBatch, collate
+from megatron_wrap.engine.loss import NormalizedLoss
+from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, collate_share, count_step
 from megatron_wrap.engine.parameters import parameter_square_sum
-from megatron_wrap.engine.reduce import ReducedMetrics, reduce_metrics
-from megatron_wrap.engine.reference import add_reference_outputs
-from megatron_wrap.engine.router_losses import router_losses
-from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
-from megatron_wrap.engine.schedule import localize_all, run_schedule
+from megatron_wrap.engine.reduce import ReducedMetrics
+from megatron_wrap.engine.reference import with_reference_outputs
+from megatron_wrap.engine.router_losses import reset_router_losses, router_losses
 from megatron_wrap.engine.state import StepReport, TrainingState
+from megatron_wrap.engine.update import NonFiniteUpdate, Update
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
-from megatron_wrap.parallel.collectives import all_reduce_values
+from megatron_wrap.model.chunks import restored_on_error, router_biases
+from megatron_wrap.parallel.collectives import reduce_in_place
 
-_WAYS_OUT_OF_NOT_FINITE = (
-    "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false goes "
-    "on all the same"
+_NON_FINITE_HINT = (
+    "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
+    "continues nevertheless"
 )
 
 
-PARAMS_NORM = "params_norm"
-
-
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
-    """Take one global batch: collate, count, forward and backward, update, report.
+    """Take one global batch: collate, count, forward and backward, reduce, update, report. Collective.
 
     Args:
         batch: `state.global_batch_size` samples on every rank, or on global rank 0 alone.
@@ -41,123 +37,116 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
         The same report on every rank.
 
     Raises:
-        DataError, FlowError: the batch or the flow is wrong. TrainingError: a loss or gradient is not finite.
+        DataError, FlowError: the batch or the flow is wrong.
+        TrainingError: on every rank: the loss or the gradient norm is not finite. Parameters, optimizer, schedule and
+            counters are what they were.
     """
     started = time.perf_counter()
-    progress, parallel = state.progress, state.parallel
-    batch = shared_batch(batch, parallel, state.agreed, "train")
+    progress, parallel, device = state.progress, state.parallel, state.platform.device
+    batch = state.sharing.share(batch, "train")
     if len(batch) != state.global_batch_size:
         raise DataError(
             f"wrap.train takes a batch of global_batch_size = {state.global_batch_size} samples, got {len(batch)}"
         )
-    micro_batches = collate_share(state, batch, first_sample=progress.consumed_samples)
-    counts = count_step(state, micro_batches)
+    micro_batches = collate_share(
+        state.flow, batch, progress.consumed_samples, state.config.train.seed, state.parallel.dp
+    )
+    counts = count_step(state.flow, micro_batches, parallel.dp, device)
     learning_rate = state.scheduler.get_lr({})
 
-    sums = MetricSums(state.platform.device)
-    updated, grad_norm, num_zeros = False, 0.0, 0
-    if any(counts.weights.values()):  # known to all ranks alike; a batch without weight teaches nothing
-        compute_gradients(state, micro_batches, counts, sums)
-        updated, norm, zeros = state.optimizer.step()
-        grad_norm, num_zeros = float(norm or 0.0), int(zeros or 0)
+    sums, update = MetricSums(device), Update()
+    # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
+    with restored_on_error(router_biases(state.chunks)):
+        reset_router_losses()
+        if counts.has_weight:  # known to all ranks alike; a batch without weight teaches nothing
+            local = state.schedule.localize(micro_batches, state.extra_padding)
+            if state.reference is not None:
+                local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
+            compute_gradients(state, local, counts.weights, sums)
+        # before the update, which a loss that is not finite prevents
+        of_routers = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
+        reduced = state.reduction.reduce(sums, "train", of_routers)
+        if counts.has_weight:
+            update = _update(state, reduced.loss)
 
     progress.iteration += 1
     progress.consumed_samples += len(batch)
     progress.consumed_tokens += counts.tokens
-    progress.skipped_iterations += not updated
-    if updated:
+    progress.skipped_iterations += not update.applied
+    if update.applied:
         state.scheduler.step(increment=len(batch))
-
-    of_all_ranks = router_losses(state, len(micro_batches))
-    if state.config.logger.add_params_norm_to_metrics:
-        of_all_ranks[PARAMS_NORM] = parameter_square_sum(state.chunks, state.parallel, state.platform.device)
-    reduced = reduce_metrics(state, sums, "train", of_all_ranks)
-    metrics = _metrics(state, reduced, counts, grad_norm, num_zeros, learning_rate, time.perf_counter() - started)
-    if updated and state.config.train.check_for_nan_in_loss_and_grad:
-        _refuse_not_finite(metrics)
-    return StepReport(progress.iteration, metrics, skipped=not updated, flow_metrics=tuple(reduced.flow_metrics))
-
-
-def collate_share(state: TrainingState, batch: Sequence[Any], first_sample: int) -> list[MicroBatch]:
-    """This replica's micro-batches of a global batch; `first_sample` is the batch's place in the run, for seeds.
-
-    A replica that a short batch leaves with fewer micro-batches than others repeats a sample, uncounted.
-    """
-    size, dp = state.flow.micro_batch_size, state.parallel.dp
-    seed = state.config.train.seed
-    micro_batches = [
-        collate(state.flow, samples, seed=seed + first_sample + start)
-        for start, samples in micro_batch_samples(batch, size, dp.rank, dp.size)
-    ]
-    rounds = -(-len(batch) // (size * dp.size))
-    if len(micro_batches) < rounds:
-        filler = collate(state.flow, batch[:1], seed=seed)
-        micro_batches.append(replace(filler, counted=False))
-    return micro_batches
+    metrics = _metrics(state, reduced, counts, update, learning_rate, started)
+    return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
 
 
 def compute_gradients(
-    state: TrainingState, micro_batches: list[MicroBatch], counts: StepCounts, sums: MetricSums
+    state: TrainingState, local: list[MicroBatch], step_weights: dict[str, float], sums: MetricSums
 ) -> None:
-    """Leave the gradient of the objective in the gradient buffers, reduced over all ranks; metrics go to `sums`."""
+    """Leave the gradient of the objective in the gradient buffers, reduced over all ranks; metrics go to `sums`.
+
+    Args:
+        local: this process's micro-batches, of `Schedule.localize`.
+        step_weights: weight of each term over the whole step.
+    """
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    router_losses(state, len(micro_batches))  # what an earlier pass left there is not this step's
-    law = LossLaw(state.flow, state.parallel, counts.weights, len(micro_batches), sums)
-    local = add_reference_outputs(state, localize_all(state, micro_batches))
+    cp_size, dp_size = state.parallel.cp.size, state.parallel.dp.size
+    loss = NormalizedLoss(state.flow, cp_size, dp_size, step_weights, len(local), sums)
+    state.schedule.run(state.chunks, local, loss, forward_only=False)
+
+
+def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatch]:
+    """The first half of `train_step` by itself: the gradients of a global batch stay in the buffers, nothing is
+    updated. For checks that look at gradients. Collective.
+
+    Returns:
+        This replica's micro-batches, whole.
+    """
+    parallel, device = state.parallel, state.platform.device
+    micro_batches = collate_share(state.flow, batch, 0, state.config.train.seed, parallel.dp)
+    counts = count_step(state.flow, micro_batches, parallel.dp, device)
+    local = state.schedule.localize(micro_batches, state.extra_padding)
+    if state.reference is not None:
+        local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
+    compute_gradients(state, local, counts.weights, MetricSums(device))
+    return micro_batches
+
+
+def _update(state: TrainingState, loss: float) -> Update:
     try:
-        run_schedule(state.chunks, state, local, law, forward_only=False)
-    except RuntimeError as error:
-        if "local grad norm" not in str(error):  # param_and_grad_buffer.py, check_grads
-            raise
+        return state.optimizer.update(loss if state.config.train.check_for_nan_in_loss_and_grad else None)
+    except NonFiniteUpdate as error:
+        values = {"loss": error.loss, "grad_norm": error.grad_norm}
+        bad = " and ".join(name for name, value in values.items() if not math.isfinite(value))
         raise TrainingError(
-            f"the gradient of iteration {state.progress.iteration + 1} is not finite; nothing was updated; "
-            f"{_WAYS_OUT_OF_NOT_FINITE}"
+            f"{bad} of iteration {state.progress.iteration + 1} not finite (loss {error.loss}, grad_norm "
+            f"{error.grad_norm}); nothing was updated; {_NON_FINITE_HINT}"
         ) from error
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Sums over all micro-batches and replicas of one step, known before the forward pass."""
-
-    weights: dict[str, float]
-    tokens: int
-    squared_lengths: float
-
-
-def count_step(state: TrainingState, micro_batches: list[MicroBatch]) -> StepCounts:
-    """Sum weights and tokens of the step over replicas, in one collective."""
-    terms = sorted({term for m in micro_batches for term in m.weights})
-    if any(sorted(m.weights) != terms for m in micro_batches):
-        raise FlowError(f"{type(state.flow).__name__}.get_loss_weight names other terms in another micro-batch")
-    counted = [m for m in micro_batches if m.counted]
-    numbers = [sum(m.weights[term] for m in counted) for term in terms]
-    numbers.append(sum(int(m.lengths.sum()) for m in counted))
-    numbers.append(sum(float((m.lengths.double() ** 2).sum()) for m in counted))
-    *weights, tokens, squares = all_reduce_values(numbers, state.parallel.dp.group, state.platform.device)
-    return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)
 
 
 def _metrics(
     state: TrainingState,
     reduced: ReducedMetrics,
     counts: StepCounts,
-    grad_norm: float,
-    num_zeros: int,
+    update: Update,
     learning_rate: float,
-    elapsed_seconds: float,
+    started: float,
 ) -> dict[str, float]:
+    """The step's metrics by name, in the order of `metrics.declared`; the clock stops here."""
     progress, logger, devices = state.progress, state.config.logger, state.parallel.world.size
     first: dict[str, float] = {"iteration": progress.iteration, "loss": reduced.loss}
     metrics: dict[str, float] = {
-        "grad_norm": grad_norm,
+        "grad_norm": update.grad_norm,
         "learning_rate": learning_rate,
-        "loss_scale": float(state.optimizer.get_loss_scale()),
+        "loss_scale": state.optimizer.loss_scale,
     }
     if logger.add_num_zeros_in_grad_to_metrics:
-        metrics["num_zeros_in_grad"] = num_zeros
-    metrics |= {name: math.sqrt(total) if name == PARAMS_NORM else total for name, total in reduced.sums.items()}
+        metrics["num_zeros_in_grad"] = update.num_zeros
+    metrics |= reduced.sums
+    if logger.add_params_norm_to_metrics:
+        metrics["params_norm"] = _params_norm(state)
+    elapsed_seconds = time.perf_counter() - started
     metrics |= {
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
@@ -179,10 +168,8 @@ def _metrics(
     return {**first, **reduced.flow_metrics, **metrics}
 
 
-def _refuse_not_finite(metrics: dict[str, float]) -> None:
-    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
-    if bad:
-        raise TrainingError(
-            f"{' and '.join(bad)} of iteration {metrics['iteration']} not finite "
-            f"(loss {metrics['loss']}, grad_norm {metrics['grad_norm']}); {_WAYS_OUT_OF_NOT_FINITE}"
-        )
+def _params_norm(state: TrainingState) -> float:
+    """Norm of all parameters after the update, by a collective of its own."""
+    total = parameter_square_sum(state.chunks, state.parallel, state.platform.device)
+    reduce_in_place(total, "sum", state.parallel.world.group)
+    return math.sqrt(total.item())

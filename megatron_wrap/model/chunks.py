@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def bare_model(chunk: torch.nn.Module) -> Any:
@@ -16,3 +19,21 @@ def bare_model(chunk: torch.nn.Module) -> Any:
     while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module
     return model
+
+
+def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """The biases by which this process's routers balance their experts, [experts] each: buffers that a step moves
+    without a gradient. Empty for a model without them."""
+    return [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
+
+
+@contextlib.contextmanager
+def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """The tensors have their values back, bit for bit, where the body raises."""
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+        raise

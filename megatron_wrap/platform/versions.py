@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -12,12 +11,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError
-
-if TYPE_CHECKING:
-    pass
+from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError, did_you_mean
 
 SUPPORTED = (">=0.16.1,<0.17", ">=0.19,<0.20")
 
@@ -77,9 +73,9 @@ def accepts(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(cls) if field.init]
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name}: megatron-core {version()} has no such field in {cls.__name__}{hint}")
+            raise ConfigError(
+                f"{name}: megatron-core {version()} has no such field in {cls.__name__}{did_you_mean(name, known)}"
+            )
     return dict(settings)
 
 
@@ -160,19 +156,15 @@ def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> A
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def take_router_losses() -> dict[str, Any]:
-    """Name -> this process's shares of the routers' losses without their coefficients, [layers], added up since the
-    last call; they are zeroed. 0.16 keeps them in a dictionary, 0.19 in an object."""
+def router_loss_values() -> dict[str, Any]:
+    """Name -> this process's sums of the routers' losses without their coefficients, [layers]: the tensors themselves,
+    which a caller may zero. 0.16 keeps them in a dictionary, 0.19 in an object."""
     try:
         tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
-        kept = {name: entry.values for name, entry in tracker.metrics.items()}
+        return {name: entry.values for name, entry in tracker.metrics.items()}
     except ModuleNotFoundError:
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        kept = {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
-    taken = {name: values.clone() for name, values in kept.items()}
-    for values in kept.values():
-        values.zero_()
-    return taken
+        return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

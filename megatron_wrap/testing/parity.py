@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config import RunConfig, derived, load_run_config
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.comparison import (
@@ -253,7 +253,7 @@ def _of_the_flow_itself(first: CaseResult, second: CaseResult) -> tuple[list[str
 def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> list[Any]:
     from megatron_wrap.data.sources import training_samples
 
-    source = training_samples(config.data) if samples is None else samples
+    source = training_samples(config.data.train, derived.mock_samples(config.data)) if samples is None else samples
     needed = config.train.global_batch_size * steps
     if not len(source):
         raise DataError("check-parity: there are no samples")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.testing.observer import Observer, Seen
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.micro_batch import MicroBatch
 
 
 @dataclass
@@ -45,8 +48,7 @@ def run_case(
     from megatron_wrap.core.wrap import MegatronWrap
     from megatron_wrap.engine.micro_batch import try_flow
     from megatron_wrap.engine.router_losses import router_loss_names
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step, train_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch, train_step
     from megatron_wrap.testing.gradients import gather_gradients
 
     # of this rank's process alone: my_module:MyFlow of the working folder, as for `python -m`, and a quiet console
@@ -62,9 +64,8 @@ def run_case(
         observer = Observer(noise)
         observer.watch(state.flow)
         size = wrap.global_batch_size
-        micro_batches = collate_share(state, samples[:size], first_sample=0)
-        undeclared = _undeclared_fields(state.flow, micro_batches[0])
-        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        micro_batches = gradients_of_batch(state, samples[:size])
+        undeclared = _undeclared_fields(micro_batches[0])
         seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         objectives, metrics, router_losses = [], [], []
@@ -77,11 +78,10 @@ def run_case(
     return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared)
 
 
-def _undeclared_fields(flow: Any, micro_batch: Any) -> list[str]:
-    declared = flow.get_fields_and_seqdims()
+def _undeclared_fields(micro_batch: MicroBatch) -> list[str]:
     fields = {**micro_batch.model_inputs, **micro_batch.loss_inputs}
     return [
         name
         for name, tensor in fields.items()
-        if tensor is not None and name not in declared and micro_batch.width in tensor.shape[1:]
+        if tensor is not None and name not in micro_batch.seqdims and micro_batch.width in tensor.shape[1:]
     ]

@@ -108,7 +108,6 @@ def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) 
 @functools.cache
 def warm_up() -> None:
     """Import in this process what forked ranks need."""
-    import megatron_wrap.checkpoint.save_load
     import megatron_wrap.core.wrap
     import megatron_wrap.engine.build
     from megatron_wrap.platform import choose_platform
@@ -116,7 +115,7 @@ def warm_up() -> None:
     platform = choose_platform("cpu")
     platform.install()
     try:
-        import megatron_wrap.checkpoint.strategy  # noqa: F401
+        import megatron_wrap.checkpoint.resume  # noqa: F401
     finally:
         platform.uninstall()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -101,3 +102,23 @@ class NotANumber(MegatronWrapGPTModelSFTFlow):
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum * float("nan"))
+
+
+class Poisoned(MegatronWrapGPTModelSFTFlow):
+    """A sample with `poison: loss` makes the loss infinite and leaves the gradient finite; one with `poison: gradient`
+    makes the gradient nan and leaves the loss as it is."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
+        kinds = [["", "loss", "gradient"].index(sample.get("poison", "")) for sample in samples]
+        return model_inputs, {**loss_inputs, "poison": torch.tensor(kinds)}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        loss = super().calculate_loss(loss_inputs, model_forward_output).loss_sum
+        kinds = loss_inputs["poison"].tolist()
+        if 1 in kinds:
+            loss = loss + float("inf")
+        if 2 in kinds:  # the root's slope at 0 is infinite, and is multiplied by 0
+            loss = loss + (model_forward_output[0, 0, :1].float().sum() * 0.0).abs().sqrt()
+        return LossOutput(loss)

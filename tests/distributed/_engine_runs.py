@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -74,14 +75,12 @@ def pairs(count: int = BATCH, seed: int = 6) -> list[dict[str, list[int]]]:
 
 def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | None = None) -> dict[str, Any]:
     """Whole gradients of one step as numpy arrays by their global names, and the step's metrics."""
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
     with started(overrides, folder) as wrap:
         state = wrap._ready()
-        micro_batches = collate_share(state, samples, first_sample=0)
-        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        gradients_of_batch(state, samples)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         return {"gradients": gradients, "metrics": wrap.train(samples)}
 
@@ -139,31 +138,57 @@ def give_on_rank_0(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str
 
 def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     """params_norm and num_zeros_in_grad as reported, and by torch on the gathered weights and gradients."""
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients, gather_weights
 
     asked = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
     with started([*overrides, *asked]) as wrap:
         state = wrap._ready()
-        micro_batches = collate_share(state, samples, first_sample=0)
-        compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+        gradients_of_batch(state, samples)
         zeros = sum(int((gradient == 0).sum()) for gradient in gather_gradients(state).values())
         metrics = wrap.train(samples)
         weights = torch.cat([weight.flatten().double() for weight in gather_weights(state).values()])
     return {"metrics": metrics, "norm": float(torch.linalg.vector_norm(weights)), "zeros": zeros}
 
 
-def failure(overrides: Sequence[str], samples: Sequence[Any]) -> tuple[str, str, bool, int]:
-    """The error that a step ends with ("" for none), its message, whether weights are as before, and the iteration."""
-    with started(overrides) as wrap:
-        before = state_digest(wrap)
-        kind, message = "", ""
-        try:
-            wrap.train(samples)
-        except Exception as error:
-            kind, message = type(error).__name__, str(error)
-        return kind, message, state_digest(wrap) == before, wrap.iteration
+def everything(wrap: Any) -> str:
+    """A hash of all that a step may change on this rank: weights, buffers, optimizer states and groups, schedule, loss
+    scale and counters."""
+    state = wrap._ready()
+    digest = hashlib.sha256(state_digest(wrap).encode())
+    digest.update(repr((state.progress, state.scheduler.state_dict())).encode())
+    for chunk in state.chunks:
+        for name, buffer in chunk.named_buffers():
+            digest.update(name.encode() + buffer.detach().float().numpy().tobytes())
+    for part in state.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            digest.update(repr({key: value for key, value in group.items() if key != "params"}).encode())
+            for parameter in group["params"]:  # the shards in fp32, where there are any
+                digest.update(parameter.detach().float().numpy().tobytes())
+        scaler = getattr(part, "grad_scaler", None)
+        digest.update(repr(scaler and {name: float(value) for name, value in scaler.state_dict().items()}).encode())
+    return digest.hexdigest()
+
+
+def poisoned(overrides: Sequence[str], samples: Sequence[Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """A step, then one for each kind of poison, then another step; and the same without the poisoned ones. Errors of
+    the poisoned steps, whether each left everything as it was, and whether both runs end alike to the bit."""
+    half = len(samples) // 2
+    errors, unchanged, ends = [], [], []
+    for steps in (kinds, ()):
+        with started(overrides) as wrap:
+            metrics = [wrap.train(samples[:half])]
+            for kind in steps:
+                before = everything(wrap)
+                try:
+                    metrics.append(wrap.train([{**samples[0], "poison": kind}, *samples[1:half]]))
+                    errors.append("no error")
+                except Exception as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                unchanged.append(everything(wrap) == before)
+            metrics.append(wrap.train(samples[half:]))
+            ends.append((everything(wrap), [(step["loss"], step["grad_norm"], step["loss_scale"]) for step in metrics]))
+    return {"errors": errors, "unchanged": unchanged, "alike": ends[0] == ends[1], "metrics": metrics}
 
 
 # ---- plain torch ----

@@ -82,13 +82,11 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
 
 def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
     """Global name -> whole gradient of the first batch as numpy array; no weight changes."""
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
     state = wrap._ready()
-    micro_batches = collate_share(state, batches[: wrap.global_batch_size], first_sample=0)
-    compute_gradients(state, micro_batches, count_step(state, micro_batches), MetricSums(state.platform.device))
+    gradients_of_batch(state, batches[: wrap.global_batch_size])
     return {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
 
 

@@ -75,8 +75,7 @@ def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -
     Returns:
         losses, tokens, grad_norms of each step, and the whole gradients of step 1 as numpy arrays.
     """
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
     with started(CONFIG, overrides) as wrap:
@@ -85,9 +84,7 @@ def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -
         gradients: dict[str, Any] = {}
         if with_gradients:
             state = wrap._ready()
-            micro_batches = collate_share(state, samples[:size], first_sample=0)
-            counts = count_step(state, micro_batches)
-            compute_gradients(state, micro_batches, counts, MetricSums(state.platform.device))
+            gradients_of_batch(state, samples[:size])
             gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         steps_taken = [wrap.train(samples[step * size : (step + 1) * size]) for step in range(steps)]
     return {

@@ -113,22 +113,6 @@ def test_ranks_whose_share_is_empty_take_part(flow, ranks):
         assert_same_gradients(found[0]["gradients"], expected["gradients"])
 
 
-def test_not_finite_gradients_end_the_run_before_the_weights_change(ranks):
-    samples = runs.weighted_samples()
-    for world_size, settings in ((1, {}), (2, {}), (2, {"pp": 2}), (2, {"tp": 2}), (2, {"distributed": True})):
-        for kind, message, unchanged, iteration in ranks(world_size).run(
-            runs.failure, options("NotANumber", **settings), samples
-        ):
-            assert (kind, unchanged, iteration) == ("TrainingError", True, 0)
-            assert "gradient of iteration 1 is not finite" in message
-            assert "check_for_nan_in_loss_and_grad" in message
-
-
-def test_not_finite_gradients_go_on_where_the_check_is_off(ranks):
-    overrides = (*options("NotANumber"), "megatron_lm.train.common.check_for_nan_in_loss_and_grad=false")
-    assert ranks(1).run(runs.failure, overrides, runs.weighted_samples())[0][0] == ""
-
-
 # ---- who gives the samples ----
 
 

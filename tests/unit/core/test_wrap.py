@@ -482,7 +482,7 @@ def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork)
         selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
         wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
         wrap.initialize()
-        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight gives -1\.0"):
+        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight returns -1\.0"):
             wrap.setup_model_and_optimizer()
         assert wrap._state is None
         wrap.close()

@@ -129,7 +129,7 @@ def test_every_sample_is_taken_and_none_beside():
         collate(Lazy(), SAMPLES, seed=0)
 
 
-def test_a_trial_holds_two_micro_batches_against_each_other():
+def test_a_trial_compares_two_micro_batches():
     class ByContent(Flow):
         def get_loss_weight(self, loss_inputs: Any) -> Any:
             return {"a": 1.0, "b": 1.0} if loss_inputs["loss_mask"].shape[1] == 5 else {"a": 1.0}
@@ -166,10 +166,10 @@ def test_a_weight_is_a_finite_number_from_0_on(weight):
         collate(Flow(weight=weight), SAMPLES, seed=0)
 
 
-def test_without_a_loss_mask_a_micro_batch_counts_as_one_and_says_no_weight():
+def test_without_a_loss_mask_a_micro_batch_counts_as_one_and_has_no_explicit_weight():
     micro_batch = collate(Flow(lambda inputs, loss: (inputs, {})), SAMPLES, seed=0)
     assert micro_batch.weights == {"": 1.0}
-    assert not micro_batch.says_weight
+    assert not micro_batch.has_explicit_weight
 
 
 def parallel(cp: int = 1, cp_rank: int = 0, tp: int = 1) -> ParallelState:
@@ -188,7 +188,7 @@ def test_sequences_are_padded_to_what_the_layout_divides(cp, tp, sequence_parall
 
 def test_context_parallel_parts_cover_the_padded_fields_and_others_are_copied():
     made = collate(Flow(), SAMPLES, seed=0)
-    parts = [localize(made, Flow(), 8, parallel(cp=2, cp_rank=rank), CPU) for rank in (0, 1)]
+    parts = [localize(made, 8, parallel(cp=2, cp_rank=rank).cp, CPU) for rank in (0, 1)]
     ids = torch.full((2, 8), 15)
     ids[0, :3], ids[0, 3:5], ids[1, :5] = torch.tensor([1, 2, 3]), 0, torch.tensor([4, 5, 6, 7, 8])
     assert torch.equal(parts[0].model_inputs["input_ids"], ids[:, [0, 1, 6, 7]])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wrap.engine.samples import micro_batch_samples, shared_batch
+from megatron_wrap.engine.samples import SampleSharing, micro_batch_samples
 from megatron_wrap.errors import DataError
-from megatron_wrap.parallel.state import Axis, ParallelState
+from megatron_wrap.parallel.state import Axis
 
-ONE = Axis(1, 0, None)  # type: ignore[arg-type]
-ALONE = ParallelState(ONE, ONE, ONE, ONE, ONE, ONE, ONE, ONE, ONE, None)
+ALONE = Axis(1, 0, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 11, 12])
@@ -33,6 +32,6 @@ def test_the_micro_batches_themselves_do_not_depend_on_the_number_of_replicas():
 
 
 def test_one_process_has_to_give_its_samples():
-    assert shared_batch([1, 2], ALONE, {}, "train") == [1, 2]
+    assert SampleSharing(ALONE).share([1, 2], "train") == [1, 2]
     with pytest.raises(DataError, match=r"wrap\.train: samples are None, and there is no other process"):
-        shared_batch(None, ALONE, {}, "train")
+        SampleSharing(ALONE).share(None, "train")

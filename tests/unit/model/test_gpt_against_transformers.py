@@ -306,14 +306,11 @@ def their_loss(model: Any, samples: list[dict[str, list[int]]]) -> Tensor:
 
 
 def our_gradients(wrap: MegatronWrap, samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    from megatron_wrap.engine.step import collate_share, compute_gradients, count_step
-    from megatron_wrap.metrics.metric import MetricSums
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
     state = wrap._ready()
-    micro_batches = collate_share(state, samples, first_sample=0)
-    counts = count_step(state, micro_batches)
-    compute_gradients(state, micro_batches, counts, MetricSums(state.platform.device))
+    gradients_of_batch(state, samples)
     return gather_gradients(state)
 
 

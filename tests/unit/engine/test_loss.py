@@ -1,4 +1,4 @@
-"""The law of the loss on one rank's micro-batches: what the schedule gets, what is refused. No process group."""
+"""Loss normalization on one rank's micro-batches: what the schedule gets, what is refused. No process group."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.loss import OBJECTIVE, LossLaw, objective
+from megatron_wrap.engine.loss import OBJECTIVE, NormalizedLoss, take_objective
 from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapTrainingFlowBase, Total
 from megatron_wrap.metrics.metric import MetricSums, read_reduced
-from megatron_wrap.parallel.state import Axis, ParallelState
 
 
 class Flow(MegatronWrapTrainingFlowBase):
@@ -35,13 +34,10 @@ class Flow(MegatronWrapTrainingFlowBase):
         return self.answer(model_forward_output)
 
 
-def law(flow: Flow, step_weights: dict[str, float], num_microbatches: int = 1, dp: int = 1, cp: int = 1) -> LossLaw:
-    def axis(size: int) -> Axis:
-        return Axis(size, 0, None)  # type: ignore[arg-type]
-
-    one = axis(1)
-    parallel = ParallelState(one, one, one, axis(dp), axis(cp), one, axis(dp * cp), one, one, None)
-    return LossLaw(flow, parallel, step_weights, num_microbatches, MetricSums(torch.device("cpu")))
+def normalized(
+    flow: Flow, step_weights: dict[str, float], num_microbatches: int = 1, dp: int = 1, cp: int = 1
+) -> NormalizedLoss:
+    return NormalizedLoss(flow, cp, dp, step_weights, num_microbatches, MetricSums(torch.device("cpu")))
 
 
 def micro_batch(counted: bool = True, **weights: float) -> MicroBatch:
@@ -63,7 +59,7 @@ def output() -> Tensor:
 @pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 2, 1), (3, 2, 2)])
 def test_what_the_schedule_and_ddp_divide_by_is_put_in_before(num_microbatches, dp, cp):
     """Megatron-Core divides by tokens (1) and micro-batches, DDP by dp * cp: loss_sum / W is left."""
-    taken = law(Flow(lambda out: LossOutput(out.sum())), {"": 20.0}, num_microbatches, dp, cp)
+    taken = normalized(Flow(lambda out: LossOutput(out.sum())), {"": 20.0}, num_microbatches, dp, cp)
     loss, tokens, _ = taken(micro_batch(loss=5.0), output())
     assert int(tokens) == 1
     assert loss.item() / num_microbatches / (dp * cp) == pytest.approx(6.0 / 20.0)
@@ -72,25 +68,25 @@ def test_what_the_schedule_and_ddp_divide_by_is_put_in_before(num_microbatches, 
 
 def test_terms_have_their_own_weights_and_coefficients():
     flow = Flow(lambda out: LossOutput({"a": out.sum(), "b": (out**2).sum()}), {"b": 0.5})
-    taken = law(flow, {"a": 4.0, "b": 7.0})
+    taken = normalized(flow, {"a": 4.0, "b": 7.0})
     loss, _, _ = taken(micro_batch(a=4.0, b=7.0), output())
     assert loss.item() == pytest.approx(6.0 / 4 + 0.5 * 14.0 / 7)
     values = reduced(taken.sums)
-    assert objective(values, flow.get_loss_coefficients()) == pytest.approx(loss.item())
+    assert take_objective(values, flow.get_loss_coefficients()) == pytest.approx(loss.item())
     assert values == {}
 
 
 def test_a_term_without_weight_in_the_step_is_left_out_of_loss_and_objective():
     flow = Flow(lambda out: LossOutput({"a": out.sum(), "b": out.sum() * math.inf}))
-    taken = law(flow, {"a": 3.0, "b": 0.0})
+    taken = normalized(flow, {"a": 3.0, "b": 0.0})
     here = output()
     loss, _, _ = taken(micro_batch(a=3.0, b=0.0), here)
     assert torch.autograd.grad(loss, here)[0].tolist() == pytest.approx([1 / 3] * 3)
-    assert objective(reduced(taken.sums), {}) == pytest.approx(2.0)
+    assert take_objective(reduced(taken.sums), {}) == pytest.approx(2.0)
 
 
 def test_the_two_value_return_is_a_mean_over_micro_batches_and_replicas():
-    taken = law(Flow(lambda out: (out.mean(), {"seen": 1.0})), {"": 123.0}, num_microbatches=4, dp=2, cp=2)
+    taken = normalized(Flow(lambda out: (out.mean(), {"seen": 1.0})), {"": 123.0}, num_microbatches=4, dp=2, cp=2)
     loss, _, _ = taken(micro_batch(loss=9.0), output())
     # complete and equal on both context-parallel ranks, whose gradients DDP averages
     assert loss.item() == pytest.approx(2.0)
@@ -101,7 +97,7 @@ def test_a_filler_adds_nothing_but_takes_part_in_the_backward_pass():
     def fail(out: Tensor) -> Any:
         raise AssertionError("the flow must not see a filler")
 
-    taken = law(Flow(fail), {"": 3.0})
+    taken = normalized(Flow(fail), {"": 3.0})
     here = output()
     loss, _, _ = taken(micro_batch(counted=False, loss=3.0), here)
     assert torch.autograd.grad(loss, here)[0].tolist() == [0.0, 0.0, 0.0]
@@ -109,7 +105,7 @@ def test_a_filler_adds_nothing_but_takes_part_in_the_backward_pass():
 
 
 def test_an_empty_share_may_have_no_graph():
-    taken = law(Flow(lambda out: LossOutput(torch.zeros(()))), {"": 3.0})
+    taken = normalized(Flow(lambda out: LossOutput(torch.zeros(()))), {"": 3.0})
     here = output()
     loss, _, _ = taken(micro_batch(loss=0.0), here)
     assert torch.autograd.grad(loss, here)[0].tolist() == [0.0, 0.0, 0.0]
@@ -122,20 +118,20 @@ def test_an_empty_share_may_have_no_graph():
         (lambda out: (out.detach().mean(), {}), "loss is 2, but it does not depend on the model's output"),
         (lambda out: LossOutput(out), r"the loss is of shape \(3,\); give a scalar tensor"),
         (lambda out: LossOutput(6.0), "the loss is float; give a scalar tensor"),
-        (lambda out: LossOutput({"a": out.sum()}), r"gives the terms \['a'\], get_loss_weight \[''\]"),
+        (lambda out: LossOutput({"a": out.sum()}), r"returns the terms \['a'\], get_loss_weight \[''\]"),
         (lambda out: out.sum(), r"returns Tensor; return LossOutput\(loss_sum, metrics\)"),
         (lambda out: (out.sum(), out.sum()), "returns tuple; return LossOutput"),
         (lambda out: LossOutput(out.sum(), {"m": out}), r"metric 'm' has shape \(3,\)"),
     ],
 )
 def test_a_broken_contract_is_refused(answer, message):
-    taken = law(Flow(answer), {"": 3.0})
+    taken = normalized(Flow(answer), {"": 3.0})
     with pytest.raises(FlowError, match=message):
         taken(micro_batch(loss=3.0), output())
 
 
 def test_a_detached_loss_is_right_where_no_gradient_is_asked_for():
-    taken = law(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})
+    taken = normalized(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})
     with torch.no_grad():
         taken(micro_batch(loss=3.0), output())
     assert reduced(taken.sums)[OBJECTIVE] == pytest.approx(2.0)
@@ -143,7 +139,7 @@ def test_a_detached_loss_is_right_where_no_gradient_is_asked_for():
 
 def test_metrics_of_each_kind_and_the_loss_scalar_weight():
     kinds = {"pair": (2.0, 4.0), "scalar": 3.0, "total": Total(5.0)}
-    taken = law(Flow(lambda out: LossOutput(out.sum(), kinds)), {"": 8.0})
+    taken = normalized(Flow(lambda out: LossOutput(out.sum(), kinds)), {"": 8.0})
     taken(micro_batch(loss=2.0), output())
     kinds.update({"pair": (1.0, 8.0), "scalar": 1.0, "total": Total(1.0)})
     taken(micro_batch(loss=6.0), output())
@@ -152,12 +148,12 @@ def test_metrics_of_each_kind_and_the_loss_scalar_weight():
 
 
 def test_an_objective_without_any_weight_is_not_a_number():
-    assert math.isnan(objective({OBJECTIVE: None}, {}))
+    assert math.isnan(take_objective({OBJECTIVE: None}, {}))
 
 
 def test_a_sum_without_a_weight_is_refused_and_the_older_return_needs_none():
-    silent = MicroBatch({}, {}, {"": 1.0}, 2, torch.tensor([4, 4]), 4, says_weight=False)
+    silent = MicroBatch({}, {}, {"": 1.0}, 2, torch.tensor([4, 4]), 4, has_explicit_weight=False)
     with pytest.raises(FlowError, match=r"no 'loss_mask'; define get_loss_weight"):
-        law(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})(silent, output())
-    loss, _, _ = law(Flow(lambda out: (out.mean(), {})), {"": 1.0})(silent, output())
+        normalized(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})(silent, output())
+    loss, _, _ = normalized(Flow(lambda out: (out.mean(), {})), {"": 1.0})(silent, output())
     assert loss.item() == pytest.approx(2.0)

@@ -1,0 +1,128 @@
+"""Which checkpoint a run resumes or starts from, and what it has saved already."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.reference import copy_policy, load_reference, save_reference
+from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_wrap.checkpoint.store import CheckpointStore, missing_part
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.engine.parameters import synchronize_parameters
+from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.agreement import on_rank_0
+from megatron_wrap.utils.dist_logger import logger
+
+
+def has_checkpoint(config: RunConfig) -> bool:
+    """Whether a run resumes from a checkpoint in `save`, or starts from one in `load`."""
+    folders = (config.train.save, config.train.load)
+    return any(find_checkpoint(folder) is not None for folder in folders if folder is not None)
+
+
+class RunCheckpoints:
+    """The checkpoints of one run. All methods are collective over all ranks.
+
+    Args:
+        state: of the run, whose model is built.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._saved: tuple[Path, int] | None = None
+        """Folder and iteration of the checkpoint that holds this very state."""
+        self._reference_folder: str | None = None
+        """Folder of checkpoints beside which this reference model stands."""
+
+    def restore(self, weights_only: bool = False) -> int | None:
+        """Resume from the newest checkpoint of `save`, else start from `load`, where there are any.
+
+        Args:
+            weights_only: leave all but the weights as it is.
+
+        Returns:
+            The iteration from which the run resumes; None for a run that begins.
+
+        Raises:
+            CheckpointError: see `load`; or `resume: never` and there is one; or it lacks the reference model.
+        """
+        state, train = self._state, self._state.config.train
+        resumed_from, with_reference = None, False
+        found = find_checkpoint(train.save) if train.save is not None else None
+        if found is not None and train.save is not None:
+            if state.config.checkpoint.resume == "never":
+                raise CheckpointError(
+                    f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
+                    "folder, or resume: auto"
+                )
+            with_reference = self.load(train.save, weights_only)
+            resumed_from = state.progress.iteration
+            logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
+        elif train.load is not None:
+            with_reference = self.load(train.load, weights_only=train.finetune or weights_only)
+        if state.reference is not None and not with_reference:
+            if resumed_from is not None:
+                raise CheckpointError(
+                    f"{train.save} holds no reference model to resume with: it was saved without "
+                    "megatron_wrap.models.reference; set that to null, or start a new save folder from these weights "
+                    "with train.common.load and finetune: true"
+                )
+            synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
+            copy_policy(state.reference, state.chunks)
+        return resumed_from
+
+    def load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
+        """Load a checkpoint, and the reference model beside it.
+
+        Args:
+            folder: a folder of checkpoints (its newest is taken) or one checkpoint.
+            weights_only: leave iteration, optimizer, schedule, random generators and reference model as they are.
+
+        Returns:
+            Whether a reference model was loaded.
+
+        Raises:
+            CheckpointError: missing, of an unknown form, or of another model.
+        """
+        state, train = self._state, self._state.config.train
+        self._saved = None
+        report = load_checkpoint(
+            state,
+            folder,
+            weights_only=weights_only,
+            with_optimizer=not train.no_load_optim,
+            with_rng=not train.no_load_rng,
+        )
+        with_reference = state.reference is not None and not weights_only and load_reference(state, folder)
+        if with_reference:
+            self._reference_folder = str(folder)
+        parts = [*report.loaded, *(["reference model"] if with_reference else [])]
+        skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
+        layout = " saved on another layout" if report.other_layout else ""
+        logger.info_rank_0(f"loaded {', '.join(parts)} of {folder}{layout}{skipped}")
+        return with_reference
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Save everything that a resumed run needs; a second call without a step in between writes nothing.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank, when any could not write; earlier checkpoints are as they were.
+        """
+        state, iteration = self._state, self._state.progress.iteration
+        if state.reference is not None and self._reference_folder != str(folder):
+            save_reference(state, folder)
+            self._reference_folder = str(folder)
+        final = CheckpointStore(folder).folder_of(iteration)
+        if self._saved == (final, iteration) and on_rank_0(lambda: missing_part(final) is None):
+            logger.debug_rank_0(f"checkpoint of iteration {iteration} is there already: {final}")
+            return final
+        self._saved = None
+        save_checkpoint(state, folder, keep=state.config.checkpoint.keep)
+        self._saved = (final, iteration)
+        return final

@@ -1,0 +1,94 @@
+"""The saved schedule of learning rate and weight decay, compared with this run's before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.config.schema import SECTION_PATHS
+from megatron_wrap.errors import CheckpointError
+
+_RATE, _OPTIMIZER, _TRAIN = (SECTION_PATHS[name] for name in ("learning_rate", "optimizer", "train"))
+
+_KEYS = {
+    "max_lr": f"{_RATE}.lr",
+    "min_lr": f"{_RATE}.min_lr",
+    "lr_warmup_steps": f"{_RATE}.lr_warmup_iters",
+    "lr_decay_steps": f"{_RATE}.lr_decay_iters (null: {_TRAIN}.train_iters)",
+    "lr_decay_style": f"{_RATE}.lr_decay_style",
+    "start_wd": f"{_OPTIMIZER}.start_weight_decay (null: weight_decay)",
+    "end_wd": f"{_OPTIMIZER}.end_weight_decay (null: weight_decay)",
+    "wd_incr_style": f"{_OPTIMIZER}.weight_decay_incr_style",
+    "wd_incr_steps": f"{_TRAIN}.train_iters",
+}
+"""Value of Megatron-Core's `OptimizerParamScheduler` -> the YAML key that it comes from."""
+
+_OLDER_NAMES = {
+    "start_lr": "max_lr",
+    "warmup_iter": "lr_warmup_steps",
+    "warmup_steps": "lr_warmup_steps",
+    "end_iter": "lr_decay_steps",
+    "decay_steps": "lr_decay_steps",
+    "decay_style": "lr_decay_style",
+    "num_iters": "num_steps",
+}
+"""Names in checkpoints of earlier Megatron-LMs (optimizer_param_scheduler.py, load_state_dict)."""
+
+
+def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: int) -> None:
+    """Continue this run's schedule where the saved one stopped.
+
+    Values that do not change the schedule may differ: the length of a constant one, for example. With
+    `override_opt_param_scheduler` or `use_checkpoint_opt_param_scheduler` nothing is compared.
+
+    Args:
+        scheduler: Megatron-Core's OptimizerParamScheduler; its unit is the sample.
+        saved: its `state_dict` at the checkpoint.
+        global_batch_size: samples of an iteration, for messages.
+
+    Raises:
+        CheckpointError: the two schedules have other values; the message names the YAML keys.
+    """
+    saved = {_OLDER_NAMES.get(name, name): value for name, value in saved.items()}
+    own = scheduler.state_dict()
+    if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
+        _compare(saved, own, global_batch_size)
+        saved |= {name: own[name] for name in _KEYS if name in saved}
+    # Megatron-Core adds the saved samples to those that the scheduler has counted
+    scheduler.load_state_dict({**saved, "num_steps": saved["num_steps"] - scheduler.num_steps})
+
+
+def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], global_batch_size: int) -> None:
+    before, now = _effective(saved), _effective(own)
+    differing = [name for name in _KEYS if name in before and name in now and before[name] != now[name]]
+    if not differing:
+        return
+    parts = [
+        f"{_KEYS[name]} was {_shown(name, before[name], global_batch_size)} and is "
+        f"{_shown(name, now[name], global_batch_size)}"
+        for name in differing
+    ]
+    raise CheckpointError(
+        f"the learning-rate or weight-decay schedule differs from that of the checkpoint: {'; '.join(parts)}; set "
+        f"these keys back, or set {_OPTIMIZER}.override_opt_param_scheduler: true to take this run's, or "
+        f"{_OPTIMIZER}.use_checkpoint_opt_param_scheduler: true to take the checkpoint's"
+    )
+
+
+def _effective(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that change what the schedule returns (optimizer_param_scheduler.py, get_lr and get_wd)."""
+    found = {name: value for name, value in values.items() if name in _KEYS}
+    if found.get("lr_decay_style") == "constant":
+        found.pop("lr_decay_steps", None)
+        found.pop("min_lr", None)
+    if found.get("start_wd") == found.get("end_wd"):
+        found.pop("wd_incr_steps", None)
+        found.pop("wd_incr_style", None)
+    return found
+
+
+def _shown(name: str, value: Any, global_batch_size: int) -> str:
+    if not name.endswith("_steps"):
+        return str(value)
+    iterations = value / global_batch_size
+    return f"{iterations:g} ({value:g} samples)"

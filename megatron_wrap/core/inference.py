@@ -1,0 +1,122 @@
+"""The verbs of `MegatronWrap` that change nothing: evaluate, forward, generate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.utils.dist_logger import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_wrap.config import RunConfig
+    from megatron_wrap.core.records import RunRecords
+    from megatron_wrap.engine.generate import Completion
+    from megatron_wrap.engine.state import TrainingState
+
+
+class InferenceVerbs:
+    """A part of `MegatronWrap`, which provides what is declared here."""
+
+    config: RunConfig
+    tokenizer: Any
+    _records: RunRecords
+
+    if TYPE_CHECKING:
+
+        def _ready(self) -> TrainingState: ...
+
+    def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
+        """The objective and the flow's metrics over whole named sets; nothing changes. Collective.
+
+        Args:
+            sets: name -> samples on every rank (or on global rank 0, with None on the others); default: the
+                evaluation sets of `megatron_wrap.data`. Of each, `eval_iters` global batches at most.
+
+        Returns:
+            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged, and so is what the model now says to each
+            of `megatron_lm.train.common.sample_prompts`.
+        """
+        from megatron_wrap.data.sources import validation_sets
+        from megatron_wrap.engine.forward import evaluate
+
+        state = self._ready()
+        chosen: Mapping[str, Sequence[Any] | None] = (
+            validation_sets(self.config.data.validation) if sets is None else sets
+        )
+        metrics: dict[str, float] = {}
+        for name, samples in chosen.items():
+            limit = self.config.train.eval_iters
+            if limit and samples is not None:
+                samples = samples[: limit * self.config.train.global_batch_size]
+            for key, value in evaluate(state, name, samples).items():
+                metrics[f"eval/{name}/{key}"] = value
+        if metrics:
+            self._records.evaluation(state.progress.iteration, metrics)
+        self._log_sample_text()
+        return metrics
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether `eval_interval` asks for an evaluation now: before the first step and after each interval."""
+        interval = self.config.train.eval_interval
+        return bool(interval) and self._ready().progress.iteration % int(interval or 1) == 0
+
+    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+        """What the flow's `calculate_outputs` gives for each sample, without a graph. Collective.
+
+        Returns:
+            For each sample, in order, a dictionary of CPU tensors; the same on every rank.
+        """
+        from megatron_wrap.engine.forward import forward
+
+        return forward(self._ready(), samples)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]] | None,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str | int] = (),
+        batch_size: int = 8,
+    ) -> list[Completion]:
+        """Complete prompts with the weights as they are, on every layout. Collective.
+
+        Args:
+            prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
+                on global rank 0 alone with None on the others.
+            max_new_tokens: most tokens of a completion.
+            temperature: 0 takes the most probable token, as transformers does with do_sample=False; else logits are
+                divided by it and a token is drawn.
+            top_p, top_k: restrict what is drawn, as in transformers; None does not.
+            seed: of the drawing; None: `megatron_lm.train.common.seed`. The same seed gives the same completions on
+                every layout and in every batch, so a rollout loop gives another one at each call.
+            stop: texts and token ids that end a completion, beside the model's end tokens.
+            batch_size: prompts that a replica completes at a time; its cache holds that many whole sequences.
+
+        Returns:
+            For each prompt, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason": "stop" or
+            "length"}: what follows the prompt. The text ends before a stop text and is None without a tokenizer.
+
+        Raises:
+            DataError: a prompt or an argument is wrong.
+        """
+        from megatron_wrap.engine.generate import generate
+        from megatron_wrap.engine.sampling import SamplingRule
+
+        rule = SamplingRule(temperature, top_k, top_p)
+        seed = self.config.train.seed if seed is None else seed
+        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size)
+
+    def _log_sample_text(self) -> None:
+        prompts = self.config.train.sample_prompts
+        if not prompts:
+            return
+        from megatron_wrap.engine.generate import sample_texts
+
+        for prompt, text in sample_texts(self._ready(), self.tokenizer, prompts):
+            logger.info_rank_0(f"iteration {self._ready().progress.iteration}, sample of {prompt!r}: {text!r}")

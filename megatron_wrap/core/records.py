@@ -1,0 +1,92 @@
+"""What a run reports of its steps: metric loggers, the console line, the progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.errors import TrainingError
+from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
+from megatron_wrap.utils.progress import ProgressBar, format_step
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.state import StepReport
+
+
+class RunRecords:
+    """Receives each step and each evaluation of a run; nothing is written before `open`.
+
+    Args:
+        config: of the run.
+        output_dir: folder of metrics.jsonl.
+    """
+
+    def __init__(self, config: RunConfig, output_dir: Path) -> None:
+        self._config = config
+        self._output_dir = output_dir
+        self._metric_loggers = MetricLoggers([])
+        self._progress_bar: ProgressBar | None = None
+        self._last: StepReport | None = None
+        self._recorded_iteration: int | None = None
+
+    def open(self, iteration: int, resumed_from: int | None) -> None:
+        """Start the metric loggers that the configuration selects, and the progress bar.
+
+        Args:
+            iteration: steps taken before.
+            resumed_from: iteration of the checkpoint that the run resumes from; records of later ones will come again.
+        """
+        settings = self._config.logger
+        selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
+        if settings.enable_tensorboard:
+            selected["tensorboard"] = None
+        if settings.enable_wandb:
+            selected["wandb"] = {
+                "project": settings.wandb_project or "megatron-wrap",
+                "name": settings.wandb_name or self._config.name,
+            }
+        selected |= dict.fromkeys(settings.metric_loggers)
+        context = MetricLoggerContext(self._output_dir, self._config.resolved, resumed_from)
+        self._metric_loggers = build_metric_loggers(selected, context)
+        if settings.progress_bar:
+            self._progress_bar = ProgressBar(self._config.train.train_iters, iteration)
+
+    def took(self, report: StepReport) -> None:
+        """Keep the report of the step just taken."""
+        self._last = report
+
+    def write_last(self) -> None:
+        """Write the last step once: to the metric loggers, and to the console each `log_interval` iterations."""
+        report, train = self._last, self._config.train
+        if report is None or report.iteration == self._recorded_iteration:
+            return
+        self._recorded_iteration = report.iteration
+        self._metric_loggers.log(report.iteration, report.metrics)
+        if report.iteration % train.log_interval == 0 or report.iteration == train.train_iters:
+            logger.info_rank_0(format_step(report.metrics, train.train_iters))
+
+    def log_last(self) -> None:
+        """`write_last`, and move the progress bar.
+
+        Raises:
+            TrainingError: no step has been taken.
+        """
+        if self._last is None:
+            raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
+        if self._progress_bar is not None:
+            self._progress_bar.update(self._last.iteration, self._last.metrics)
+        self.write_last()
+
+    def evaluation(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of an evaluation after `iteration` steps."""
+        self._metric_loggers.log(iteration, metrics)
+        logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
+
+    def close(self) -> None:
+        """End loggers and progress bar."""
+        if self._progress_bar is not None:
+            self._progress_bar.close()
+        self._metric_loggers.close()

@@ -1,0 +1,73 @@
+"""Megatron-Core's optimizer, which refuses a non-finite update before anything has changed. Imported only once the
+platform is installed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.core.optimizer import ChainedOptimizer
+
+from megatron_wrap.engine.update import NonFiniteUpdate, Update
+
+
+class CheckedOptimizer(ChainedOptimizer):
+    """All optimizers of a model as one, with a check between the gradient norm and the first change of a parameter.
+
+    `ChainedOptimizer.step` computes the norm, also without clipping, and then calls `step_with_ready_grads`; both
+    Megatron-Core lines do. The norm is the same on every rank, so all ranks decide alike without a further collective.
+
+    Args:
+        optimizer: of `get_megatron_optimizer`; its parts are taken over.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer) -> None:
+        super().__init__(optimizer.chained_optimizers)
+        self._loss: float | None = None
+        self._grad_norm: Any = None
+
+    def update(self, loss: float | None) -> Update:
+        """Clip and apply the gradients. Collective.
+
+        Args:
+            loss: of the step, the same on every rank; None: nothing is checked.
+
+        Raises:
+            NonFiniteUpdate: on every rank: the loss or the gradient norm is not finite. Parameters, optimizer state and
+                loss scale are bit for bit what they were. An fp16 overflow is skipped instead, as usual, and lowers the
+                loss scale.
+        """
+        scalers = self._grad_scalers()
+        saved = [scaler.state_dict() for scaler in scalers]
+        self._loss = loss
+        try:
+            applied, grad_norm, num_zeros = self.step()
+        except NonFiniteUpdate:
+            for scaler, state in zip(scalers, saved, strict=True):
+                scaler.load_state_dict(state)  # `prepare_grads` has counted a step without overflow
+            raise
+        finally:
+            self._loss = None
+        return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by against underflow; 1 without scaling, for which no device is asked."""
+        scalers = self._grad_scalers()
+        return float(scalers[0].scale) if scalers else 1.0
+
+    def _grad_scalers(self) -> list[Any]:
+        return [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
+
+    def get_grad_norm(self) -> Any:
+        """Norm of the whole gradient; kept for the check."""
+        self._grad_norm = super().get_grad_norm()
+        return self._grad_norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Apply the clipped gradients, unless `update` asked for a check that fails."""
+        if self._loss is not None:
+            grad_norm = float(self._grad_norm)
+            if not (math.isfinite(self._loss) and math.isfinite(grad_norm)):
+                raise NonFiniteUpdate(self._loss, grad_norm)
+        return super().step_with_ready_grads()

@@ -1,0 +1,91 @@
+"""From the configuration to Megatron-Core's optimizer and its schedule of learning rate and weight decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.model.transformer import parameter_dtype
+from megatron_wrap.platform.versions import accepts
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.checked_optimizer import CheckedOptimizer
+
+
+def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> CheckedOptimizer:
+    """Megatron-Core's optimizer over all chunks; it scales the loss of half-precision runs."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_wrap.engine.checked_optimizer import CheckedOptimizer
+
+    optim, dtype = config.optimizer, config.dtype
+    settings: dict[str, Any] = {
+        "optimizer": optim.optimizer,
+        "lr": config.learning_rate.lr,
+        "min_lr": config.learning_rate.min_lr,
+        "weight_decay": optim.weight_decay,
+        "clip_grad": optim.clip_grad,
+        "adam_beta1": optim.adam_beta1,
+        "adam_beta2": optim.adam_beta2,
+        "adam_eps": optim.adam_eps,
+        "sgd_momentum": optim.sgd_momentum,
+        "use_distributed_optimizer": optim.use_distributed_optimizer,
+        "overlap_param_gather": config.ddp.overlap_param_gather,
+        "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
+        "params_dtype": parameter_dtype(config),
+        "bf16": dtype.bf16,
+        "fp16": dtype.fp16,
+        "loss_scale": dtype.loss_scale,
+        "initial_loss_scale": dtype.initial_loss_scale,
+        "min_loss_scale": dtype.min_loss_scale,
+        "loss_scale_window": dtype.loss_scale_window,
+        "hysteresis": dtype.hysteresis,
+        **optim.upstream,
+    }
+    optimizer = CheckedOptimizer(get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks))
+    model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
+    return optimizer
+
+
+def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
+    """Megatron-Core's schedule of learning rate and weight decay; its unit is the sample, as in Megatron-LM."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rate, optim = config.learning_rate, config.optimizer
+    weight_decay, decay_iters = optim.weight_decay, derived.lr_decay_iters(config)
+    decay_steps = samples_of_iterations(config, decay_iters)
+    wsd_steps = None
+    if rate.lr_wsd_decay_iters is not None:
+        wsd_steps = decay_steps - samples_of_iterations(config, decay_iters - rate.lr_wsd_decay_iters)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=rate.lr_warmup_init,
+        max_lr=rate.lr,
+        min_lr=rate.min_lr,
+        lr_warmup_steps=samples_of_iterations(config, derived.lr_warmup_iters(config)),
+        lr_decay_steps=decay_steps,
+        lr_decay_style=rate.lr_decay_style,
+        start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
+        end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
+        wd_incr_steps=samples_of_iterations(config, config.train.train_iters),
+        wd_incr_style=optim.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=optim.override_opt_param_scheduler,
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=rate.lr_wsd_decay_style,
+    )
+
+
+def samples_of_iterations(config: RunConfig, iterations: float) -> float:
+    """Samples that the first `iterations` steps of the run take, fewer while the global batch ramps up."""
+    final, samples = config.train.global_batch_size, 0
+    left = iterations
+    while left >= 1:
+        size = derived.global_batch_size_at(config, samples)
+        if size == final:
+            break
+        samples, left = samples + size, left - 1
+    return samples + left * derived.global_batch_size_at(config, samples)
