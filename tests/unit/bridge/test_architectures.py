@@ -119,9 +119,10 @@ def test_what_a_family_cannot_express_is_named(run):
     config = run("qwen3-0.6b")
     with pytest.raises(UnsupportedModel, match=r"cannot be exported as llama: qk_layernorm would be False and is True"):
         choose_family(config, "llama")
-    squared = run("tiny-llama", "megatron_lm.model.arch.swiglu=false", "megatron_lm.model.arch.squared_relu=true")
-    with pytest.raises(UnsupportedModel, match=r"no Hugging Face family can express .*llama \(swiglu would be True"):
-        choose_family(squared)
+    with_layer_norm = run("tiny-llama", "megatron_lm.model.arch.normalization=LayerNorm")
+    expected = r"no Hugging Face family can express .*llama \(normalization would be RMSNorm and is LayerNorm"
+    with pytest.raises(UnsupportedModel, match=expected):
+        choose_family(with_layer_norm)
     scaled = run("tiny-llama", "megatron_lm.model.arch.softmax_scale=0.5")
     assert what_differs(choose_family(run("tiny-llama")), complete(scaled)) == "it has no softmax_scale, which is 0.5"
     choose_family(run("tiny-llama", "megatron_lm.model.arch.cross_entropy_loss_fusion=true"))

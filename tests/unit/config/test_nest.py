@@ -14,6 +14,7 @@ from megatron_wrap.config.tree import shipped_root
 from megatron_wrap.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+FLOWS = ", ".join(sorted(path.stem for path in (CONFIGS / "nest/megatron_wrap/flow").glob("*.yaml")))
 Write = Callable[..., str]
 
 
@@ -82,20 +83,17 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
         (
             "__select__: minimal_mock",
             "__select__: null",
-            "run.yaml:21 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_dpo, gpt_sft, minimal_mock",
+            "run.yaml:21 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
         ),
         (
             "megatron_wrap:\n  flow:\n    __select__: minimal_mock\n",
             "",
-            "run.yaml megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_dpo, gpt_sft, minimal_mock",
+            "run.yaml megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
         ),
         (
             "    __select__: minimal_mock\n",
             "    __override__: {flow_key: a}\n",
-            "run.yaml:20 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of custom, "
-            "gpt_dpo, gpt_sft, minimal_mock",
+            "run.yaml:20 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
         ),
         (
             "__override__:\n        tensor",
