@@ -1,109 +1,250 @@
-"""The layers of DESIGN section 5, read from the imports."""
+"""The rules of docs/architecture.md on the package, and on small sources that break each of them."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
+from _architecture import (
+    PACKAGE,
+    ROOT,
+    UPWARD_BY_NAME,
+    Code,
+    cycles,
+    foreign_changes,
+    layer_findings,
+    long_functions,
+    read_layers,
+    read_package,
+    unit_of,
+)
 
-PACKAGE = Path(__file__).parents[2] / "megatron_wrap"
+LAYERS = read_layers()
+CODE = read_package()
 
-LAYERS = {
-    "errors": 0,
-    "registry": 0.5,  # raises errors
-    "core.config": 1,
-    "platform": 2,
-    "parallel": 2,
-    "ops": 3,
-    "core.model": 3.5,  # a model is made of ops
-    "bridge": 3.7,  # fills models
-    "data": 3,
-    "utils": 3,
-    "metrics": 3,
-    "core.flow": 4,
-    "engine": 5,
-    "checkpoint": 6,
-    "core.hugging_face": 6.5,  # parts of the facade
-    "core.layout_view": 6.5,
-    "core.wrap": 7,
-    "cli": 8,
-    "testing": 7.5,  # check-parity of the command line calls it
+MEGATRON = {"platform/", "parallel/", "ops/", "model/", "bridge/", "data/", "engine/", "checkpoint/"}
+DISTRIBUTED = {"parallel/", "metrics/", "checkpoint/", "engine/", "platform/", "testing/", "cli/"}
+
+LOADED_BY_VARIABLE = {
+    "registry.py": "its targets are checked where they stand, as `module:Attribute`",
+    "testing/pools.py": "the names are strings of the same file, which are checked",
 }
-MEGATRON = ("platform", "parallel", "ops", "core.model", "bridge", "data", "engine", "checkpoint")
-DISTRIBUTED = ("parallel", "metrics", "checkpoint", "engine", "platform", "testing", "cli")
-"""testing starts ranks of its own and cli starts torchrun's agent, so both stand here beside DESIGN's five."""
+"""Files outside platform/ that load a module whose name is a variable -> why the layers hold all the same."""
+
+SCHEDULE = "field of ModelParallelConfig through which a training program gives Megatron-Core's schedule its functions"
+MARK = "Megatron-Core's mark on a parameter, by which it reduces gradients"
+SPEC = "a layer spec is made for one model, and its submodules are exchanged by assignment"
+FOREIGN = {
+    ("engine/", "finalize_model_grads_func"): SCHEDULE,
+    ("engine/", "no_sync_func"): SCHEDULE,
+    ("engine/", "grad_sync_func"): SCHEDULE,
+    ("engine/", "grad_scale_func"): SCHEDULE,
+    ("engine/", "allreduce"): MARK,
+    ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
+    ("model/", "sequence_parallel"): MARK,
+    ("ops/", "sequence_parallel"): MARK,
+    ("model/", "module"): SPEC,
+    ("model/", "router"): SPEC,
+    ("model/", "core_attention"): SPEC,
+    ("testing/", "calculate_loss"): "check_parity watches what the flow of one run returns",
+    ("testing/", "fill_uninitialized_memory"): "torch's switch, in a process that only runs tests",
+}
+"""(folder, attribute) -> why it is assigned on an object that is not ours, outside platform/."""
 
 
-def unit_of(module: str) -> str:
-    """The layered unit that a dotted module below megatron_wrap belongs to."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "core" else parts[0]
+def test_every_folder_has_a_layer():
+    units = {unit_of(file) for file in CODE.trees} - {"__init__.py"}
+    assert units == set(LAYERS)
 
 
-def files() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py"))
+def test_a_file_imports_lower_layers_and_its_own_folder_only():
+    assert layer_findings(CODE, LAYERS, UPWARD_BY_NAME).all == []
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+def test_the_one_exception_is_in_use():
+    named = {(reference.file, reference.name) for each in CODE.references.values() for reference in each}
+    assert set(UPWARD_BY_NAME) <= named
+    assert len(UPWARD_BY_NAME) == 1
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """(imported dotted name, line, whether only for type checking) of every import statement of a file."""
-    tree = ast.parse(path.read_text())
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, id(node) in typing_only
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno, id(node) in typing_only
+def test_no_files_import_each_other():
+    assert cycles(CODE) == []
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_a_file_imports_lower_layers_and_its_own_folder_only(path: Path):
-    module = module_of(path)
-    unit = unit_of(module)
-    if unit not in LAYERS:
-        assert module in ("__init__", "core"), f"{module} has no place in DESIGN's layers"
-        return
-    for name, line, typing_only in imports(path):
-        if typing_only or not name.startswith("megatron_wrap."):
-            continue
-        imported = unit_of(name.removeprefix("megatron_wrap."))
-        if imported not in LAYERS:  # megatron_wrap.core itself, which resolves MegatronWrap
-            imported = "core.wrap"
-        lower = LAYERS[imported] < LAYERS[unit]
-        assert lower or imported == unit, f"{path.name}:{line} {unit} imports {imported}"
+def test_a_module_is_loaded_by_a_variable_where_it_is_stated():
+    computed = {r.file for each in CODE.references.values() for r in each if not r.name}
+    assert {file for file in computed if unit_of(file) != "platform/"} == set(LOADED_BY_VARIABLE)
 
 
-@pytest.mark.parametrize("path", files(), ids=module_of)
-def test_megatron_and_distributed_are_imported_where_they_belong(path: Path):
-    unit = unit_of(module_of(path))
-    for name, line, typing_only in imports(path):
-        if typing_only:
-            continue
-        if name == "megatron" or name.startswith("megatron."):
-            assert unit in MEGATRON, f"{path.name}:{line} {unit} imports {name}"
-        if name.startswith("torch.distributed"):
-            assert unit in DISTRIBUTED, f"{path.name}:{line} {unit} imports {name}"
-        if unit == "core.flow":
-            assert not name.startswith(("megatron.", "torch.distributed"))
+def test_a_string_that_names_a_module_names_one_that_exists():
+    for reference in (each for of_file in CODE.references.values() for each in of_file):
+        parts = reference.name.split(".")
+        if parts[0] == PACKAGE and len(parts) > 1:
+            found = CODE.file_of(reference.name)
+            assert found is not None, str(reference)
+            assert found != "__init__.py" or parts[1] == "__version__", str(reference)
+
+
+def test_megatron_and_distributed_are_imported_where_they_belong():
+    for reference in (each for of_file in CODE.references.values() for each in of_file):
+        unit, name = unit_of(reference.file), reference.name + "."
+        if unit == "flow/":
+            assert not name.startswith(("megatron.", "torch.distributed.")), str(reference)
+        if not reference.typing_only:
+            assert unit in MEGATRON or not name.startswith("megatron."), str(reference)
+            assert unit in DISTRIBUTED or not name.startswith("torch.distributed."), str(reference)
 
 
 def test_foreign_objects_are_changed_in_the_platform_layer_only():
-    """`setattr` on what is not ours stands in platform/, where it can be undone."""
-    for path in files():
-        if unit_of(module_of(path)) == "platform":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id != "setattr", f"{path}:{node.lineno}"
+    found = foreign_changes(CODE)
+    assert [str(change) for change in found if (unit_of(change.file), change.attribute) not in FOREIGN] == []
+    unused = set(FOREIGN) - {(unit_of(change.file), change.attribute) for change in found}
+    assert not unused, "exceptions that nothing needs"
+
+
+def test_no_function_is_longer_than_60_lines():
+    assert long_functions([ROOT / PACKAGE, ROOT / "scripts", ROOT / "examples"], limit=60) == []
+
+
+def test_paths_of_the_page_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    paths = re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", page) + re.findall(r"\b((?:\w+/)+\w+\.py)\b", page)
+    assert len(paths) > 60
+    missing = {path for path in paths if not (ROOT / path).exists() and not (ROOT / PACKAGE / path).exists()}
+    assert missing == set()
+
+
+# ---- each rule is broken once, so that the checks above are known to see it
+
+
+SMALL = {"low/": 1, "left/": 2, "right/": 2, "high/": 3}
+FILES = {"low/a.py": "", "left/a.py": "", "right/a.py": "", "high/a.py": "", "high/__init__.py": "", "low/b.py": ""}
+
+
+def small(**changed: str) -> Code:
+    """The small package, with other texts for some files: `low_a="..."` is low/a.py."""
+    return Code({**FILES, **{f"{name.replace('_', '/', 1)}.py": text for name, text in changed.items()}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import megatron_wrap.high.a",
+        "import megatron_wrap.high.a as other",
+        "from megatron_wrap import high",
+        "from megatron_wrap.high import a",
+        "from megatron_wrap.high.a import name",
+        "def f():\n    from megatron_wrap.high.a import name",
+        "class C:\n    def f(self):\n        import megatron_wrap.high.a",
+        "if TYPE_CHECKING:\n    from megatron_wrap.high.a import Name",
+        "from ..high.a import name",
+        "from ..high import a",
+        "from .. import high",
+        "import_module('megatron_wrap.high.a')",
+        "importlib.import_module(name='megatron_wrap.high.a')",
+        "import_module('..high.a', __package__)",
+        "import_module(f'megatron_wrap.high.{name}')",
+        "import_module('megatron_wrap.high.' + name)",
+        "__import__('megatron_wrap.high.a')",
+        "NAMES = ('megatron_wrap.high.a',)\nfor name in NAMES:\n    import_module(name)",
+        "R = Registry('kind', 'group', {'key': 'megatron_wrap.high.a:Name'})",
+        "R = Registry('kind', 'group', {name: f'megatron_wrap.high.{name}:Name' for name in NAMES})",
+        "command = [sys.executable, '-m', 'megatron_wrap.high.a']",
+    ],
+)
+def test_an_upward_reference_is_found(text: str):
+    found = layer_findings(small(low_a=text), SMALL, {})
+    assert [line.partition(":")[0] for line in found.upward] == ["low/a.py"]
+    assert layer_findings(small(high_a=text), SMALL, {}).all == []
+
+
+def test_a_sideways_reference_is_found():
+    found = layer_findings(small(left_a="def f():\n    from ..right import a"), SMALL, {})
+    assert found.sideways == ["left/a.py:2 megatron_wrap.right.a (layer 2)"]
+    assert found.upward == []
+
+
+def test_an_exception_is_for_a_string_alone():
+    text, excepted = "import_module('megatron_wrap.high.a')", {("low/a.py", "megatron_wrap.high.a"): "reason"}
+    assert layer_findings(small(low_a=text), SMALL, excepted).all == []
+    assert layer_findings(small(low_b=text), SMALL, excepted).upward != []
+    assert layer_findings(small(low_a="import megatron_wrap.high.a"), SMALL, excepted).upward != []
+
+
+def test_lower_layers_and_the_own_folder_are_no_findings():
+    code = small(high_a="from megatron_wrap.low import a\nfrom . import x\nimport torch", low_a="from .b import c")
+    assert layer_findings(code, SMALL, {}).all == []
+
+
+def test_a_folder_without_a_layer_is_found():
+    code = Code({**FILES, "new/a.py": "from megatron_wrap.low import a"})
+    assert layer_findings(code, SMALL, {}).without_layer == ["new/a.py:1 megatron_wrap.low.a"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from megatron_wrap.low.b import name",
+        "def f():\n    from .b import name",
+        "if TYPE_CHECKING:\n    from megatron_wrap.low.b import Name",
+        "TARGETS = {'b': 'megatron_wrap.low.b:Name'}",
+    ],
+)
+def test_a_cycle_is_found(text: str):
+    assert cycles(small(low_a=text, low_b="from megatron_wrap.low import a")) == [["low/a.py", "low/b.py"]]
+    assert cycles(small(low_a=text)) == []
+
+
+CHANGES = [
+    "def f(model):\n    model.attribute = 1",
+    "def f(model: torch.nn.Module):\n    model.attribute += 1",
+    "def f():\n    torch.backends.attribute = 1",
+    "def f():\n    model = torch.nn.Linear(1, 1)\n    model.attribute = 1",
+    "def f(models: list[torch.nn.Module]):\n    for model in models:\n        model.weight.attribute = 1",
+    "def f(model):\n    model.first, model.second = 1, 2",
+    "def f(model):\n    del model.attribute",
+    "def f(model):\n    for model.attribute in range(2):\n        pass",
+    "def f(model):\n    setattr(model, 'attribute', 1)",
+    "def f(model):\n    object.__setattr__(model, 'attribute', 1)",
+    "def f(model):\n    vars(model)['attribute'] = 1",
+    "def f(model):\n    model.__dict__.update(attribute=1)",
+    "def f(models):\n    map(setattr, models)",
+    "def f():\n    import_module('torch').attribute = 1",
+    "def f():\n    sys.modules['torch'] = None",
+    "class C:\n    def __init__(self, model):\n        self.model = model\n        self.model.attribute = 1",
+    "class C:\n    model: torch.nn.Module\ndef f(c: C):\n    c.model.attribute = 1",
+    "class C:\n    pass\ndef f(module: other.Module):\n    module.attribute = C()",
+]
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_a_change_of_a_foreign_object_is_found(text: str):
+    assert {change.file for change in foreign_changes(Code({"low/a.py": text}))} == {"low/a.py"}
+    assert foreign_changes(Code({"platform/a.py": text})) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class C:\n    def f(self):\n        self.attribute = 1\n        self.__dict__.update(other=2)",
+        "class F(Function):\n    @staticmethod\n    def forward(ctx, x):\n        ctx.attribute = 1",
+        "class C:\n    attribute = 0\ndef f(c: C | None):\n    c.attribute = 1",
+        "class C:\n    attribute = 0\ndef f():\n    c = C()\n    c.attribute, other = 1, 2",
+        "class C:\n    attribute = 0\ndef f(all: list[C]):\n    for c in all:\n        c.attribute = 1",
+        "class C:\n    pass\nclass D:\n    c: C\ndef f(d: 'D'):\n    d.c.attribute = 1",
+        "class C:\n    pass\ndef make() -> C: ...\ndef f():\n    c = make()\n    c.attribute = 1",
+        "from megatron_wrap.low.b import B\ndef f(b: B):\n    b.attribute = 1",
+        "class C:\n    def f(self):\n        other = copy.copy(self)\n        other.attribute = 1",
+        "def f(replacements, model):\n    replacements.set(model, 'attribute', 1)\n    os.environ['A'] = '1'",
+    ],
+)
+def test_changes_of_our_own_objects_are_no_findings(text: str):
+    code = Code({"low/a.py": text, "low/b.py": "class B: pass"})
+    assert [str(change) for change in foreign_changes(code)] == []
+
+
+def test_a_long_function_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("_architecture.ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("def short():\n    pass\n\ndef long():\n" + "    pass\n" * 3)
+    assert long_functions([tmp_path], limit=3) == ["a.py:4 long: 4 lines"]
