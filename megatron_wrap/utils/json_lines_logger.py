@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 
 class JsonLinesLogger:
@@ -37,7 +37,7 @@ class JsonLinesLogger:
         self._file: IO[str] | None = None
         if (logger.rank if rank is None else rank) != 0:
             return
-        try:
+        with refuse_unwritable("metrics", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 if resume_from is None:
@@ -45,11 +45,6 @@ class JsonLinesLogger:
                 else:
                     self._known = _drop_after(self.path, resume_from)
             self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - open as long as the run
-        except OSError as error:
-            raise ConfigError(
-                f"metrics cannot be written to {self.path}: {error.strerror}; "
-                "set megatron_wrap.logger.output_dir to a folder that this user may write"
-            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one object; an `iteration` within `metrics` is replaced by `step`."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
 
 
 class TensorBoardLogger:
@@ -30,21 +30,13 @@ class TensorBoardLogger:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "TensorBoard logging is switched on but the package is not installed; "
-                "run `pip install tensorboard` or switch it off under megatron_wrap.logger"
-            ) from error
+            raise missing_package("TensorBoard", "tensorboard") from error
         folder = Path(output_dir) / self.folder_name
-        try:
+        with refuse_unwritable("TensorBoard events", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = SummaryWriter(
                 str(folder), purge_step=0 if resume_from is None else resume_from + 1, flush_secs=30
             )
-        except OSError as error:
-            raise ConfigError(
-                f"TensorBoard events cannot be written to {folder}: {error.strerror}; "
-                "set megatron_wrap.logger.output_dir to a folder that this user may write"
-            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one point to each metric's curve; `iteration` is the x axis and no curve."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
 
 INIT_TIMEOUT_SECONDS = 20
 """How long the start may wait for the server before the run goes offline."""
@@ -52,18 +53,10 @@ class WandbLogger:
             return
         spec = importlib.util.find_spec("wandb")
         if spec is None or spec.origin is None:  # without an origin it is only a folder `wandb` that some run left here
-            raise ConfigError(
-                "wandb logging is switched on but the package is not installed; "
-                "run `pip install wandb` or switch it off under megatron_wrap.logger"
-            )
+            raise missing_package("wandb", "wandb")
         folder = Path(output_dir)
-        try:
+        with refuse_unwritable("wandb files", folder):
             run_id = _run_id(folder, resume_from is not None)
-        except OSError as error:
-            raise ConfigError(
-                f"wandb files cannot be written to {folder}: {error.strerror}; "
-                "set megatron_wrap.logger.output_dir to a folder that this user may write"
-            ) from error
         described: dict[str, Any] = {
             "project": project,
             "name": name,
