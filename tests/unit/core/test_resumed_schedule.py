@@ -1,0 +1,103 @@
+"""A run that resumes with another length: which schedules continue, and what a refusal names.
+
+Each test runs in a forked process with a group of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.errors import CheckpointError
+
+TRAIN, RATE, OPTIMIZER = (f"megatron_lm.train.{name}" for name in ("common", "learning-rate", "optimizer"))
+SAMPLES = [{"input_ids": [place, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for place in range(4)]
+
+
+def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> list[float]:
+    """Learning rate of each step from where the run resumes to `until`."""
+    common = (f"{TRAIN}.save=ckpt", f"{TRAIN}.train_iters={train_iters}")
+    taken = []
+    with MegatronWrap("run.yaml", overrides=[*common, *overrides]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        while wrap.iteration < until:
+            taken.append(wrap.train(SAMPLES)["learning_rate"])
+        if save:
+            wrap.save()
+    return taken
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{RATE}.lr_decay_iters=6",),
+        (f"{RATE}.lr_decay_style=constant",),  # its length is train_iters, and changes nothing
+        (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"),  # from a value to the same value
+    ],
+    ids=["given decay", "constant rate", "weight decay that stays"],
+)
+def test_more_iterations_with_the_same_schedule_continue(in_fork, overrides: tuple[str, ...]):
+    def body() -> None:
+        rates(4, 2, *overrides, save=True)
+        resumed = rates(8, 8, *overrides)
+        straight = rates(8, 8, *overrides, f"{TRAIN}.save=other")
+        assert resumed == straight[2:]
+
+    in_fork(body)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "values"),
+    [
+        (
+            (),
+            "learning-rate.lr_decay_iters (null: megatron_lm.train.common.train_iters)",
+            "was 4 (16 samples) and is 8",
+        ),
+        (
+            (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.end_weight_decay=0.2"),
+            "megatron_lm.train.common.train_iters",
+            "was 4 (16 samples) and is 8 (32 samples)",
+        ),
+    ],
+    ids=["decay over the run", "weight decay over the run"],
+)
+def test_another_schedule_is_refused_by_its_yaml_keys(in_fork, overrides: tuple[str, ...], key: str, values: str):
+    def body() -> None:
+        grow = (f"{OPTIMIZER}.weight_decay_incr_style=linear",)
+        rates(4, 2, *grow, *overrides, save=True)
+        with pytest.raises(CheckpointError) as refused:
+            rates(8, 3, *grow, *overrides)
+        for part in (key, values, "override_opt_param_scheduler: true", "use_checkpoint_opt_param_scheduler: true"):
+            assert part in str(refused.value), str(refused.value)
+        changed = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.override_opt_param_scheduler=true")
+        kept = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.use_checkpoint_opt_param_scheduler=true")
+        assert len(changed) == len(kept) == 1
+
+    in_fork(body)
+
+
+def test_the_message_names_every_key_that_differs(in_fork):
+    def body() -> None:
+        rates(4, 2, save=True)
+        with pytest.raises(CheckpointError) as refused:
+            rates(4, 3, f"{RATE}.lr=0.02", f"{RATE}.lr_warmup_iters=1")
+        assert f"{RATE}.lr was 0.01 and is 0.02" in str(refused.value)
+        assert f"{RATE}.lr_warmup_iters was 0 (0 samples) and is 1 (4 samples)" in str(refused.value)
+
+    in_fork(body)
+
+
+def test_loading_in_the_middle_of_a_run_sets_the_schedule_back(in_fork):
+    def body() -> None:
+        expected = rates(6, 4, save=True)
+        with MegatronWrap("run.yaml", overrides=[f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt"]) as wrap:
+            wrap.initialize()
+            wrap.setup_model_and_optimizer()
+            fifth = wrap.train(SAMPLES)["learning_rate"]
+            wrap.load("ckpt")
+            assert wrap.iteration == 4
+            assert wrap.train(SAMPLES)["learning_rate"] == fifth < min(expected)
+
+    in_fork(body)
