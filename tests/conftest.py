@@ -1,10 +1,154 @@
-"""What every test has: the same random numbers in each run, alone or after others."""
+"""What every test has: the same random numbers in each run, alone or after others; a process of its own where it starts
+a process group; and `--fast`, the tests that need neither transformers nor a process group."""
 
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
 import random
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# forked processes have none of their parent's threads, so none may be at work here
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy
 import pytest
 import torch
+import torch.distributed
+
+LEFT_OUT = ("transformers", "process_group")
+"""Markers of tests that a fast run leaves out."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="no test that needs transformers or a process group")
+
+
+# ---- the fast run ----
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A fast run does not import a file that is marked as a whole: the import of transformers takes seconds."""
+    if not config.getoption("fast") or collection_path.suffix != ".py" or not collection_path.is_file():
+        return None
+    marked = re.search(rf"^pytestmark = .*\b({'|'.join(LEFT_OUT)})\b", collection_path.read_text("utf-8"), re.M)
+    return True if marked else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("fast"):
+        return
+    if "transformers" in sys.modules:
+        raise pytest.UsageError("--fast: a file imports transformers at its top; give it the marker transformers")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in LEFT_OUT)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _no_transformers_in_a_fast_run(request: pytest.FixtureRequest) -> Any:
+    before = "transformers" in sys.modules
+    yield
+    if request.config.getoption("fast") and not before:
+        assert "transformers" not in sys.modules, "--fast: give this test the marker transformers"
+
+
+# ---- process groups ----
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_group_here(request: pytest.FixtureRequest) -> Any:
+    """Tests fork processes from this one. A process group starts a thread, and what the group leaves to the garbage
+    collector joins it; in a process forked meanwhile there is no such thread, and a collection there waits for ever."""
+    here, fast = os.getpid(), request.config.getoption("fast")
+    real = torch.distributed.init_process_group
+
+    def init_process_group(*arguments: Any, **named: Any) -> None:
+        assert not fast, "--fast: give this test the marker process_group"
+        assert os.getpid() != here, "a process group needs a process of its own: the marker process_group, or ranks"
+        real(*arguments, **named)
+
+    torch.distributed.init_process_group = init_process_group
+    yield
+    torch.distributed.init_process_group = real
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test with the marker process_group runs in a process forked for it."""
+    if pyfuncitem.get_closest_marker("process_group") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    _import_what_runs_need()
+    _in_process(lambda: pyfuncitem.obj(**arguments))
+    return True
+
+
+def _in_process(body: Callable[[], None]) -> None:
+    """Call body() in a forked process, and fail or skip as it does."""
+    context = multiprocessing.get_context("fork")
+    theirs, mine = context.Pipe(duplex=False)
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        failure, skipped = "", ""
+        try:
+            body()
+        except pytest.skip.Exception as reason:
+            skipped = str(reason) or "skipped"
+        except BaseException:
+            failure = traceback.format_exc()
+        mine.send_bytes(pickle.dumps((failure, skipped)))
+
+    process = context.Process(target=child)
+    process.start()
+    mine.close()  # so that the death of the process is an end of file
+    failure, skipped = "no answer in 120 seconds", ""
+    try:
+        if theirs.poll(120):
+            failure, skipped = pickle.loads(theirs.recv_bytes())
+    except EOFError:
+        process.join(5)
+        failure = f"the process ended with {process.exitcode}"
+    finally:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+    if skipped:
+        pytest.skip(skipped)
+    if failure:
+        pytest.fail(failure, pytrace=False)
+
+
+@functools.cache
+def _import_what_runs_need() -> None:
+    """Here, once, so that no forked process has to; Megatron-Core's modules keep the CPU's meaning."""
+    from megatron_wrap.platform import choose_platform
+
+    platform = choose_platform("cpu")
+    at_work = platform._installed
+    platform.install()
+    try:
+        from megatron.core.models.gpt import GPTModel  # noqa: F401
+        from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+
+        import megatron_wrap.core.wrap
+        import megatron_wrap.engine.build
+        import megatron_wrap.engine.forward  # noqa: F401
+    finally:
+        if not at_work:
+            platform.uninstall()
+
+
+# ---- random numbers ----
 
 
 @pytest.fixture(autouse=True)

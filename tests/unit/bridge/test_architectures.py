@@ -14,6 +14,8 @@ from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.tree import shipped_root
 from megatron_wrap.errors import UnsupportedModel
 
+pytestmark = pytest.mark.transformers
+
 RUN = """\
 megatron_lm:
   model: {arch: {__select__: NAME}}

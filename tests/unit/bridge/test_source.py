@@ -20,6 +20,8 @@ from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError
 
+pytestmark = pytest.mark.transformers
+
 RUN = """\
 megatron_lm:
   train:

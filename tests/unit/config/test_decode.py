@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import GPT2Config, LlamaConfig
 
 from megatron_wrap.config import load_resolved, load_run_config, write_resolved
 from megatron_wrap.config.advice import RETIRED
@@ -100,16 +99,20 @@ def test_a_missing_value_names_its_section(write_run: Write) -> None:
     )
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize(
-    ("name", "published", "renamed"),
+    ("name", "class_name", "settings", "renamed"),
     [
-        ("llama2-7b", LlamaConfig(rms_norm_eps=1e-5, max_position_embeddings=4096), {}),
-        ("gpt2-124m", GPT2Config(), {"intermediate_size": 3072}),
+        ("llama2-7b", "LlamaConfig", {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, {}),
+        ("gpt2-124m", "GPT2Config", {}, {"intermediate_size": 3072}),
     ],
 )
 def test_shapes_are_those_of_the_defaults_of_transformers(
-    name: str, published: Any, renamed: Mapping[str, Any], write_run: Write
+    name: str, class_name: str, settings: Mapping[str, Any], renamed: Mapping[str, Any], write_run: Write
 ) -> None:
+    import transformers
+
+    published = getattr(transformers, class_name)(**settings)
     arch = load_run_config(write_run(), [f"megatron_lm.model.arch.__select__={name}"]).arch
     theirs = {**published.to_dict(), **renamed}
     assert arch.num_layers == published.num_hidden_layers

@@ -25,6 +25,8 @@ from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext
 
+pytestmark = pytest.mark.process_group
+
 TRAIN, RATE, LOGGER = "megatron_lm.train.common", "megatron_lm.train.learning-rate", "megatron_wrap.logger"
 
 

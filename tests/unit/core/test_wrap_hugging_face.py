@@ -13,6 +13,8 @@ from megatron_wrap.config.explain import explain
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError, ConfigError, MegatronWrapError
 
+pytestmark = pytest.mark.process_group
+
 RUN = """\
 megatron_lm:
   train:

@@ -6,6 +6,8 @@ import pytest
 from megatron_wrap.data.chat import ChatTokens, encode_sample, tokenize_chat, truncate
 from megatron_wrap.errors import DataError
 
+pytestmark = pytest.mark.transformers
+
 
 def turn(role, content):
     return {"role": role, "content": content}

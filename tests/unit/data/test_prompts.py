@@ -5,6 +5,8 @@ import pytest
 from megatron_wrap.data.prompts import prompt_token_ids
 from megatron_wrap.errors import DataError
 
+pytestmark = pytest.mark.transformers
+
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

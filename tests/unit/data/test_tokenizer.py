@@ -5,6 +5,8 @@ import pytest
 from megatron_wrap.data.tokenizer import end_token_id, load_tokenizer, pad_token_id
 from megatron_wrap.errors import DataError
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.fixture
 def folder(make_tokenizer, tmp_path):

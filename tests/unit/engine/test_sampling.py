@@ -8,6 +8,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.errors import DataError
 
+pytestmark = pytest.mark.transformers
+
 LOGITS = torch.randn(4, 50, generator=torch.Generator().manual_seed(3)) * 3
 LOGITS[1, 7] = LOGITS[1, 8] = LOGITS[1].max()  # a tie, which top_k keeps whole
 

@@ -12,6 +12,8 @@ from megatron_wrap.data.chat import tokenize_chat
 from megatron_wrap.data.jsonl import JsonLines
 from megatron_wrap.data.tokenizer import end_token_id, load_tokenizer, pad_token_id
 
+pytestmark = pytest.mark.transformers
+
 BUILD = Path(__file__).parents[3] / "examples" / "data" / "build.py"
 
 

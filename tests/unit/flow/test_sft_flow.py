@@ -17,6 +17,8 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.flow import sft as sft_module
 
+pytestmark = pytest.mark.transformers
+
 ROOT = Path(__file__).parents[3]
 SEQ_LENGTH = 256
 

@@ -24,6 +24,8 @@ from megatron_wrap.metrics.throughput import (
     training_flops,
 )
 
+pytestmark = pytest.mark.transformers
+
 LLAMA = ModelShape(
     num_layers=3,
     hidden_size=32,

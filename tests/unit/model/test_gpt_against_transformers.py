@@ -32,6 +32,8 @@ from transformers import (
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core import MegatronWrap
 
+pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
+
 VOCAB = 301
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": "false"}
 GPT2: dict[str, Any] = {

@@ -11,6 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron_wrap.core import MegatronWrap
 
+pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
+
 EXPERTS, TOPK, COEFFICIENT = 6, 2, 0.25
 LENGTHS = (33, 9, 20, 26)
 

@@ -9,6 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.ops.norm import LayerNorm, RMSNorm, norm_class
 
+pytestmark = pytest.mark.transformers
+
 
 def config(**changes):
     settings = {"params_dtype": torch.float32, "sequence_parallel": False, "layernorm_zero_centered_gamma": False}

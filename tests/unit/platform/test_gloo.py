@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process_group
+
 GROUPS = """
 import datetime, os, torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core's versions; one test starts a process group of one process for a checkpoint."""
+"""What differs between Megatron-Core's versions; one test writes a checkpoint with a process group."""
 
 import dataclasses
 import importlib.metadata
@@ -117,6 +117,7 @@ def test_results_queue_needs_no_second_run_of_the_script():
     writer.join()
 
 
+@pytest.mark.process_group
 def test_a_checkpoint_is_readable_by_both_versions(tmp_path):
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
