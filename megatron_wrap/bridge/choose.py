@@ -9,7 +9,7 @@ from typing import Any
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.config import derived
 from megatron_wrap.config.hugging_face import FAMILIES, TRAINING_KEYS, family_of, read_hugging_face_config
-from megatron_wrap.config.schema import ArchConfig, RunConfig
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 _PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
@@ -24,15 +24,18 @@ _MEANING = re.compile(
 """Further fields of TransformerConfig that change what the weights compute; others choose kernels and schedules."""
 
 
-def choose_family(config: RunConfig, model_type: str | None = None) -> Family:
+def choose_family(arch: ArchConfig, hf_path: str | None = None, model_type: str | None = None) -> Family:
     """The family to export as: `model_type`, else that of hf_path, else the first that can express the architecture.
+
+    Args:
+        arch: of `complete`.
+        hf_path: folder or hub id that the run began from.
 
     Raises:
         UnsupportedModel: the family cannot, or none can; the message says the first thing that stands against it.
     """
-    arch = complete(config)
-    if model_type is None and config.model_provider.hf_path is not None:
-        model_type = read_hugging_face_config(config.model_provider.hf_path).family.model_type
+    if model_type is None and hf_path is not None:
+        model_type = read_hugging_face_config(hf_path).family.model_type
     if model_type is not None:
         family: Family = family_of(model_type)
         obstacle = what_differs(family, arch)
@@ -49,20 +52,21 @@ def choose_family(config: RunConfig, model_type: str | None = None) -> Family:
     raise UnsupportedModel(f"no Hugging Face family can express this architecture: {'; '.join(obstacles)}")
 
 
-def config_json(config: RunConfig, dtype: str, model_type: str | None = None) -> dict[str, Any]:
+def config_json(family: Family, arch: ArchConfig, dtype: str, hf_path: str | None = None) -> dict[str, Any]:
     """The content of config.json: that of hf_path with the weights' type, else what the family makes of the
     architecture.
 
     Args:
+        arch: of `complete`.
         dtype: type of the exported weights, such as "bfloat16".
+        hf_path: folder or hub id that the run began from.
     """
-    family = choose_family(config, model_type)
-    if config.model_provider.hf_path is not None:
-        found = read_hugging_face_config(config.model_provider.hf_path)
+    if hf_path is not None:
+        found = read_hugging_face_config(hf_path)
         if found.family is family:
             values = {key: value for key, value in found.values.items() if key != "torch_dtype"}
             return {**values, **family.exported_values, "architectures": [family.architecture], "dtype": dtype}
-    values = family.config_values(complete(config))
+    values = family.config_values(arch)
     # the defaults of transformers lie beyond a small vocabulary
     special = dict.fromkeys(("bos_token_id", "eos_token_id"))
     return {
@@ -75,9 +79,13 @@ def config_json(config: RunConfig, dtype: str, model_type: str | None = None) ->
     }
 
 
-def complete(config: RunConfig) -> ArchConfig:
-    """The architecture with the numbers that null stands for."""
-    arch = config.arch
+def complete(arch: ArchConfig, seq_length: int, vocab_size: int | None = None) -> ArchConfig:
+    """The architecture with the numbers that null stands for.
+
+    Args:
+        seq_length: of the run, tokens; for max_position_embeddings.
+        vocab_size: of the model; None: as in `arch`.
+    """
     experts: dict[str, Any] = {}
     if arch.num_experts is not None:
         experts["moe_layer_freq"] = derived.moe_layer_pattern(arch)
@@ -88,7 +96,8 @@ def complete(config: RunConfig) -> ArchConfig:
         ffn_hidden_size=derived.ffn_hidden_size(arch),
         num_query_groups=derived.num_query_groups(arch),
         kv_channels=derived.kv_channels(arch),
-        max_position_embeddings=derived.max_position_embeddings(config),
+        max_position_embeddings=derived.max_position_embeddings(arch, seq_length),
+        vocab_size=arch.vocab_size if vocab_size is None else vocab_size,
     )
 
 

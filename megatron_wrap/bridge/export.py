@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.choose import choose_family, config_json
+from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import INDEX, SINGLE
 from megatron_wrap.bridge.stream import WeightStream, WholeTensor
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
 if TYPE_CHECKING:
-    from megatron_wrap.config import RunConfig
     from megatron_wrap.parallel.state import ParallelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,23 +32,20 @@ _SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors(\.part)?")
 
 
 def weight_stream(
-    config: RunConfig,
     chunks: Sequence[Any],
+    family: Family,
+    arch: ArchConfig,
     parallel: ParallelState,
     device: torch.device,
     dtype: str | torch.dtype | None = None,
-    family: str | None = None,
 ) -> WeightStream:
-    """The run's weights as Hugging Face tensors. Collective.
+    """A model's weights as Hugging Face tensors. Collective.
 
     Args:
         chunks: this process's model chunks, with or without Megatron-Core's wrappers.
         dtype: "float32", "bfloat16" or "float16"; None: as the parameters are.
-        family: a model_type; None: that of hf_path, else the first that can express the architecture.
     """
-    bare = [bare_model(chunk) for chunk in chunks]
-    chosen = choose_family(config, family)
-    return WeightStream(bare, chosen, config.arch, parallel, device, as_dtype(dtype))
+    return WeightStream([bare_model(chunk) for chunk in chunks], family, arch, parallel, device, as_dtype(dtype))
 
 
 def export_weights(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
@@ -59,13 +56,13 @@ def export_weights(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_pretrained(
-    config: RunConfig,
     stream: WeightStream,
+    values: dict[str, Any],
     parallel: ParallelState,
     folder: str | os.PathLike[str],
+    hf_path: str | None = None,
     tokenizer: Any = None,
     max_shard_size: str | int = "5GB",
-    family: str | None = None,
 ) -> Path:
     """Write a folder that transformers loads. Collective.
 
@@ -74,7 +71,9 @@ def save_pretrained(
     comes last.
 
     Args:
+        values: content of config.json.
         folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
+        hf_path: folder or hub id that the run began from.
         tokenizer: written too where there is one.
         max_shard_size: bytes, or text such as "5GB"; a tensor is never cut.
 
@@ -85,9 +84,8 @@ def save_pretrained(
     shards = _shards(stream, _size(max_shard_size))
     rank, world = parallel.world.rank, parallel.world.size
     names = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
-    values = config_json(config, stream.dtype_name, family)
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
-        _prepare(target, config)
+        _prepare(target, hf_path)
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write goes on receiving, so that none waits for it; all learn of it at the end
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
@@ -112,7 +110,7 @@ def save_pretrained(
             one.close()
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         if rank == 0:
-            _finish(target, names, shards, stream, values, tokenizer, config)
+            _finish(target, names, shards, values, tokenizer, hf_path)
     return target
 
 
@@ -215,9 +213,8 @@ def _size(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _prepare(target: Path, config: RunConfig) -> None:
-    source = config.model_provider.hf_path
-    origin = None if source is None else Path(source).expanduser()
+def _prepare(target: Path, hf_path: str | None) -> None:
+    origin = None if hf_path is None else Path(hf_path).expanduser()
     if origin is not None and origin.exists() and target.exists() and target.samefile(origin):
         raise CheckpointError(f"{target} is the folder that the run began from (hf_path); choose another")
     target.mkdir(parents=True, exist_ok=True)
@@ -227,10 +224,9 @@ def _finish(
     target: Path,
     names: list[str],
     shards: list[list[WholeTensor]],
-    stream: WeightStream,
     values: dict[str, Any],
     tokenizer: Any,
-    config: RunConfig,
+    hf_path: str | None,
 ) -> None:
     """What rank 0 adds when all shards are there."""
     for old in target.iterdir():  # an earlier export with another number of shards
@@ -243,17 +239,16 @@ def _finish(
         _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         tokenizer.save_pretrained(str(target))
-    _write_json(target / "generation_config.json", generation_values(config, values, tokenizer))
+    _write_json(target / "generation_config.json", generation_values(hf_path, values, tokenizer))
     _write_json(target / "config.json", values)
 
 
-def generation_values(config: RunConfig, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def generation_values(hf_path: str | None, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """generation_config.json: that of hf_path, else the special tokens of the tokenizer or of config.json."""
-    source = config.model_provider.hf_path
-    if source is not None:
+    if hf_path is not None:
         from megatron_wrap.config.hugging_face import resolve_folder
 
-        beside = resolve_folder(source) / "generation_config.json"
+        beside = resolve_folder(hf_path) / "generation_config.json"
         if beside.is_file():
             found = json.loads(beside.read_text(encoding="utf-8"))
             if isinstance(found, dict):

@@ -74,10 +74,9 @@ def load_balancing_coefficients(arch: ArchConfig) -> dict[str, float]:
     return {kind: value for kind, value in pairs if value and kind not in ("sinkhorn", "none")}
 
 
-def max_position_embeddings(config: RunConfig) -> int:
-    """Longest sequence of the model, tokens."""
-    given = config.arch.max_position_embeddings
-    return config.train.seq_length if given is None else given
+def max_position_embeddings(arch: ArchConfig, seq_length: int) -> int:
+    """Longest sequence of the model, tokens: as given, else that of the run."""
+    return seq_length if arch.max_position_embeddings is None else arch.max_position_embeddings
 
 
 def sequence_parallel(parallel: ParallelConfig) -> bool:

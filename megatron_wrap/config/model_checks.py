@@ -109,7 +109,7 @@ def _check_model(config: RunConfig) -> None:
             [f"arch.{name}" for name in chosen],
             f"{' and '.join(chosen)} are both true and name different activations; keep one",
         )
-    positions = derived.max_position_embeddings(config)
+    positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
     if config.train.seq_length > positions:
         refuse(
             config,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from megatron_wrap.bridge.family import Family
+    from megatron_wrap.bridge.stream import WeightStream
     from megatron_wrap.config import RunConfig
+    from megatron_wrap.config.schema import ArchConfig
     from megatron_wrap.engine.state import TrainingState
 
 
@@ -68,12 +70,16 @@ class HuggingFaceVerbs:
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
         """
+        from megatron_wrap.bridge.choose import choose_family, config_json
         from megatron_wrap.bridge.export import save_pretrained
 
-        config, stream = self._weight_stream(dtype, family)
-        progress, parallel = self._ready().progress, self._ready().parallel
-        target = save_pretrained(config, stream, parallel, folder, self.tokenizer, max_shard_size, family)
-        logger.info_rank_0(f"Hugging Face folder of iteration {progress.iteration}: {target}")
+        state, hf_path = self._ready(), self.config.model_provider.hf_path
+        arch = self._complete_arch()
+        chosen = choose_family(arch, hf_path, family)
+        stream = self._weight_stream(chosen, arch, dtype)
+        values = config_json(chosen, arch, stream.dtype_name, hf_path)
+        target = save_pretrained(stream, values, state.parallel, folder, hf_path, self.tokenizer, max_shard_size)
+        logger.info_rank_0(f"Hugging Face folder of iteration {state.progress.iteration}: {target}")
         return target
 
     def export_weights(
@@ -83,10 +89,12 @@ class HuggingFaceVerbs:
 
         Collective: every rank takes all of them. For an inference engine beside the training.
         """
+        from megatron_wrap.bridge.choose import choose_family
         from megatron_wrap.bridge.export import export_weights
 
-        _, stream = self._weight_stream(dtype, family)
-        yield from export_weights(stream)
+        arch = self._complete_arch()
+        chosen = choose_family(arch, self.config.model_provider.hf_path, family)
+        yield from export_weights(self._weight_stream(chosen, arch, dtype))
 
     def push_to_hub(
         self,
@@ -114,16 +122,20 @@ class HuggingFaceVerbs:
         message = commit_message or f"{self.config.name}, iteration {self._ready().progress.iteration}"
         return upload(target, repo_id, private, message)
 
-    def _weight_stream(self, dtype: Any, family: str | None) -> tuple[RunConfig, Any]:
+    def _complete_arch(self) -> ArchConfig:
+        from megatron_wrap.bridge.choose import complete
+
+        # the vocabulary may be the tokenizer's
+        return complete(self.config.arch, self.config.train.seq_length, self._ready().shape.vocab_size)
+
+    def _weight_stream(self, family: Family, arch: ArchConfig, dtype: str | torch.dtype | None) -> WeightStream:
         from megatron_wrap.bridge.export import weight_stream
         from megatron_wrap.engine.parameters import synchronize_parameters
 
         state = self._ready()
-        synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather and state.optimizer is not None)
-        # the vocabulary may be the tokenizer's
-        arch = dataclasses.replace(self.config.arch, vocab_size=state.shape.vocab_size)
-        config = dataclasses.replace(self.config, arch=arch)
-        return config, weight_stream(config, state.chunks, state.parallel, state.platform.device, dtype, family)
+        overlapped = self.config.ddp.overlap_param_gather and state.optimizer is not None
+        synchronize_parameters(state.chunks, overlapped)
+        return weight_stream(state.chunks, family, arch, state.parallel, state.platform.device, dtype)
 
     def _refuse_unverified(self) -> None:
         from megatron_wrap.engine.verify import verify_hugging_face

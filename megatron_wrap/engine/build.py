@@ -27,7 +27,8 @@ from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapT
 from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
-from megatron_wrap.model.provider import MegatronModelProviderEntry, ModelRequest, padded_vocab_size
+from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
+from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer import transformer_config, use_transformer_engine
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState

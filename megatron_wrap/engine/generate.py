@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.hugging_face import resolve_folder
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.data.prompts import prompt_token_ids
 from megatron_wrap.engine.cached_model import cached_model
 from megatron_wrap.engine.forward import evaluation_mode
@@ -20,6 +21,9 @@ from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.platform.generation import whole_sequences
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Completion(TypedDict):
@@ -108,12 +112,13 @@ def generate(
     prompts = state.sharing.share(prompts, caller)
     if isinstance(prompts, str):
         raise DataError("wrap.generate: prompts is one text; give a list of prompts")
-    ends = StopRule(max_new_tokens, *_stops(state, tokenizer, stop), tokenizer)
+    ends = StopRule(max_new_tokens, *_stops(state.config.model_provider.hf_path, tokenizer, stop), tokenizer)
     rows = [
         _Row(place, prompt_token_ids(tokenizer, prompt, state.shape.vocab_size), UniformNumbers(seed, place))
         for place, prompt in enumerate(prompts)
     ]
-    _check_lengths(state, rows, max_new_tokens)
+    limit = _position_limit(state.config.arch, state.config.train.seq_length)
+    _check_lengths(rows, max_new_tokens, limit)
     mine: list[tuple[int, list[int], str]] = []
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
@@ -128,7 +133,7 @@ def sample_texts(
     state: TrainingState, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 64
 ) -> list[tuple[str, str]]:
     """Each of the configuration's prompts with its greedy completion, shorter where positions end. Collective."""
-    limit = _position_limit(state)
+    limit = _position_limit(state.config.arch, state.config.train.seq_length)
     if limit is not None:
         longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
         max_new_tokens = max(1, min(max_new_tokens, limit - longest))
@@ -162,7 +167,7 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
                 if row.finish_reason is None:
                     row.new_ids.append(token)
                     row.finish_reason = ends.reason(row.new_ids)
-            if _all_done(state, rows, together):
+            if _all_done(rows, dp.group if together else None, state.platform.device):
                 break
             fed = chosen[:, None]
     return mine
@@ -174,11 +179,12 @@ def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
     return rule.choose(logits, [row.numbers.draw() if draws else 0.0 for row, draws in zip(rows, drawing, strict=True)])
 
 
-def _all_done(state: TrainingState, rows: list[_Row], together: bool) -> bool:
+def _all_done(rows: list[_Row], dp_group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether every row has its end; with a group those of all its processes."""
     unfinished = any(row.finish_reason is None for row in rows)
-    if together:
-        flag = torch.tensor([unfinished], dtype=torch.int32, device=state.platform.device)
-        reduce_in_place(flag, "max", state.parallel.dp.group)
+    if dp_group is not None:
+        flag = torch.tensor([unfinished], dtype=torch.int32, device=device)
+        reduce_in_place(flag, "max", dp_group)
         unfinished = bool(flag.item())
     return not unfinished
 
@@ -190,7 +196,7 @@ def _batches(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
         yield by_length[start : start + size]
 
 
-def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:
+def _stops(hf_path: str | None, tokenizer: Any, stop: Sequence[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Ids and texts that end a completion: those given, the tokenizer's end token and those of generation_config.json
     beside the weights that the run began from."""
     given = [stop] if isinstance(stop, str | int) else list(stop)
@@ -202,8 +208,7 @@ def _stops(state: TrainingState, tokenizer: Any, stop: Sequence[str | int]) -> t
     ids = {token for token in given if isinstance(token, int)}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
-    source = state.config.model_provider.hf_path
-    beside = resolve_folder(source) / "generation_config.json" if source is not None else None
+    beside = resolve_folder(hf_path) / "generation_config.json" if hf_path is not None else None
     if beside is not None and beside.is_file():
         found = json.loads(beside.read_text(encoding="utf-8")).get("eos_token_id")
         ids.update(found if isinstance(found, list) else [] if found is None else [found])
@@ -216,14 +221,13 @@ def _check(max_new_tokens: int, seed: int, batch_size: int) -> None:
             raise DataError(f"wrap.generate: {name} {value} must be at least {least}")
 
 
-def _position_limit(state: TrainingState) -> int | None:
+def _position_limit(arch: ArchConfig, seq_length: int) -> int | None:
     """Longest sequence of learned positions; None: positions are computed, and have no end."""
-    learned = state.config.arch.position_embedding_type == "learned_absolute"
-    return derived.max_position_embeddings(state.config) if learned else None
+    learned = arch.position_embedding_type == "learned_absolute"
+    return derived.max_position_embeddings(arch, seq_length) if learned else None
 
 
-def _check_lengths(state: TrainingState, rows: list[_Row], max_new_tokens: int) -> None:
-    limit = _position_limit(state)
+def _check_lengths(rows: list[_Row], max_new_tokens: int, limit: int | None) -> None:
     for row in rows:
         if limit is not None and len(row.prompt) + max_new_tokens > limit:
             raise DataError(

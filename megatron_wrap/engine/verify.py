@@ -120,7 +120,9 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
         raise CheckpointError("nothing to compare with: megatron_wrap.model_provider.hf_path is null")
     family, source = found
     dtype = parameter_dtype(state.config)
-    sequences, text = _sequences(state, tokenizer, length)
+    sequences, text = _sequences(
+        state.shape.vocab_size, tokenizer, min(length, state.config.arch.max_position_embeddings or length)
+    )
     with _outputs_of_layers(state) as outputs:
         logits = sequence_logits(state, sequences)
     ours = {name: tensor for of_rank in gather_objects(dict(outputs)) for name, tensor in of_rank.items()}
@@ -162,12 +164,10 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     return verdict
 
 
-def _sequences(state: TrainingState, tokenizer: Any, length: int) -> tuple[list[list[int]], str]:
-    limit = state.config.arch.max_position_embeddings
-    length = min(length, limit or length)
+def _sequences(vocab_size: int, tokenizer: Any, length: int) -> tuple[list[list[int]], str]:
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, state.shape.vocab_size, (2, length), generator=generator)
+        ids = torch.randint(0, vocab_size, (2, length), generator=generator)
         return ids.tolist(), "random ids (there is no tokenizer)"
     text = "\n\n".join(inspect.getdoc(module) or "" for module in _TEXTS)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

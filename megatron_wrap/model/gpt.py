@@ -28,7 +28,7 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
         config=request.transformer_config,
         transformer_layer_spec=_block_spec(request),
         vocab_size=request.padded_vocab_size,
-        max_sequence_length=derived.max_position_embeddings(request.config),
+        max_sequence_length=derived.max_position_embeddings(arch, request.config.train.seq_length),
         pre_process=request.pre_process,
         post_process=request.post_process,
         parallel_output=True,

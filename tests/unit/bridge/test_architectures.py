@@ -11,6 +11,7 @@ import pytest
 from megatron_wrap.bridge.choose import choose_family, complete, config_json, what_differs
 from megatron_wrap.bridge.source import expected_shapes
 from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.config.tree import shipped_root
 from megatron_wrap.errors import UnsupportedModel
 
@@ -76,6 +77,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return read
 
 
+def completed(config: RunConfig) -> ArchConfig:
+    return complete(config.arch, config.train.seq_length)
+
+
 def test_every_shipped_architecture_is_here():
     files = {path.stem for path in (shipped_root() / "megatron_lm" / "model" / "arch").glob("*.yaml")}
     others = {name for name in files if name.endswith("-base") or name.startswith("tiny-")} | {"hugging-face"}
@@ -89,8 +94,9 @@ def test_the_published_model_there_and_back(name, run):
 
     model_type, parameters = PUBLISHED[name]
     config = run(name)
-    family = choose_family(config, model_type)
-    values = config_json(config, "bfloat16", model_type)
+    arch = completed(config)
+    family = choose_family(arch, model_type=model_type)
+    values = config_json(family, arch, "bfloat16")
     assert values["architectures"] == [family.architecture]
     theirs = transformers.AutoConfig.for_model(**values)
     with torch.device("meta"):
@@ -101,33 +107,34 @@ def test_the_published_model_there_and_back(name, run):
     # reads a file, all together
     tied = not config.arch.untie_embeddings_and_output_weights
     state = {key: tensor for key, tensor in model.state_dict().items() if not (tied and key == "lm_head.weight")}
-    shapes = expected_shapes(family, complete(config))
+    shapes = expected_shapes(family, arch)
     assert _outside_experts(shapes) == _outside_experts({key: tuple(tensor.shape) for key, tensor in state.items()})
     assert sum(map(math.prod, shapes.values())) == sum(tensor.numel() for tensor in state.values())
 
     # and what transformers writes says the same architecture again
-    arch = family.arch_values(theirs.to_dict())
-    ours = {**vars(complete(config)), **config.arch.upstream}
-    assert {key: ours.get(key) for key in arch} == {key: _as_decoded(value) for key, value in arch.items()}
+    back = family.arch_values(theirs.to_dict())
+    ours = {**vars(arch), **config.arch.upstream}
+    assert {key: ours.get(key) for key in back} == {key: _as_decoded(value) for key, value in back.items()}
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.1"])
 def test_the_family_is_found_from_the_architecture(name, run):
-    found = choose_family(run(name)).model_type
+    found = choose_family(completed(run(name))).model_type
     assert found == {"tiny-llama": "llama", "tiny-gpt2": "gpt2"}.get(name, PUBLISHED.get(name, ("",))[0])
 
 
 def test_what_a_family_cannot_express_is_named(run):
-    config = run("qwen3-0.6b")
+    arch = completed(run("qwen3-0.6b"))
     with pytest.raises(UnsupportedModel, match=r"cannot be exported as llama: qk_layernorm would be False and is True"):
-        choose_family(config, "llama")
+        choose_family(arch, model_type="llama")
     with_layer_norm = run("tiny-llama", "megatron_lm.model.arch.normalization=LayerNorm")
     expected = r"no Hugging Face family can express .*llama \(normalization would be RMSNorm and is LayerNorm"
     with pytest.raises(UnsupportedModel, match=expected):
-        choose_family(with_layer_norm)
+        choose_family(completed(with_layer_norm))
     scaled = run("tiny-llama", "megatron_lm.model.arch.softmax_scale=0.5")
-    assert what_differs(choose_family(run("tiny-llama")), complete(scaled)) == "it has no softmax_scale, which is 0.5"
-    choose_family(run("tiny-llama", "megatron_lm.model.arch.cross_entropy_loss_fusion=true"))
+    llama = choose_family(completed(run("tiny-llama")))
+    assert what_differs(llama, completed(scaled)) == "it has no softmax_scale, which is 0.5"
+    choose_family(completed(run("tiny-llama", "megatron_lm.model.arch.cross_entropy_loss_fusion=true")))
 
 
 def _outside_experts(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

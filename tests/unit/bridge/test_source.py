@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from megatron_wrap.bridge.choose import config_json
+from megatron_wrap.bridge.choose import choose_family, complete, config_json
 from megatron_wrap.bridge.source import INDEX, SINGLE
 from megatron_wrap.bridge.start import check_hugging_face, weight_source, weights_left_out
 from megatron_wrap.config import load_run_config
@@ -222,6 +222,7 @@ def test_layers_for_multi_token_prediction_are_left_out_with_a_word(folder):
     assert weights_left_out(config) == [
         "the layers for multi-token prediction are left out: not trained, and not in an export"
     ]
-    assert config_json(config, "float32")["num_nextn_predict_layers"] == 0
+    arch, hf_path = complete(config.arch, config.train.seq_length), config.model_provider.hf_path
+    assert config_json(choose_family(arch, hf_path), arch, "float32", hf_path)["num_nextn_predict_layers"] == 0
     change(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(16)}))
     assert "model.layers.3.enorm.weight has no place" in refusal(folder)
