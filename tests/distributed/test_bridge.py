@@ -9,6 +9,7 @@ from typing import Any
 import _bridge_runs as runs
 import numpy
 import pytest
+from _covering import covering, family_and_axes
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def load(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
+@pytest.mark.parametrize(("family", "layout"), covering(runs.CASES, family_and_axes))
 def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, layout, ranks, original, tmp_path):
     import torch
 

@@ -11,6 +11,7 @@ import _dpo_runs as runs
 import pytest
 import torch
 from _checkpoint_runs import CP2, DISTRIBUTED, DROPOUT, PP2, PP2_VPP2, TP2, in_new_processes
+from _covering import covering
 from _dpo_runs import COPY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
@@ -88,7 +89,7 @@ def of_trl(ranks, tmp_path_factory) -> list[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_ten_steps_are_those_of_trl(ranks, of_trl, name):
     processes, overrides = LAYOUTS[name]
     batch = f"{runs.TRAIN}.micro_batch_size={1 if processes > 1 else 2}"
@@ -108,7 +109,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", covering(RESUMED))
 def test_five_and_five_steps_are_ten_to_the_bit(tmp_path, name):
     processes, layout = RESUMED[name]
     overrides = (*COPY, *layout, *DROPOUT, f"{runs.TRAIN}.save={tmp_path}", f"{runs.TRAIN}.micro_batch_size=1")

@@ -7,6 +7,7 @@ import math
 import _engine_runs as runs
 import numpy
 import pytest
+from _covering import covering
 from _engine_runs import options
 
 LAYOUTS = {
@@ -42,7 +43,7 @@ def assert_same_gradients(found, expected, relative=1e-5):
         assert numpy.linalg.norm(found[name] - gradient) <= relative * norm, name
 
 
-@pytest.mark.parametrize(("layout", "flow"), LAW_CASES)
+@pytest.mark.parametrize(("layout", "flow"), covering(LAW_CASES))
 def test_objective_gradient_and_metrics_are_those_of_plain_torch(layout, flow, plain, ranks):
     world_size, settings = LAYOUTS[layout]
     of_ranks = ranks(world_size).run(runs.step, options(flow, **settings), LAW_SAMPLES[flow]())
@@ -141,7 +142,7 @@ def plain_log_probs(ranks):
     return ranks(1).run(runs.plain_log_probs, runs.weighted_samples(max(SIZES)))[0]
 
 
-@pytest.mark.parametrize("layout", LOOKS)
+@pytest.mark.parametrize("layout", covering(LOOKS))
 def test_evaluation_and_outputs_are_those_of_plain_torch_for_any_number_of_samples(layout, plain_log_probs, ranks):
     world_size, settings = LAYOUTS[layout]
     samples = runs.weighted_samples(max(SIZES))

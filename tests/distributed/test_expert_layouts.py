@@ -7,6 +7,7 @@ from typing import Any
 import _model_runs
 import numpy
 import pytest
+from _covering import covering, family_and_axes
 
 ARCH = "megatron_lm.model.arch."
 PARALLEL = "megatron_lm.model.parallel."
@@ -151,7 +152,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("model", "case"), [(model, case) for model, cases in LAYOUTS.items() for case in cases])
+@pytest.mark.parametrize(
+    ("model", "case"), covering(((model, case) for model, cases in LAYOUTS.items() for case in cases), family_and_axes)
+)
 def test_a_model_with_experts_trains_like_one_rank(model: str, case: str, one_rank, ranks, tmp_path):
     """Without an auxiliary loss, so another cut into micro-batches gives the same."""
     overrides = arch(MODELS[model])
@@ -159,8 +162,17 @@ def test_a_model_with_experts_trains_like_one_rank(model: str, case: str, one_ra
     assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *cut))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("case", ["dp2-ep2", "tp2", "pp2", "cp2-ep2", "dp4-ep4", "dp2-tp2-ep2-etp1", "pp2-tp2"])
+@pytest.mark.parametrize(
+    ("loss", "case"),
+    covering(
+        (
+            (loss, case)
+            for case in ("dp2-ep2", "tp2", "pp2", "cp2-ep2", "dp4-ep4", "dp2-tp2-ep2-etp1", "pp2-tp2")
+            for loss in LOSSES
+        ),
+        family_and_axes,
+    ),
+)
 def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank, ranks, tmp_path):
     """At an equal cut into micro-batches, of unequal samples that each layout pads to another length."""
     overrides = (*arch(MODELS["mixtral"], LOSSES[loss]), "megatron_lm.train.common.micro_batch_size=1")
@@ -173,23 +185,26 @@ def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank
 
 
 RECOMPUTE = "megatron_lm.train.recompute."
-FULL = tuple(
-    f"{RECOMPUTE}{text}"
-    for text in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=2")
-)
-MODULES = (
-    f"{RECOMPUTE}recompute_granularity=selective",
-    f"{RECOMPUTE}recompute_modules=[core_attn,moe,shared_experts]",
-)
+RECOMPUTED = {
+    "full": tuple(
+        f"{RECOMPUTE}{text}"
+        for text in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=2")
+    ),
+    "modules": (
+        f"{RECOMPUTE}recompute_granularity=selective",
+        f"{RECOMPUTE}recompute_modules=[core_attn,moe,shared_experts]",
+    ),
+}
 
 
-@pytest.mark.parametrize("recompute", [FULL, MODULES], ids=["full", "modules"])
-@pytest.mark.parametrize("case", ["dp1", "tp2-ep2-etp1"])
-def test_recomputation_changes_nothing(recompute: tuple[str, ...], case: str, one_rank, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "recompute"), covering((case, name) for case in ("dp1", "tp2-ep2-etp1") for name in RECOMPUTED)
+)
+def test_recomputation_changes_nothing(case: str, recompute: str, one_rank, ranks, tmp_path):
     """Losses of the routers are counted once, and the expert bias sees each token once."""
     model = {**MODELS["deepseek-v3"], **LOSSES["aux-seq-z"]}
     overrides = (*arch(model), "megatron_lm.train.common.micro_batch_size=1")
-    assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *recompute))
+    assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *RECOMPUTED[recompute]))
 
 
 def test_bf16_trains_alike_in_every_layout(one_rank, ranks, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import _bridge_runs
 import _generate_runs as runs
 import pytest
+from _covering import covering, family_and_axes
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def original(tmp_path_factory):
     return _bridge_runs.made_once(tmp_path_factory, runs.expected_greedy)
 
 
-@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
+@pytest.mark.parametrize(("family", "layout"), covering(runs.CASES, family_and_axes))
 def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, original, tmp_path):
     folder, expected = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
@@ -27,27 +28,24 @@ def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, o
         assert {completion["finish_reason"] for completion in at_once} == {"length"}
 
 
+STEPPED = [
+    *(("llama-four-layers", layout) for layout in ("one", "tp2-pp2", "pp2-vpp2", "cp2-tp2")),
+    *(("deepseek-v2", layout) for layout in ("one", "tp2-pp2")),
+    *(("mistral-window", layout) for layout in ("tp2-sp", "cp2")),
+    ("gpt2", "one"),
+]
+PADDINGS = {"equal": [0, 0], "padded": [5, 0]}
+
+
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama-four-layers", "one"),
-        ("llama-four-layers", "tp2-pp2"),
-        ("llama-four-layers", "pp2-vpp2"),
-        ("llama-four-layers", "cp2-tp2"),
-        ("deepseek-v2", "one"),
-        ("deepseek-v2", "tp2-pp2"),
-        ("mistral-window", "tp2-sp"),
-        ("mistral-window", "cp2"),
-        ("gpt2", "one"),
-    ],
+    ("family", "layout", "padding"), covering((*case, padding) for padding in PADDINGS for case in STEPPED)
 )
-@pytest.mark.parametrize("padding", [[0, 0], [5, 0]], ids=["equal", "padded"])
 def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
     family, layout, padding, ranks, original, tmp_path
 ):
     folder, _ = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
-    found = ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), padding)
+    found = ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), PADDINGS[padding])
     for differences in found:
         assert all(difference <= 1e-4 for difference in differences)
         assert not differences or len(differences) == 18
@@ -159,7 +157,7 @@ def test_an_evaluation_logs_what_the_model_says_to_the_sample_prompts(layout, wi
         assert f"iteration 0, sample of {prompt!r}: {completion['text']!r}" in line
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2-sp", "pp2-vpp2", "cp2-tp2", "dp2-overlap"])
+@pytest.mark.parametrize("layout", covering(["one", "tp2-sp", "pp2-vpp2", "cp2-tp2", "dp2-overlap"]))
 def test_training_goes_on_as_without_completions_between_its_steps(layout, ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
     overlap = tuple(

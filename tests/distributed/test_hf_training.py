@@ -9,6 +9,7 @@ from typing import Any
 import _bridge_runs as runs
 import numpy
 import pytest
+from _covering import covering
 
 STEPS, BATCH, RATE, WARMUP, DECAY, CLIP = 30, 4, 2e-3, 3, 0.1, 1.0
 PARALLEL = "megatron_lm.model.parallel."
@@ -117,8 +118,9 @@ def theirs(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
+)
 def test_thirty_steps_are_those_of_transformers(family, layout, ranks, theirs, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

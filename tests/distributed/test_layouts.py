@@ -5,6 +5,7 @@ from __future__ import annotations
 import layout_runs
 import numpy
 import pytest
+from _covering import covering
 from layout_runs import LAYOUTS, Layout
 
 STEPS = 10
@@ -15,8 +16,9 @@ def one_rank(ranks):
     return ranks(1).run(layout_runs.train, (), STEPS)[0]
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_size"), covering((layout, size) for layout in LAYOUTS for size in (1, 2))
+)
 def test_a_layout_trains_like_one_rank(layout: Layout, micro_batch_size: int, one_rank, ranks):
     overrides = (*layout.overrides, f"megatron_lm.train.common.micro_batch_size={micro_batch_size}")
     of_ranks = ranks(layout.processes).run(layout_runs.train, overrides, STEPS)
@@ -41,7 +43,8 @@ def test_the_comparison_sees_a_wrong_gradient(one_rank):
 
 
 @pytest.mark.parametrize(
-    "layout", [layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")], ids=lambda layout: layout.name
+    "layout",
+    covering(layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")),
 )
 def test_the_shipped_tiny_llama_trains_like_one_rank(layout: Layout, ranks):
     """Its full size: gradients long enough for the rounding of a norm to show."""

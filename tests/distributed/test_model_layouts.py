@@ -8,6 +8,7 @@ from typing import Any
 import _model_runs
 import numpy
 import pytest
+from _covering import covering
 
 ARCH = "megatron_lm.model.arch."
 PARALLEL = "megatron_lm.model.parallel."
@@ -148,7 +149,7 @@ def _of_all_ranks(ranks: Any, case: Case, folder: Any, *overrides: str, lone_tok
     return {**of_ranks[0], "embeddings": embeddings, "gradients": gradients[0]}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", covering(CASES))
 def test_a_model_is_the_same_in_every_layout(case: Case, one_rank, ranks, tmp_path):
     expected = one_rank(case.model)
     found = _of_all_ranks(ranks, case, tmp_path)
@@ -186,7 +187,7 @@ FP16 = _overrides(
 )
 
 
-@pytest.mark.parametrize("case", HALF_LAYOUTS, ids=lambda case: case.layout)
+@pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
 def test_bf16_trains_alike_in_every_layout(case: Case, one_rank, ranks, tmp_path):
     expected, exact = one_rank(case.model, *BF16), one_rank(case.model)
     found = _of_all_ranks(ranks, case, tmp_path, *BF16)
@@ -196,7 +197,7 @@ def test_bf16_trains_alike_in_every_layout(case: Case, one_rank, ranks, tmp_path
         numpy.testing.assert_allclose(found["grad_norms"], reference["grad_norms"], rtol=0.1)
 
 
-@pytest.mark.parametrize("case", HALF_LAYOUTS, ids=lambda case: case.layout)
+@pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
 def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_path):
     """The second step overflows on some ranks: all skip it and halve the scale, which two good steps double again."""
     expected = one_rank(case.model, *FP16, lone_token=True)

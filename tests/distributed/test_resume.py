@@ -24,6 +24,7 @@ from _checkpoint_runs import (
     TP2,
     in_new_processes,
 )
+from _covering import covering
 
 SAME_LAYOUT = {
     "one-rank": (1, ()),
@@ -56,7 +57,7 @@ OTHER_LAYOUT = {
 }
 
 
-@pytest.mark.parametrize("name", SAME_LAYOUT)
+@pytest.mark.parametrize("name", covering(SAME_LAYOUT))
 def test_same_layout_resumes_to_the_bit_with_dropout(tmp_path: Path, name: str) -> None:
     processes, overrides = SAME_LAYOUT[name]
     overrides = (*overrides, *DROPOUT)
@@ -78,7 +79,7 @@ def test_a_save_changes_nothing_of_the_run_that_goes_on(tmp_path: Path) -> None:
     assert saving == in_new_processes(2, runs.train, tmp_path / "b", overrides, 4)
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUT)
+@pytest.mark.parametrize("name", covering(OTHER_LAYOUT))
 def test_other_layout_resumes_closely(tmp_path: Path, name: str) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
     straight = in_new_processes(before, runs.train, tmp_path, saved, 10, (5,))[0]

@@ -10,6 +10,8 @@ import pytest
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError
 
+pytestmark = pytest.mark.process_group
+
 TRAIN, RATE, OPTIMIZER = (f"megatron_lm.train.{name}" for name in ("common", "learning-rate", "optimizer"))
 SAMPLES = [{"input_ids": [place, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for place in range(4)]
 
