@@ -1,10 +1,13 @@
-"""The processes of a run: torch.distributed's start and end, and errors that are said once."""
+"""The processes of a run: start and end of torch.distributed, and one report of an error over all ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,29 +20,29 @@ from megatron_wrap.errors import MegatronWrapError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all of the run."""
+    """This process among all processes of the run."""
 
     rank: int
     world_size: int
     local_rank: int
     owns_group: bool
-    """Whether `start` initialized torch.distributed and `stop` has to destroy it."""
+    """Whether `start` initialized torch.distributed, so that `stop` has to destroy it."""
 
 
 def environment_rank() -> int:
-    """Global rank as torchrun set it, 0 without torchrun."""
+    """Global rank set by torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def environment_world_size() -> int:
-    """Number of processes: of the group that exists, else as torchrun set it, 1 without torchrun."""
+    """Number of processes: of the existing process group, else as set by torchrun, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start(backend: str, device: torch.device, timeout_minutes: float) -> Processes:
-    """Initialize torch.distributed from torchrun's environment, or as one process without it.
+    """Initializes torch.distributed from torchrun's environment, or as a single process without it.
 
-    A process group that the caller initialized already is used as it is.
+    A process group that the caller has already initialized is used unchanged.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
@@ -58,10 +61,10 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Store, rank and number of processes that torchrun's environment names.
+    """Store, rank and number of processes from torchrun's environment.
 
-    torchrun's store outlives a process group. A program's second run would find the addresses of the first there, so
-    that each start has names of its own.
+    torchrun's store outlives a process group, and a second run in the same program would read the addresses of the
+    first one. Each start therefore has its own prefix.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     starts = store.add(f"megatron_wrap/starts_of_rank_{rank}", 1)
@@ -69,32 +72,55 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def stop(processes: Processes) -> None:
-    """Destroy the process group if `start` made it."""
+    """Destroys the process group if `start` initialized it."""
     if processes.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """For entry points: print a `MegatronWrapError` once over all ranks and leave with its exit code.
+    """For entry points: prints a `MegatronWrapError` once over all ranks and exits with its exit code.
 
-    The first rank that claims the message in the rendezvous store prints it. Before there is a store every rank has
-    read the same configuration, so rank 0 prints.
+    The first rank that claims the message in the rendezvous store prints it. Before the store exists, every rank has
+    read the same configuration, and rank 0 prints. Every rank records its error, whatever it is, for the failure
+    summary of torchrun.
     """
     try:
         yield
     except MegatronWrapError as error:
+        message = f"error: {error}"
+        _record_for_torchrun(message, message)
         if _claim_message():
-            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        # The others may wait in a collective for this rank: no destructor of a process group may wait for them.
+            print(message, file=sys.stderr, flush=True)  # noqa: T201
+        # Other ranks may be waiting in a collective for this one: no destructor of a process group may wait for them.
         sys.stdout.flush()
         os._exit(error.exit_code) if dist.is_initialized() else sys.exit(error.exit_code)
+    except Exception as error:
+        _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise
+
+
+def _record_for_torchrun(message: str, details: str) -> None:
+    """Writes an error into the file from which torchrun's agent reads the root cause; `details` is what it prints.
+
+    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    # The agent takes the earliest second as the root cause, and the lowest rank where two are equal. A rank that the
+    # agent itself terminates within this second must not precede the rank that failed.
+    timestamp = int(time.time()) - 1
+    content = {"message": {"message": message, "extraInfo": {"py_callstack": details, "timestamp": str(timestamp)}}}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)
 
 
 def _claim_message() -> bool:
+    """Whether this rank prints the error."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return environment_rank() == 0
     try:
-        return dist.distributed_c10d._get_default_store().add("megatron_wrap/error_said", 1) == 1
-    except Exception:  # the store went down with another rank, which has said its own message
+        return dist.distributed_c10d._get_default_store().add("megatron_wrap/error_claims", 1) == 1
+    except Exception:  # the store was lost with another rank, which has printed its own error
         return False

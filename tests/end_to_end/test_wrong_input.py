@@ -213,3 +213,36 @@ def test_run_example_ends_with_2_too(tmp_path):
     )
     assert ended.returncode == 2
     assert ended.stderr.count("error: ") == 1
+
+
+def test_the_summary_of_torchrun_has_the_message_as_root_cause(command, tmp_path):
+    run = config(tmp_path, parallel="tensor_model_parallel_size: 2")
+    train = Path(__file__).parents[2] / "examples/train.py"
+    ended = command("torch.distributed.run", "--nproc-per-node", 2, train, run.name, "megatron_lm.train.comon.seed=1")
+    assert ended.code != 0
+    printed, summary = ended.err.split("Root Cause", 1)
+    assert printed.count("\nerror: ") + printed.startswith("error: ") == 1, ended.err  # once, before the summary
+    assert "exitcode  : 2 " in summary
+    assert "traceback : error: command line megatron_lm.train.comon" in summary
+    assert "did you mean common?" in summary
+    assert "<N/A>" not in summary
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown"),
+    [("DataError('train.jsonl:3: no role')", "error: train.jsonl:3: no role"), ("ValueError('a bug')", "in <module>")],
+)
+def test_the_root_cause_is_the_rank_that_failed_not_one_that_torchrun_ended(command, tmp_path, raised, shown):
+    (tmp_path / "run.py").write_text(
+        "import os, time\n"
+        "from megatron_wrap.core import exit_on_user_error\n"
+        "from megatron_wrap.errors import DataError\n"
+        "with exit_on_user_error():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        f"        raise {raised}\n"
+        "    time.sleep(100)\n"
+    )
+    ended = command("torch.distributed.run", "--nproc-per-node", 2, "run.py")
+    summary = ended.err.split("Root Cause", 1)[1]
+    assert "rank      : 1 " in summary
+    assert shown in summary
