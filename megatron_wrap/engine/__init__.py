@@ -1,1 +1,1 @@
-"""One training step and what is built for it; evaluation, generation and the comparison with transformers."""
+"""One training step and the objects it needs; evaluation, generation, and verification against transformers."""

@@ -1,4 +1,4 @@
-"""From the configuration to a `TrainingState`: flow, model chunks, gradient reduction, optimizer, schedule."""
+"""Builds a `TrainingState` from the configuration: flow, model chunks, gradient reduction, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def build_training_state(
     from_hugging_face: bool = True,
     training: bool = True,
 ) -> TrainingState:
-    """Build everything a run holds; weights are those of `model_provider.hf_path`, else the initial ones. The flow is
-    tried on the head of the training data first.
+    """Build the state of a run, with the weights of `model_provider.hf_path` or else initial weights. First the flow
+    collates the head of the training data, to find errors early.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
         new_weights: False leaves the weights unset, for a caller that loads all of them.
-        from_hugging_face: False does not read hf_path, for a caller that loads a checkpoint.
-        training: False builds the model alone: no gradient buffers, optimizer and schedule.
+        from_hugging_face: False ignores hf_path, for a caller that loads a checkpoint.
+        training: False builds only the model, without gradient buffers, optimizer and schedule.
     """
     seed_everything(config.train.seed, parallel)
     vocab_size = resolve_vocab_size(config, tokenizer)
@@ -95,7 +95,7 @@ def build_training_state(
 
 
 def seed_everything(seed: int, parallel: ParallelState) -> None:
-    """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators; stages get seeds of their own, as in
+    """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
     Megatron-LM (megatron/training/initialize.py)."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -107,10 +107,10 @@ def seed_everything(seed: int, parallel: ParallelState) -> None:
 
 
 def resolve_vocab_size(config: RunConfig, tokenizer: Any) -> int:
-    """The model's vocabulary: as the architecture says, else the tokenizer's.
+    """The model's vocabulary size, without padding: that of the architecture, else the tokenizer's.
 
     Raises:
-        ConfigError: neither says it, or the tokenizer has entries that the model lacks.
+        ConfigError: neither is set, or the tokenizer has more entries than the model.
     """
     given = config.arch.vocab_size
     if tokenizer is None:
@@ -123,7 +123,7 @@ def resolve_vocab_size(config: RunConfig, tokenizer: Any) -> int:
     if given is not None and len(tokenizer) > given:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} entries, but megatron_lm.model.arch.vocab_size is {given}; set it to "
-            f"{len(tokenizer)} or larger, or take the model's own tokenizer"
+            f"{len(tokenizer)} or larger, or use the model's own tokenizer"
         )
     return given if given is not None else len(tokenizer)
 
@@ -155,10 +155,11 @@ def build_chunks(
     new_weights: bool,
     hugging_face: tuple[Family, WeightSource] | None = None,
 ) -> list[torch.nn.Module]:
-    """This process's model chunks, in half precision wrapped by Megatron-Core's Float16Module.
+    """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module.
 
     Args:
-        new_weights: fill them with initial weights, or with those of `hugging_face`; else they stay unset.
+        new_weights: set initial weights; False leaves the weights unset.
+        hugging_face: load these weights instead of the initial ones.
     """
     from megatron.core.transformer.module import Float16Module
 
@@ -188,14 +189,14 @@ def build_chunks(
             )
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
-        if hugging_face is not None:  # after Float16Module, which halves buffers that are to stay fp32, too
+        if hugging_face is not None:  # after Float16Module, which also converts the buffers that must stay fp32
             family, source = hugging_face
             load_weights(chunk, family, config.arch, source, parallel)
     return chunks
 
 
 def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> ReferenceModel:
-    """A frozen model of the policy's shape, in evaluation mode; its weights are not yet those of any model."""
+    """A frozen model of the policy's shape, in evaluation mode; the caller must load its weights."""
     model_config = transformer_config(config, parallel, platform)
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights=False)
     for chunk in chunks:
@@ -204,10 +205,11 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:
-    """Experts have gradient buffers and optimizer states of their own also where one process holds all of them.
+    """Mark the experts' parameters, so that they have their own gradient buffers and optimizer states for every EP.
 
-    Megatron-Core marks them only where EP > 1 (tensor_parallel/layers.py); then a checkpoint of EP 1 differs in form
-    from others, and with expert TP below TP the copies of an expert would not reduce their gradients.
+    Megatron-Core marks them only if EP > 1 (tensor_parallel/layers.py). Without the mark a checkpoint saved with EP 1
+    would have another format, and with an expert TP smaller than TP the gradients of an expert's copies would not be
+    reduced.
     """
     for name, parameter in chunk.named_parameters():
         if is_expert(name):
@@ -217,7 +219,7 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
 def wrap_chunks(
     config: RunConfig, model_config: TransformerConfig, chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Chunks in Megatron-Core's DistributedDataParallel, and the hooks that its schedules call."""
+    """Wrap the chunks in Megatron-Core's DistributedDataParallel, and set the hooks that its schedules call."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -230,15 +232,15 @@ def wrap_chunks(
         "overlap_grad_reduce": ddp.overlap_grad_reduce,
         "overlap_param_gather": ddp.overlap_param_gather,
         "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
-        # its check raises on one rank alone, in the middle of the backward pass, and waits for each bucket; ours looks
-        # at the norm of the whole gradient (checked_optimizer.py)
+        # Megatron-Core's check raises on one rank only, during the backward pass, and synchronizes for each bucket;
+        # ours checks the norm of the full gradient on all ranks (checked_optimizer.py)
         "check_for_nan_in_grad": False,
         "bucket_size": ddp.ddp_bucket_size,
         **ddp.upstream,
     }
     ddp_config = DistributedDataParallelConfig(**accepts(DistributedDataParallelConfig, settings))
-    # buckets of later chunks are left whole: their reduction is overlapped with the first chunk's (Megatron-LM,
-    # megatron/training/training.py, get_model)
+    # later chunks are not split into buckets: their reduction overlaps with the computation of the first chunk
+    # (Megatron-LM, megatron/training/training.py, get_model)
     wrapped = [
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(chunks)
@@ -253,7 +255,7 @@ def wrap_chunks(
 
 
 def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
-    """The sizes that count the model's floating-point operations."""
+    """The sizes from which the model's FLOPs are computed."""
     arch = config.arch
     experts = None
     if arch.num_experts is not None:

@@ -1,4 +1,4 @@
-"""The model one part of a sequence after another, with the keys and values of earlier parts kept."""
+"""Incremental decoding with a KV cache."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megatron_wrap.platform.generation import left_padded
 
 @contextlib.contextmanager
 def cached_model(state: TrainingState, padding: Sequence[int], max_length: int) -> Iterator[CachedModel]:
-    """The model with room for a batch, inside evaluation mode and `whole_sequences`.
+    """The model with an empty KV cache for one batch; use it inside evaluation mode and `whole_sequences`.
 
     Args:
-        padding: slots before each sequence's first token, on every process of the replica the same.
-        max_length: slots of the longest sequence, its padding included, that it may grow to.
+        padding: number of padding slots on the left of each sequence, the same on every process of the replica.
+        max_length: slots of each sequence in the cache, padding and new tokens included.
     """
     from megatron_wrap.ops.attention import TorchCoreAttention
 
     slots = torch.tensor(padding, device=state.platform.device)
     with contextlib.ExitStack() as changes:
-        if any(padding):  # without it the kernels that take no mask serve
+        if any(padding):  # otherwise the kernels without a mask are enough
             changes.enter_context(left_padded(state.chunks, slots, max_length, TorchCoreAttention.masked))
         yield CachedModel(state, slots, max_length)
 
 
 class CachedModel:
-    """A replica's model over a batch of left-padded sequences, fed in equal parts: the first holds the padding, the
-    others are one token long.
+    """Incremental decoding of a batch of left-padded sequences on one replica. The first call processes the padded
+    prompts, each further call one token per sequence. Created by `cached_model`.
 
-    Each attention layer keeps keys and values, [max_length, batch_size, groups / tp, width] each, in Megatron-Core's
-    `StaticInferenceContext`. Pipeline stages, and the virtual stages of an interleaved pipeline in their order, take
-    turns: while one computes the others wait. Context-parallel processes all compute the same. Made by `cached_model`.
+    The KV cache is Megatron-Core's `StaticInferenceContext`; each attention layer stores keys and values of shape
+    [max_length, batch_size, groups / tp, width]. Pipeline stages, and the virtual stages of an interleaved pipeline,
+    run one after another while the others wait. All context-parallel processes compute the same.
     """
 
     def __init__(self, state: TrainingState, padding: Tensor, max_length: int) -> None:
@@ -48,14 +48,14 @@ class CachedModel:
         self._context = StaticInferenceContext(self._batch_size, max_length)
 
     def next_logits(self, token_ids: Tensor) -> Tensor | None:
-        """Feed the next part of each sequence. Collective over the replica.
+        """Process the next tokens of each sequence and extend the KV cache. Collective over the replica.
 
         Args:
             token_ids: [batch size, s] on this device, the same on every process of the replica; any id in the padding.
 
         Returns:
-            On the last pipeline stage the logits [batch size, V] after the last of these tokens, in fp32, the same on
-            every tensor-parallel process, without the vocabulary's padding; None on other stages.
+            On the last pipeline stage, the logits [batch size, V] of the token that follows, fp32, without the
+            vocabulary's padding, the same on every tensor-parallel process; None on other stages.
         """
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -80,9 +80,13 @@ class CachedModel:
         whole = torch.cat(gather_tensors(output, state.parallel.tp.group), dim=-1)
         return whole[:, -1, : state.shape.vocab_size].float()
 
-    def agree(self, token_ids: Tensor | None) -> Tensor:
-        """The token ids [batch size] that the process of the last stage and of rank 0 along the replica's other axes
-        chose, on all its processes. Those of the last stage and tensor-parallel rank 0 give theirs, others None."""
+    def broadcast_chosen(self, token_ids: Tensor | None) -> Tensor:
+        """Broadcast the chosen token ids [batch size] to all processes of the replica. Collective over the replica.
+
+        Args:
+            token_ids: the chosen ids on the last stage's tensor-parallel rank 0 (those of context-parallel rank 0 are
+                used), None elsewhere.
+        """
         parallel = self._state.parallel
         shared = torch.empty(self._batch_size, dtype=torch.long, device=self._state.platform.device)
         if token_ids is not None:

@@ -1,5 +1,5 @@
-"""Megatron-Core's optimizer, which refuses a non-finite update before anything has changed. Imported only once the
-platform is installed."""
+"""Megatron-Core's optimizer with a check that rejects a non-finite update before any state changes. Import this module
+only after the platform is installed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from megatron_wrap.engine.update import NonFiniteUpdate, Update
 
 
 class CheckedOptimizer(ChainedOptimizer):
-    """All optimizers of a model as one, with a check between the gradient norm and the first change of a parameter.
+    """Megatron-Core's chained optimizer, with a check after the gradient norm is computed and before a parameter
+    changes.
 
-    `ChainedOptimizer.step` computes the norm, also without clipping, and then calls `step_with_ready_grads`; both
-    Megatron-Core lines do. The norm is the same on every rank, so all ranks decide alike without a further collective.
+    In both supported Megatron-Core versions `ChainedOptimizer.step` computes the norm, also without clipping, and then
+    calls `step_with_ready_grads`. The norm is the same on every rank, so all ranks decide the same without another
+    collective.
 
     Args:
-        optimizer: of `get_megatron_optimizer`; its parts are taken over.
+        optimizer: from `get_megatron_optimizer`; this object takes over its parts.
     """
 
     def __init__(self, optimizer: ChainedOptimizer) -> None:
@@ -30,12 +32,12 @@ class CheckedOptimizer(ChainedOptimizer):
         """Clip and apply the gradients. Collective.
 
         Args:
-            loss: of the step, the same on every rank; None: nothing is checked.
+            loss: of the step, the same on every rank; None disables the check.
 
         Raises:
-            NonFiniteUpdate: on every rank: the loss or the gradient norm is not finite. Parameters, optimizer state and
-                loss scale are bit for bit what they were. An fp16 overflow is skipped instead, as usual, and lowers the
-                loss scale.
+            NonFiniteUpdate: on every rank, if the loss or the gradient norm is not finite. Parameters, optimizer state
+                and loss scale are unchanged, bit for bit. An fp16 overflow does not raise: the step is skipped and the
+                loss scale lowered, as usual.
         """
         scalers = self._grad_scalers()
         saved = [scaler.state_dict() for scaler in scalers]
@@ -44,7 +46,7 @@ class CheckedOptimizer(ChainedOptimizer):
             applied, grad_norm, num_zeros = self.step()
         except NonFiniteUpdate:
             for scaler, state in zip(scalers, saved, strict=True):
-                scaler.load_state_dict(state)  # `prepare_grads` has counted a step without overflow
+                scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
             raise
         finally:
             self._loss = None
@@ -52,7 +54,7 @@ class CheckedOptimizer(ChainedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by against underflow; 1 without scaling, for which no device is asked."""
+        """Factor of the loss that avoids underflow; 1 without loss scaling, which needs no device synchronization."""
         scalers = self._grad_scalers()
         return float(scalers[0].scale) if scalers else 1.0
 
@@ -60,12 +62,12 @@ class CheckedOptimizer(ChainedOptimizer):
         return [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
 
     def get_grad_norm(self) -> Any:
-        """Norm of the whole gradient; kept for the check."""
+        """Norm of the full gradient; stored for the check."""
         self._grad_norm = super().get_grad_norm()
         return self._grad_norm
 
     def step_with_ready_grads(self) -> bool:
-        """Apply the clipped gradients, unless `update` asked for a check that fails."""
+        """Apply the clipped gradients, after the check that `update` requested."""
         if self._loss is not None:
             grad_norm = float(self._grad_norm)
             if not (math.isfinite(self._loss) and math.isfinite(grad_norm)):

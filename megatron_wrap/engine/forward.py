@@ -1,4 +1,4 @@
-"""Forward-only passes: evaluation of named sets, and per-sample outputs."""
+"""Forward-only passes: evaluation of a set, and outputs per sample."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> dict[str, float]:
-    """The objective and the flow's metrics over a whole set, without changing anything.
+    """The objective and the flow's metrics over a whole evaluation set; the state is unchanged. Collective.
 
     Args:
-        samples: on every rank, or on global rank 0 alone; any number of them.
+        samples: any number of samples, on every rank or only on global rank 0.
 
     Returns:
         {"loss": ..., further metrics of the flow}, the same on every rank.
@@ -54,11 +54,11 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
 
 
 def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
-    """What the flow's `calculate_outputs` gives for each sample.
+    """The outputs of the flow's `calculate_outputs` for each sample. Collective.
 
     Returns:
-        One dictionary of CPU tensors for each sample, in order, on every rank: the row of each output; where it has a
-        sequence dimension and a sample is one sequence, cut to that sequence's own length.
+        On every rank one dictionary of CPU tensors per sample, in order: the sample's row of each output. A row with a
+        sequence dimension is cut to the sequence's length without padding, if a sample is one sequence.
     """
     samples = state.sharing.share(samples, "forward")
     parallel, train = state.parallel, state.config.train
@@ -67,7 +67,7 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
         for start, batch in _batches(samples, train.global_batch_size):
             micro_batches = collate_share(state.flow, batch, start, train.seed, parallel.dp)
             stored = _forward(state, micro_batches, partial(_outputs, state.flow, parallel.cp.group))
-            rows = [row for of_micro_batch in stored for row in of_micro_batch]
+            rows = [row for micro_batch_rows in stored for row in micro_batch_rows]
             results += in_order(rows, len(batch), state.flow.micro_batch_size, parallel)
     return results
 
@@ -80,8 +80,9 @@ def _batches(samples: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[
 def _forward(
     state: TrainingState, micro_batches: list[MicroBatch], loss_function: LossFunction, with_reference: bool = False
 ) -> list[Any]:
-    """The schedule over micro-batches that may have fewer samples at the end; a pipeline wants equal ones, and an
-    interleaved one whole groups of them (schedules.py, forward_backward_pipelining_with_interleaving)."""
+    """Run the schedule once for each size of micro-batch, because the last ones may be smaller and a pipeline needs
+    equal ones. An interleaved pipeline also needs a multiple of its group size (schedules.py,
+    forward_backward_pipelining_with_interleaving), so fillers are appended."""
     interleaved = len(state.chunks) > 1
     group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
     stored = []
@@ -97,7 +98,8 @@ def _forward(
 
 @contextmanager
 def evaluation_mode(state: TrainingState) -> Iterator[None]:
-    """No dropout and no graph; parameters gathered first where their gathering overlaps with training's forward."""
+    """No dropout and no graph. With `overlap_param_gather` the parameters are gathered first, because in training the
+    forward pass gathers them."""
     overlapped = state.config.ddp.overlap_param_gather and state.optimizer is not None
     for chunk in state.chunks:
         chunk.eval()
@@ -116,7 +118,7 @@ def evaluation_mode(state: TrainingState) -> Iterator[None]:
 def _outputs(
     flow: MegatronWrapTrainingFlowBase, cp_group: ProcessGroup, micro_batch: MicroBatch, output: Tensor
 ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-    """The flow's outputs of one micro-batch as rows on the CPU, whole over context-parallel ranks."""
+    """The flow's outputs of one micro-batch as one row per sample on the CPU, merged over context-parallel ranks."""
     one_token = torch.ones((), dtype=torch.int)
     nothing = output.new_zeros(())
     if not micro_batch.counted:
@@ -126,7 +128,7 @@ def _outputs(
     for name, tensor in flow.calculate_outputs(micro_batch.loss_inputs, output).items():
         if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
             raise FlowError(
-                f"{type(flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; give one "
+                f"{type(flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; return one "
                 f"row for each of the {micro_batch.num_samples} samples of the micro-batch"
             )
         if name in seqdims:
@@ -146,13 +148,13 @@ def _outputs(
 
 
 def in_order(rows: list[Any], count: int, micro_batch_size: int, parallel: ParallelState) -> list[Any]:
-    """One row for each of `count` samples, in their order, on every rank: undoes the cut of `micro_batch_samples`.
-    Collective over the world.
+    """Gather the rows of all replicas in the order of the `count` samples: the inverse of `micro_batch_samples`.
+    Collective over all ranks.
 
     Args:
-        rows: of this replica's samples, whole; those of a replica's last stage and tensor-parallel rank 0 are taken.
+        rows: one for each of this replica's samples; only those of the last stage's tensor-parallel rank 0 are used.
     """
-    # every context-parallel rank of a replica has the merged rows; one of them gives them
+    # every context-parallel rank of a replica has the merged rows; context-parallel rank 0 contributes them
     mine = rows if parallel.counts_once and parallel.cp.rank == 0 else []
     by_replica = {dp_rank: iter(found) for found, dp_rank in gather_objects([mine, parallel.dp.rank]) if found}
     return [next(by_replica[(place // micro_batch_size) % parallel.dp.size]) for place in range(count)]

@@ -1,4 +1,4 @@
-"""Completions of prompts, on any layout: `MegatronWrap.generate`."""
+"""Text generation on any layout: `MegatronWrap.generate`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 class Completion(TypedDict):
-    """What follows one prompt."""
+    """The completion of one prompt."""
 
     text: str | None
     """The new tokens as text without special tokens, cut before a stop string; None without a tokenizer."""
     token_ids: list[int]
-    """The new tokens, a token that stopped it included."""
+    """The new tokens, including the end token if there is one."""
     finish_reason: str
     """"stop": at an end token or stop string; "length": after max_new_tokens."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """Where a completion ends."""
+    """When a completion ends."""
 
     max_new_tokens: int
     token_ids: frozenset[int]
@@ -47,7 +47,7 @@ class StopRule:
     tokenizer: Any
 
     def reason(self, new_ids: Sequence[int]) -> str | None:
-        """Why a completion is done with these tokens; None: it is not."""
+        """The finish reason of a completion with these tokens; None if it is not finished."""
         if new_ids and (new_ids[-1] in self.token_ids or (self.texts and self._cut(self._text(new_ids)) is not None)):
             return "stop"
         return "length" if len(new_ids) >= self.max_new_tokens else None
@@ -69,10 +69,10 @@ class StopRule:
 
 @dataclass
 class _Row:
-    """One prompt and what follows it."""
+    """One prompt and its completion so far."""
 
     place: int
-    """Of the prompt in the list."""
+    """Index of the prompt in the list."""
     prompt: list[int]
     numbers: UniformNumbers
     new_ids: list[int] = field(default_factory=list)
@@ -90,17 +90,17 @@ def generate(
     batch_size: int,
     caller: str = "generate",
 ) -> list[Completion]:
-    """Complete prompts with a cache of keys and values; the state stays as it was. Collective over all ranks.
+    """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
 
-    Prompts of unequal length are left-padded, and prefilled together. Each row keeps the positions that it would have
-    alone and attends no padding, with every kind of position embedding and attention. Prompts of similar length are
-    batched, which keeps the padding short.
+    Prompts of a batch are left-padded to one length and prefilled together. Each row has the positions that it would
+    have alone and does not attend to padding, with every kind of position embedding and attention. Prompts of similar
+    length are batched together, which keeps the padding short.
 
     Args:
-        prompts: see `prompt_token_ids`; on every rank, or on global rank 0 alone with None on the others.
-        stop: texts and token ids that end a completion, beside the model's own end tokens.
+        prompts: see `prompt_token_ids`; on every rank, or only on global rank 0 with None on the others.
+        stop: texts and token ids that end a completion, in addition to the model's end tokens.
         batch_size: prompts that one replica completes at a time.
-        caller: names the call in errors.
+        caller: name of the call in error messages.
 
     Returns:
         A completion for each prompt, in order, the same on every rank.
@@ -111,7 +111,7 @@ def generate(
     _check(max_new_tokens, seed, batch_size)
     prompts = state.sharing.share(prompts, caller)
     if isinstance(prompts, str):
-        raise DataError("wrap.generate: prompts is one text; give a list of prompts")
+        raise DataError("wrap.generate: prompts is one text; pass a list of prompts")
     ends = StopRule(max_new_tokens, *_stops(state.config.model_provider.hf_path, tokenizer, stop), tokenizer)
     rows = [
         _Row(place, prompt_token_ids(tokenizer, prompt, state.shape.vocab_size), UniformNumbers(seed, place))
@@ -123,7 +123,8 @@ def generate(
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
             mine += [(row.place, row.new_ids, str(row.finish_reason)) for row in _complete(state, batch, rule, ends)]
-    found = sorted(result for of_replica in gather_objects(mine, state.parallel.dp.group) for result in of_replica)
+    replicas = gather_objects(mine, state.parallel.dp.group)
+    found = sorted(result for of_replica in replicas for result in of_replica)
     return [
         Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason) for _, new_ids, reason in found
     ]
@@ -132,7 +133,8 @@ def generate(
 def sample_texts(
     state: TrainingState, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 64
 ) -> list[tuple[str, str]]:
-    """Each of the configuration's prompts with its greedy completion, shorter where positions end. Collective."""
+    """(prompt, greedy completion) for each prompt; `max_new_tokens` is lowered to fit the model's learned positions.
+    Collective."""
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     if limit is not None:
         longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
@@ -143,10 +145,10 @@ def sample_texts(
 
 
 def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule) -> list[_Row]:
-    """This replica's rows of a batch of all replicas, completed.
+    """Complete a batch that is spread over all replicas; returns this replica's rows.
 
-    All replicas do the same number of passes of one shape, because processes that share experts exchange tokens in
-    each pass: a replica with fewer rows repeats one, and where experts are shared it goes on until all are done.
+    Expert-parallel processes exchange tokens in each forward pass, so all replicas run passes of the same shape: a
+    replica with fewer rows adds fillers. With expert parallelism it also continues until all replicas are done.
     """
     dp = state.parallel.dp
     mine = batch[dp.rank :: dp.size]
@@ -161,8 +163,8 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
     with cached_model(state, padding, longest + ends.max_new_tokens - 1) as model:
         for _ in range(ends.max_new_tokens):
             logits = model.next_logits(fed)
-            mine_to_choose = None if logits is None or state.parallel.tp.rank else logits
-            chosen = model.agree(None if mine_to_choose is None else _choose(mine_to_choose, rows, rule))
+            own = _choose(logits, rows, rule) if logits is not None and state.parallel.tp.rank == 0 else None
+            chosen = model.broadcast_chosen(own)
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 if row.finish_reason is None:
                     row.new_ids.append(token)
@@ -174,13 +176,13 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
 
 
 def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
-    """A token for each row; one that is done draws no number."""
+    """A token for each row; a finished row draws no random number."""
     drawing = [not rule.greedy and row.finish_reason is None for row in rows]
     return rule.choose(logits, [row.numbers.draw() if draws else 0.0 for row, draws in zip(rows, drawing, strict=True)])
 
 
 def _all_done(rows: list[_Row], dp_group: ProcessGroup | None, device: torch.device) -> bool:
-    """Whether every row has its end; with a group those of all its processes."""
+    """Whether every row is finished, on all processes of the group if there is one."""
     unfinished = any(row.finish_reason is None for row in rows)
     if dp_group is not None:
         flag = torch.tensor([unfinished], dtype=torch.int32, device=device)
@@ -190,21 +192,21 @@ def _all_done(rows: list[_Row], dp_group: ProcessGroup | None, device: torch.dev
 
 
 def _batches(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
-    """`size` rows at a time, shortest prompts first."""
+    """Batches of `size` rows, shortest prompts first."""
     by_length = sorted(rows, key=lambda row: len(row.prompt))
     for start in range(0, len(rows), size):
         yield by_length[start : start + size]
 
 
 def _stops(hf_path: str | None, tokenizer: Any, stop: Sequence[str | int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Ids and texts that end a completion: those given, the tokenizer's end token and those of generation_config.json
-    beside the weights that the run began from."""
+    """Token ids and texts that end a completion: those of `stop`, the tokenizer's end token and the end tokens of
+    generation_config.json in the folder `hf_path`."""
     given = [stop] if isinstance(stop, str | int) else list(stop)
     texts = tuple(text for text in given if isinstance(text, str))
     if texts and tokenizer is None:
-        raise DataError("wrap.generate: a stop text needs a tokenizer; set megatron_wrap.data.tokenizer, or give ids")
+        raise DataError("wrap.generate: a stop text needs a tokenizer; set megatron_wrap.data.tokenizer, or pass ids")
     if "" in texts:
-        raise DataError("wrap.generate: a stop text is empty")
+        raise DataError("wrap.generate: a stop text is empty; remove it")
     ids = {token for token in given if isinstance(token, int)}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
@@ -222,7 +224,7 @@ def _check(max_new_tokens: int, seed: int, batch_size: int) -> None:
 
 
 def _position_limit(arch: ArchConfig, seq_length: int) -> int | None:
-    """Longest sequence of learned positions; None: positions are computed, and have no end."""
+    """Number of learned positions; None if position embeddings are computed, which sets no limit."""
     learned = arch.position_embedding_type == "learned_absolute"
     return derived.max_position_embeddings(arch, seq_length) if learned else None
 
@@ -232,6 +234,6 @@ def _check_lengths(rows: list[_Row], max_new_tokens: int, limit: int | None) -> 
         if limit is not None and len(row.prompt) + max_new_tokens > limit:
             raise DataError(
                 f"wrap.generate: prompt {row.place} has {len(row.prompt)} tokens, which with max_new_tokens "
-                f"{max_new_tokens} is more than the {limit} learned positions of the model (max_position_embeddings); "
-                "shorten it or lower max_new_tokens"
+                f"{max_new_tokens} is more than the model's {limit} learned positions (max_position_embeddings); "
+                "shorten the prompt or lower max_new_tokens"
             )

@@ -1,4 +1,4 @@
-"""Whole logits of given token ids, on any layout: what a comparison with another implementation needs."""
+"""Full logits of token ids, on any layout, for comparison with another implementation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_wrap.parallel.collectives import gather_tensors
 def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Logits [S, V] of each sequence of token ids, V without padding, on the CPU of every rank. Collective.
 
-    Nothing of the state changes. The memory of a whole sequence's logits is needed on every rank.
+    The state is unchanged. Every rank needs device memory for the full logits of one sequence.
     """
     parallel, vocab_size, schedule = state.parallel, state.shape.vocab_size, state.schedule
     one_token = torch.ones((), dtype=torch.int)
 
     def whole(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Joined over the vocabulary and the sequence, without padding; [S, V] on the CPU."""
+        """Logits gathered over tensor- and context-parallel ranks, without padding; [S, V] on the CPU."""
         if not micro_batch.counted:
             return output.new_zeros(()), one_token, None
         logits = torch.cat(gather_tensors(output.detach(), parallel.tp.group), dim=-1)[..., :vocab_size].contiguous()
@@ -35,8 +35,8 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
     group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
     rows: list[Tensor] = []
     with evaluation_mode(state):
-        # one sequence of each replica at a time; a replica without one repeats another's, and an interleaved pipeline
-        # takes whole groups of micro-batches (schedules.py, forward_backward_pipelining_with_interleaving)
+        # one sequence per replica at a time; a replica without one runs a filler, and an interleaved pipeline needs a
+        # multiple of its group size (schedules.py, forward_backward_pipelining_with_interleaving)
         for first in range(0, len(sequences), parallel.dp.size):
             place = first + parallel.dp.rank
             mine = _micro_batch(sequences[place if place < len(sequences) else first])
@@ -47,7 +47,7 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
 
 
 def _micro_batch(ids: Sequence[int]) -> MicroBatch:
-    """One sequence by itself, without a loss."""
+    """A micro-batch of one sequence, without loss inputs."""
     tokens = torch.tensor([list(map(int, ids))])
     width = tokens.shape[1]
     inputs = {"input_ids": tokens, "position_ids": torch.arange(width)[None], "attention_mask": None}

@@ -1,4 +1,4 @@
-"""A micro-batch on its way from the flow to the model: collated, counted, padded, split, on the device."""
+"""The path of a micro-batch from the flow to the model: collate, count, pad, split, copy to the device."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from megatron_wrap.parallel.collectives import all_reduce_values
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 PADDING_MASK = "padding_mask"
-"""Model input of a model with experts: bool [B, S], True on padding, which the routers leave out of their losses."""
+"""Input of an MoE model: bool [B, S], True on padding, which the routers exclude from their losses."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of this replica, whole after `collate`, this process's part of it after `localize`."""
+    """One micro-batch of this replica: full sequences after `collate`, this process's shard after `localize`."""
 
     model_inputs: dict[str, Tensor | None]
     loss_inputs: dict[str, Tensor]
     weights: dict[str, float]
-    """Loss weight of each term, on the whole micro-batch."""
+    """Loss weight of each term, counted on the full micro-batch."""
     num_samples: int
-    """Samples that it was collated from."""
+    """Number of samples it was collated from."""
     lengths: Tensor
-    """[B] tokens of each sequence, without padding; a flow may make several sequences of a sample."""
+    """[B], tokens of each sequence without padding; a flow may collate several sequences from one sample."""
     width: int
     """Sequence length of the collated tensors."""
     seqdims: Mapping[str, int] = field(default_factory=dict)
     """Field -> its sequence dimension."""
     pad_values: Mapping[str, float] = field(default_factory=dict)
-    """Field -> what it is padded with; a field not listed is padded with 0."""
+    """Field -> padding value; a field not listed is padded with 0."""
     padded_width: int = 0
-    """Sequence length on the layout, over all context-parallel ranks; 0 before `localize`."""
+    """Sequence length after padding to the layout's divisor, over all context-parallel ranks; 0 before `localize`."""
     counted: bool = True
-    """False for a filler that keeps an idle replica in step; it adds nothing to any sum."""
+    """False for a filler, which lets a replica without samples take part in the collectives; it adds 0 to all sums."""
     has_explicit_weight: bool = True
-    """False where the flow does not define what its loss averages over; the micro-batch then counts as 1."""
+    """False if the flow's `get_loss_weight` returns None; the micro-batch then has the default weight 1."""
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Batch dimension B of the collated tensors."""
         return self.lengths.shape[0]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random generators that are alike on all processes of a replica and do not touch the training's own."""
+    """Seed the random generators, equally on all processes of a replica; restore the previous states at the end."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -71,10 +71,10 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
-    """Let the flow make tensors of these samples, and count them.
+    """Collate samples with the flow, check the result and count its weights and tokens.
 
     Args:
-        seed: for random choices of the flow; a function of the first sample's place in the run, not of the layout.
+        seed: for random choices of the flow; a function of the first sample's index in the run, not of the layout.
 
     Raises:
         FlowError: the flow breaks its contract.
@@ -86,7 +86,7 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
             collated = flow.collate_data_micro_batch(iterator)
     except StopIteration:
         raise FlowError(
-            f"{type(flow).__name__}.collate_data_micro_batch asks for more than self.micro_batch_size = {len(samples)} "
+            f"{type(flow).__name__}.collate_data_micro_batch takes more than self.micro_batch_size = {len(samples)} "
             "samples; call next(iterator) that many times"
         ) from None
     finally:
@@ -102,8 +102,8 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
     width = common_width(flow, model_inputs, loss_inputs)
     inputs: dict[str, Tensor | None] = dict(model_inputs)
     if "attention_mask" in inputs:
-        # Attention is causal and padding stands on the right, where no token attends to it: no mask is needed, and
-        # the fast kernels take none.
+        # attention is causal and padding is on the right, where no token attends to it, so no mask is needed; the
+        # fast kernels do not accept one
         inputs["attention_mask"] = None
     weight = flow.get_loss_weight(loss_inputs)
     return MicroBatch(
@@ -124,10 +124,10 @@ def collate_share(
 ) -> list[MicroBatch]:
     """This replica's micro-batches of a global batch.
 
-    A replica that a short batch leaves with fewer micro-batches than others repeats a sample, uncounted.
+    If a short batch gives this replica fewer micro-batches than others, a filler is appended, which is not counted.
 
     Args:
-        first_sample: the batch's place in the run, samples; with `seed` it seeds the flow's random choices.
+        first_sample: index of the batch's first sample in the run; with `seed` it seeds the flow's random choices.
     """
     size = flow.micro_batch_size
     micro_batches = [
@@ -142,8 +142,8 @@ def collate_share(
 
 
 def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> None:
-    """Collate the first two micro-batches of `samples` (as many as there are) and discard them, so that a breach of the
-    contract ends a run before its model is built. Costs milliseconds; no communication.
+    """Collate the first two micro-batches of `samples` (fewer if there are fewer samples) and discard them, so that a
+    flow that breaks its contract fails before the model is built. Takes milliseconds; no communication.
 
     Raises:
         FlowError: the flow breaks its contract. DataError: a sample is wrong.
@@ -163,21 +163,21 @@ class StepCounts:
     tokens: int
     """Tokens without padding."""
     squared_lengths: float
-    """Sum over sequences of their squared length, for the operations of attention."""
+    """Sum over sequences of their squared length, for the FLOPs of attention."""
 
     @property
     def has_weight(self) -> bool:
-        """Whether anything is to be learned; the same on every rank."""
+        """Whether any loss term has a weight above 0; the same on every rank."""
         return any(self.weights.values())
 
 
 def count_step(
     flow: MegatronWrapTrainingFlowBase, micro_batches: Sequence[MicroBatch], dp: Axis, device: torch.device
 ) -> StepCounts:
-    """Sum weights and tokens of the step over replicas, in one collective.
+    """Sum the weights and tokens of the step over replicas, in one all-reduce. Collective.
 
     Args:
-        micro_batches: this replica's, whole.
+        micro_batches: of this replica, from `collate_share`.
     """
     terms = check_terms(flow, [micro_batch.weights for micro_batch in micro_batches])
     counted = [micro_batch for micro_batch in micro_batches if micro_batch.counted]
@@ -189,7 +189,7 @@ def count_step(
 
 
 def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) -> int:
-    """A sequence length, tokens, rounded up to what the layout divides."""
+    """A sequence length in tokens, rounded up to a multiple of the layout's divisor."""
     divisor = context.sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel)
     return -(-length // divisor) * divisor
 
@@ -197,7 +197,7 @@ def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) 
 def localize(
     micro_batch: MicroBatch, width: int, cp: Axis, device: torch.device, with_padding_mask: bool = False
 ) -> MicroBatch:
-    """Pad to `width`, take this context-parallel rank's part and move it to the device, without waiting for it.
+    """Pad to `width`, take this context-parallel rank's shard and copy it to the device asynchronously.
 
     Args:
         with_padding_mask: add PADDING_MASK to the model's inputs.

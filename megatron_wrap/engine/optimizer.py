@@ -1,4 +1,4 @@
-"""From the configuration to Megatron-Core's optimizer and its schedule of learning rate and weight decay."""
+"""Builds Megatron-Core's optimizer and its schedule of learning rate and weight decay from the configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> CheckedOptimizer:
-    """Megatron-Core's optimizer over all chunks; it scales the loss of half-precision runs."""
+    """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_wrap.engine.checked_optimizer import CheckedOptimizer
@@ -51,7 +51,7 @@ def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.
 
 
 def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
-    """Megatron-Core's schedule of learning rate and weight decay; its unit is the sample, as in Megatron-LM."""
+    """Megatron-Core's schedule of learning rate and weight decay; it counts samples, as in Megatron-LM."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     rate, optim = config.learning_rate, config.optimizer
@@ -80,7 +80,7 @@ def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
 
 
 def samples_of_iterations(config: RunConfig, iterations: float) -> float:
-    """Samples that the first `iterations` steps of the run take, fewer while the global batch ramps up."""
+    """Number of samples in the first `iterations` steps of the run, with the batch size ramp-up."""
     final, samples = config.train.global_batch_size, 0
     left = iterations
     while left >= 1:

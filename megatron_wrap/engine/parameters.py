@@ -1,4 +1,4 @@
-"""The policy's parameters as a whole: gathered where they are sharded, and their norm."""
+"""The policy's parameters: gathering of updated shards, and their norm."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from megatron_wrap.parallel.state import ParallelState
 
 
 def synchronize_parameters(chunks: Sequence[Any], overlap_param_gather: bool) -> None:
-    """Give each process the updated parameters of the whole replica. Collective.
+    """All-gather the updated parameters if the optimizer step has not done so. Collective.
 
     Args:
         chunks: this process's model chunks in Megatron-Core's DistributedDataParallel.
-        overlap_param_gather: the gather is left to the next forward pass, so it has not happened yet; else nothing is
-            to be done.
+        overlap_param_gather: the all-gather is deferred to the next forward pass; if False, this function does nothing.
     """
     if overlap_param_gather:
         for chunk in chunks:
@@ -26,11 +25,12 @@ def synchronize_parameters(chunks: Sequence[Any], overlap_param_gather: bool) ->
 
 @torch.no_grad()
 def parameter_square_sum(chunks: Sequence[Any], parallel: ParallelState, device: torch.device) -> Tensor:
-    """This rank's part of the squared norm of all parameters, fp64 scalar; over all ranks each counts once."""
+    """This rank's summand of the squared norm of all parameters, fp64 scalar; replicated parameters are counted on one
+    rank only."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
         for parameter in chunk.parameters():
-            if not getattr(parameter, "allreduce", True):  # of an expert; see build.py
+            if not getattr(parameter, "allreduce", True):  # an expert's; see build.py
                 counts = parallel.expert_dp.rank == 0
             else:
                 is_slice = getattr(parameter, "tensor_model_parallel", False)

@@ -1,4 +1,4 @@
-"""A second, frozen model whose outputs the flow compares the policy's with."""
+"""The reference model: a second, frozen model whose outputs the flow compares with those of the policy."""
 
 from __future__ import annotations
 
@@ -17,48 +17,50 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 PREFIX = "reference_"
-"""Of the names under which the reference model's outputs stand among the loss inputs."""
+"""Prefix of the names of the reference model's outputs among the loss inputs."""
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """This process's part of a model that is never trained; it has no gradient buffers and no optimizer."""
+    """This process's chunks of a model that is never trained; it has no gradient buffers and no optimizer."""
 
     chunks: list[Any]
     transformer_config: TransformerConfig
-    """Its own: the policy's carries hooks of gradient reduction and loss scaling."""
+    """Not the policy's object, which has hooks for gradient reduction and loss scaling."""
 
 
 def with_reference_outputs(
     reference: ReferenceModel, flow: MegatronWrapTrainingFlowBase, schedule: Schedule, local: list[MicroBatch]
 ) -> list[MicroBatch]:
-    """The micro-batches with what the flow's `calculate_outputs` makes of the reference model among their loss inputs,
-    as `reference_NAME`, on the last pipeline stage. A forward pass over all of them, without a graph.
+    """Run the reference model forward over all micro-batches, without a graph, and add the outputs of the flow's
+    `calculate_outputs` to their loss inputs as `reference_NAME`, on the last pipeline stage. Collective over the
+    replica.
 
     Args:
-        local: of `Schedule.localize`; as many sequences each.
+        local: from `Schedule.localize`; all with the same number of sequences.
 
     Raises:
-        FlowError: the loss inputs have such a name already.
+        FlowError: the loss inputs already contain such a name.
     """
     one_token = torch.ones((), dtype=torch.int)
 
     def outputs(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        made = flow.calculate_outputs(micro_batch.loss_inputs, output)
-        return output.new_zeros(()), one_token, {PREFIX + name: tensor for name, tensor in made.items()}
+        named = flow.calculate_outputs(micro_batch.loss_inputs, output)
+        return output.new_zeros(()), one_token, {PREFIX + name: tensor for name, tensor in named.items()}
 
     with torch.no_grad():
         stored = schedule.run(reference.chunks, local, outputs, forward_only=True)
     if not stored:  # not the last pipeline stage
         return local
-    return [_joined(micro_batch, made) for micro_batch, made in zip(local, stored, strict=True)]
+    return [_with_loss_inputs(micro_batch, named) for micro_batch, named in zip(local, stored, strict=True)]
 
 
-def _joined(micro_batch: MicroBatch, outputs: dict[str, Tensor]) -> MicroBatch:
+def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor]) -> MicroBatch:
     both = sorted(outputs.keys() & micro_batch.loss_inputs.keys())
     if both:
         raise FlowError(
-            f"the samples give {', '.join(both)}, and so does the reference model of megatron_wrap.models.reference; "
-            "set that to null to take the samples' own, or leave them out of the samples"
+            f"the samples contain {', '.join(both)}, which the reference model of megatron_wrap.models.reference "
+            "computes too; set megatron_wrap.models.reference to null to use the samples' values, or remove them from "
+            "the samples"
         )
     return replace(micro_batch, loss_inputs={**micro_batch.loss_inputs, **outputs})

@@ -1,7 +1,7 @@
-"""The losses of the experts' routers as metrics, under Megatron-LM's names.
+"""Auxiliary losses of the MoE routers as metrics, under Megatron-LM's names.
 
-The routers attach them to the backward pass themselves (model/router.py), where the schedule gives each micro-batch of
-each replica the same weight; they are no part of the objective that the step reports.
+The routers attach these losses to the backward pass themselves (model/router.py), and the schedule gives each
+micro-batch of each replica the same weight. They are not part of the objective that the step reports.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _NAMES = {
 
 
 def router_loss_names(arch: ArchConfig) -> list[str]:
-    """Names of the metrics that a model's routers report."""
+    """Names of the router losses that a model reports as metrics."""
     names = [_NAMES[kind] for kind in derived.load_balancing_coefficients(arch)]
     return [*names, "z_loss"] if arch.num_experts is not None and arch.moe_z_loss_coeff else names
 
 
 def reset_router_losses() -> None:
-    """Start a new sum of this process's router losses."""
+    """Set the accumulated router losses of this process to 0."""
     for values in router_loss_values().values():
         values.zero_()
 
 
 def router_losses(arch: ArchConfig, num_microbatches: int, dp_size: int, device: torch.device) -> dict[str, Tensor]:
-    """This rank's part of each loss since `reset_router_losses`, without its coefficient; the sum over all ranks is the
-    mean over layers with experts, micro-batches and replicas. Empty for a model without experts.
+    """This rank's summand of each router loss since `reset_router_losses`, without its coefficient; the sum over all
+    ranks is the mean over MoE layers, micro-batches and replicas. Empty for a dense model.
 
     Args:
         num_microbatches: of one replica.
-        dp_size: replicas.
+        dp_size: number of replicas.
     """
     if arch.num_experts is None:
         return {}

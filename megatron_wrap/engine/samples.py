@@ -1,4 +1,4 @@
-"""Which samples of a global batch belong to which replica and micro-batch, and which process gives them."""
+"""Assignment of a global batch's samples to replicas and micro-batches, and which process provides the samples."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from megatron_wrap.parallel.state import Axis
 
 @dataclass(frozen=True)
 class _Source:
-    """Who gives the samples of one call."""
+    """Which ranks pass samples to one call."""
 
     here: bool
-    """This rank does."""
+    """This rank passes samples."""
     broadcast: bool
-    """Global rank 0 alone does, and sends them to the others."""
+    """Only global rank 0 passes samples, and broadcasts them."""
 
 
 class SampleSharing:
-    """The global batch on every rank: given on each, or on global rank 0 alone while the others pass None.
+    """Makes the global batch available on every rank: either each rank passes it, or only global rank 0 does and the
+    others pass None.
 
-    Who gives it is agreed on in the first use of each call and has to stay so, which keeps a collective out of every
-    step.
+    The ranks agree on one of the two at the first use of each call and must keep to it, which saves a collective in
+    every step.
 
     Args:
         world: all processes of the run.
@@ -39,15 +40,16 @@ class SampleSharing:
         """The batch, on every rank. Collective.
 
         Args:
-            caller: the call, such as "train", for messages; each has a source of its own.
+            caller: name of the call, such as "train"; the agreement holds for each name separately.
 
         Raises:
-            DataError: a rank other than 0 gives samples while another does not, or a rank changes what it does.
+            DataError: only some of the ranks other than 0 pass samples, rank 0 passes none, or a rank changes between
+                samples and None.
         """
         given = batch is not None
         if self._world.size == 1:
             if batch is None:
-                raise DataError(f"wrap.{caller}: samples are None, and there is no other process that could give them")
+                raise DataError(f"wrap.{caller}: samples are None, and this is the only process; pass samples")
             return batch
         if caller not in self._sources:
             self._sources[caller] = _agreed_source(given, caller)
@@ -55,7 +57,7 @@ class SampleSharing:
         if given != source.here:
             raise DataError(
                 f"wrap.{caller}: rank {self._world.rank} passes {'samples' if given else 'None'}, unlike in its first "
-                "call; keep one way for the whole run"
+                "call; pass samples on the same ranks in the whole run"
             )
         if source.broadcast:
             batch = broadcast_object(list(batch) if batch is not None else None, source_rank=0)
@@ -68,8 +70,8 @@ def _agreed_source(given: bool, caller: str) -> _Source:
     if not everywhere[0] or len(set(everywhere[1:])) > 1:
         without = [rank for rank, has in enumerate(everywhere) if not has]
         raise DataError(
-            f"wrap.{caller}: rank(s) {without} pass None; give the samples on every rank, or on global rank 0 "
-            "alone with None on all others"
+            f"wrap.{caller}: rank(s) {without} pass None; pass the samples on every rank, or on global rank 0 "
+            "only, with None on all others"
         )
     return _Source(here=given, broadcast=not all(everywhere))
 
@@ -79,8 +81,8 @@ def micro_batch_samples(
 ) -> list[tuple[int, Sequence[Any]]]:
     """This replica's micro-batches: (index of the first sample in the global batch, samples).
 
-    Micro-batch m of replica r holds the samples from (m * dp_size + r) * micro_batch_size on, so that the first
-    micro-batches of all replicas together are the head of the batch.
+    Micro-batch m of replica r begins at sample (m * dp_size + r) * micro_batch_size, so that the first micro-batches of
+    all replicas together are the head of the batch. The last micro-batch may be smaller.
     """
     starts = range(dp_rank * micro_batch_size, len(batch), dp_size * micro_batch_size)
     return [(start, batch[start : start + micro_batch_size]) for start in starts]

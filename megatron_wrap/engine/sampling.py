@@ -1,4 +1,4 @@
-"""One next token for each row of logits: the most probable, or drawn."""
+"""Choice of the next token from logits: greedy or by sampling."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class SamplingRule:
     """
 
     temperature: float = 0.0
-    """0: the most probable token (greedy), top_k and top_p have no effect. Else logits are divided by it."""
+    """0: the most probable token (greedy); top_k and top_p have no effect. Otherwise logits are divided by it."""
     top_k: int | None = None
-    """Only the k most probable tokens, and those as probable as the last of them; None: all."""
+    """Keep the k most probable tokens, and tokens as probable as the last of them; None: all."""
     top_p: float | None = None
-    """Only the fewest tokens, most probable first, whose probabilities sum to at least top_p; None: all."""
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least top_p; None: all."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0.0 or self.temperature == float("inf"):
             raise DataError(f"wrap.generate: temperature {self.temperature} must be 0 (greedy) or positive")
         if self.top_k is not None and self.top_k < 1:
-            raise DataError(f"wrap.generate: top_k {self.top_k} must be at least 1; None takes all tokens")
+            raise DataError(f"wrap.generate: top_k {self.top_k} must be at least 1; None keeps all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise DataError(f"wrap.generate: top_p {self.top_p} must be above 0 and at most 1")
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most probable token is chosen, without random numbers."""
         return self.temperature == 0.0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution [B, V] of the next token, fp64, that logits [B, V] give; not for a greedy rule."""
+        """Distribution of the next token from logits, both [B, V], fp64; not defined for a greedy rule."""
         scores = logits.double() / self.temperature
         if self.top_k is not None:
             smallest_kept = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).values[..., -1:]
@@ -49,7 +49,7 @@ class SamplingRule:
         if self.top_p is not None and self.top_p < 1.0:
             ascending, order = scores.sort(dim=-1)
             improbable = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - self.top_p
-            improbable[..., -1] = False  # one token at least
+            improbable[..., -1] = False  # keep at least one token
             scores = scores.masked_fill(improbable.scatter(-1, order, improbable), -torch.inf)
         return scores.softmax(dim=-1)
 
@@ -57,21 +57,22 @@ class SamplingRule:
         """One token id for each row of logits [B, V]; [B].
 
         Args:
-            uniforms: for each row a number of [0, 1), at which the inverse of the cumulated distribution is taken.
+            uniforms: for each row a number in [0, 1), at which the inverse of the cumulative distribution is evaluated;
+                ignored by a greedy rule.
         """
         if self.greedy:
             return logits.argmax(dim=-1)
-        cumulated = self.probabilities(logits).cumsum(dim=-1)
-        total = cumulated[:, -1:]
-        places = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * total
-        # below the total, so that a token of no probability at the end is never taken
-        places = places.minimum(torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulated, places, right=True).squeeze(-1)
+        cumulative = self.probabilities(logits).cumsum(dim=-1)
+        total = cumulative[:, -1:]
+        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * total
+        # strictly below the total, so that a last token of probability 0 is never chosen
+        targets = targets.minimum(torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 
 class UniformNumbers:
-    """The random numbers of one completion: a function of the seed and of the prompt's place in the list only, so they
-    do not depend on the layout, on the other prompts or on how those are batched."""
+    """The random numbers of one completion: a function of the seed and the prompt's index in the list only, so they do
+    not depend on the layout, the other prompts or the batching."""
 
     def __init__(self, seed: int, place: int) -> None:
         self._generator = numpy.random.default_rng([seed, place])

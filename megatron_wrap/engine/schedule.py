@@ -1,4 +1,4 @@
-"""Megatron-Core's forward(-backward) schedule over a replica's micro-batches."""
+"""Megatron-Core's forward and backward schedule over a replica's micro-batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, localize,
 from megatron_wrap.parallel.state import ParallelState
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
-"""(local micro-batch, output of the last stage) -> (loss to differentiate, one token, what to store)."""
+"""(local micro-batch, output of the last stage) -> (loss to differentiate, a token count of one, value to store)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How model chunks of one shape run on this layout; the same for the policy and for a second model."""
+    """Runs model chunks of one shape on this layout; used for the policy and for the reference model."""
 
     parallel: ParallelState
     device: torch.device
@@ -30,13 +30,13 @@ class Schedule:
     """The model takes PADDING_MASK."""
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
-        """The micro-batches on this device, padded, this context-parallel rank's part of them.
+        """Pad the micro-batches, take this context-parallel rank's shard of each and copy it to the device.
 
-        Within a pipeline all are padded to one length: stages that had to exchange shapes would wait for the device in
-        each micro-batch.
+        With pipeline parallelism all micro-batches are padded to one length: if stages exchanged shapes, each
+        micro-batch would synchronize with the device.
 
         Args:
-            extra_padding: tokens beyond what the layout needs.
+            extra_padding: tokens of padding beyond the layout's divisor.
         """
         lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
         if self.parallel.pp.size > 1:
@@ -50,19 +50,20 @@ class Schedule:
     def run(
         self, chunks: list[Any], local: list[MicroBatch], loss_function: LossFunction, forward_only: bool
     ) -> list[Any]:
-        """Run a model's chunks over micro-batches of `localize`, which have as many sequences each. Collective over
-        the replica.
+        """Run a model's chunks over micro-batches. Collective over the replica.
 
         Args:
-            chunks: this process's part of the model.
+            chunks: this process's model chunks.
+            local: from `localize`; all with the same number of sequences.
 
         Returns:
-            What `loss_function` gave to store for each micro-batch, on the last pipeline stage; else an empty list.
+            On the last pipeline stage, the third value that `loss_function` returned for each micro-batch; an empty
+            list on other stages.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        # half-precision logits stay as they are: the operations of a loss compute in fp32 inside, and a copy of all
-        # logits in fp32 would be the largest tensor of the step (Megatron-Core's Float16Module makes one by default)
+        # keep half-precision logits: the loss operations compute in fp32 internally, and an fp32 copy of all logits
+        # would be the largest tensor of the step (Megatron-Core's Float16Module makes one by default)
         options = {"fp32_output": False} if self.half_precision else {}
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -72,7 +73,7 @@ class Schedule:
                 inputs = self._later_stage_inputs(inputs)
             return model(**inputs, **options), partial(loss_function, micro_batch)
 
-        # one iterator for each model chunk: an interleaved schedule runs the chunks out of step
+        # one iterator for each model chunk: an interleaved schedule runs the chunks on different micro-batches
         iterators = [iter(local) for _ in chunks]
         interleaved = len(chunks) > 1
         width = max(micro_batch.padded_width for micro_batch in local)
@@ -88,8 +89,8 @@ class Schedule:
         )
 
     def _later_stage_inputs(self, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Under sequence parallelism the first stage splits the padding mask as it does the embeddings, and no other
-        does (models/gpt/gpt_model.py, _preprocess)."""
+        """With sequence parallelism Megatron-Core splits the padding mask over tensor-parallel ranks on the first stage
+        only (models/gpt/gpt_model.py, _preprocess); split it here on the other stages."""
         mask, tp = inputs.get(PADDING_MASK), self.parallel.tp
         if mask is None or not self.sequence_parallel:
             return inputs

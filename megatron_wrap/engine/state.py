@@ -1,4 +1,4 @@
-"""What a run holds between steps."""
+"""State of a run between steps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Counters that a checkpoint carries; the same on every rank."""
+    """Counters that are saved in a checkpoint; the same on every rank."""
 
     iteration: int = 0
     """Steps taken, skipped ones included."""
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    """Tokens seen, without padding."""
+    """Tokens trained on, without padding."""
     skipped_iterations: int = 0
     """Steps without an update: loss-scale overflow, or no loss weight in the whole batch."""
 
 
 @dataclass
 class TrainingState:
-    """Everything that one step needs and changes."""
+    """Everything that a step reads and changes."""
 
     config: RunConfig
     platform: Platform
@@ -44,33 +44,33 @@ class TrainingState:
     flow: MegatronWrapTrainingFlowBase
     transformer_config: TransformerConfig
     chunks: list[Any]
-    """This process's model chunks, each in Megatron-Core's DistributedDataParallel where there is an optimizer."""
+    """This process's model chunks; wrapped in Megatron-Core's DistributedDataParallel if there is an optimizer."""
     optimizer: Any
-    """`CheckedOptimizer`; None in a state that holds the model alone."""
+    """`CheckedOptimizer`; None if the state was built without training."""
     scheduler: Any
-    """OptimizerParamScheduler; None like the optimizer."""
+    """OptimizerParamScheduler; None if there is no optimizer."""
     shape: ModelShape
     schedule: Schedule
     """Runs micro-batches through model chunks."""
     sharing: SampleSharing
-    """Knows which process gives the samples of each call."""
+    """Shares each call's samples with all processes."""
     reduction: MetricReduction
-    """Sums metrics over ranks, and knows their names."""
+    """Sums metrics over ranks."""
     reference: ReferenceModel | None = None
-    """The frozen model of `megatron_wrap.models.reference`."""
+    """The frozen model that `megatron_wrap.models.reference` adds."""
     progress: Progress = field(default_factory=Progress)
     extra_padding: int = 0
-    """Tokens by which every sequence is padded beyond what the layout needs: a check that padding changes nothing."""
+    """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next step, over all replicas; it may ramp up."""
+        """Samples of the next step, over all replicas; grows during a batch size ramp-up."""
         return global_batch_size_at(self.config, self.progress.consumed_samples)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as metrics and loggers see it; the same on every rank."""
+    """Metrics of one step, the same on every rank."""
 
     iteration: int
     metrics: dict[str, float]

@@ -22,13 +22,13 @@ from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
 
 _NON_FINITE_HINT = (
-    "lower the learning rate or look at the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
-    "continues nevertheless"
+    "lower the learning rate or inspect the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
+    "disables this check"
 )
 
 
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
-    """Take one global batch: collate, count, forward and backward, reduce, update, report. Collective.
+    """Train on one global batch: collate, count, forward and backward, reduce, update, report. Collective.
 
     Args:
         batch: `state.global_batch_size` samples on every rank, or on global rank 0 alone.
@@ -38,8 +38,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     Raises:
         DataError, FlowError: the batch or the flow is wrong.
-        TrainingError: on every rank: the loss or the gradient norm is not finite. Parameters, optimizer, schedule and
-            counters are what they were.
+        TrainingError: on every rank, if the loss or the gradient norm is not finite. Parameters, optimizer, schedule
+            and counters are unchanged.
     """
     started = time.perf_counter()
     progress, parallel, device = state.progress, state.parallel, state.platform.device
@@ -58,14 +58,14 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
     with restored_on_error(router_biases(state.chunks)):
         reset_router_losses()
-        if counts.has_weight:  # known to all ranks alike; a batch without weight teaches nothing
+        if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
             local = state.schedule.localize(micro_batches, state.extra_padding)
             if state.reference is not None:
                 local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
             compute_gradients(state, local, counts.weights, sums)
-        # before the update, which a loss that is not finite prevents
-        of_routers = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
-        reduced = state.reduction.reduce(sums, "train", of_routers)
+        # before the update, because a non-finite loss prevents it
+        local_router_losses = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
+        reduced = state.reduction.reduce(sums, "train", local_router_losses)
         if counts.has_weight:
             update = _update(state, reduced.loss)
 
@@ -82,11 +82,12 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 def compute_gradients(
     state: TrainingState, local: list[MicroBatch], step_weights: dict[str, float], sums: MetricSums
 ) -> None:
-    """Leave the gradient of the objective in the gradient buffers, reduced over all ranks; metrics go to `sums`.
+    """Compute the gradient of the objective into the gradient buffers, reduced over all ranks. Collective.
 
     Args:
-        local: this process's micro-batches, of `Schedule.localize`.
-        step_weights: weight of each term over the whole step.
+        local: this process's micro-batches, from `Schedule.localize`.
+        step_weights: weight of each loss term over the whole step, all ranks.
+        sums: receives the metrics.
     """
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
@@ -97,11 +98,11 @@ def compute_gradients(
 
 
 def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatch]:
-    """The first half of `train_step` by itself: the gradients of a global batch stay in the buffers, nothing is
-    updated. For checks that look at gradients. Collective.
+    """The first half of `train_step`: compute the gradients of a global batch into the buffers without an update.
+    For checks that inspect gradients. Collective.
 
     Returns:
-        This replica's micro-batches, whole.
+        This replica's micro-batches, before padding and splitting.
     """
     parallel, device = state.parallel, state.platform.device
     micro_batches = collate_share(state.flow, batch, 0, state.config.train.seed, parallel.dp)
@@ -118,9 +119,9 @@ def _update(state: TrainingState, loss: float) -> Update:
         return state.optimizer.update(loss if state.config.train.check_for_nan_in_loss_and_grad else None)
     except NonFiniteUpdate as error:
         values = {"loss": error.loss, "grad_norm": error.grad_norm}
-        bad = " and ".join(name for name, value in values.items() if not math.isfinite(value))
+        non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))
         raise TrainingError(
-            f"{bad} of iteration {state.progress.iteration + 1} not finite (loss {error.loss}, grad_norm "
+            f"{non_finite} of iteration {state.progress.iteration + 1} not finite (loss {error.loss}, grad_norm "
             f"{error.grad_norm}); nothing was updated; {_NON_FINITE_HINT}"
         ) from error
 
@@ -133,7 +134,7 @@ def _metrics(
     learning_rate: float,
     started: float,
 ) -> dict[str, float]:
-    """The step's metrics by name, in the order of `metrics.declared`; the clock stops here."""
+    """The step's metrics by name, in the order of `metrics.declared`; the elapsed time ends here."""
     progress, logger, devices = state.progress, state.config.logger, state.parallel.world.size
     first: dict[str, float] = {"iteration": progress.iteration, "loss": reduced.loss}
     metrics: dict[str, float] = {
@@ -158,18 +159,20 @@ def _metrics(
     if logger.add_throughput_to_metrics:
         flops = training_flops(state.shape, counts.tokens, counts.squared_lengths)
         if state.reference is not None:
-            flops *= 4 / 3  # one more forward pass; a backward pass takes twice as much
+            flops *= 4 / 3  # one more forward pass; a backward pass costs two forward passes
         metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
     if logger.add_memory_to_metrics:
         metrics |= state.platform.memory_gib()
     clash = sorted(reduced.flow_metrics.keys() & (first.keys() | metrics.keys()))
     if clash:
-        raise FlowError(f"{type(state.flow).__name__} reports the metrics {clash}, which the engine makes; rename them")
+        raise FlowError(
+            f"{type(state.flow).__name__} reports the metrics {clash}, which the engine reports itself; rename them"
+        )
     return {**first, **reduced.flow_metrics, **metrics}
 
 
 def _params_norm(state: TrainingState) -> float:
-    """Norm of all parameters after the update, by a collective of its own."""
+    """Norm of all parameters after the update, in a separate all-reduce."""
     total = parameter_square_sum(state.chunks, state.parallel, state.platform.device)
     reduce_in_place(total, "sum", state.parallel.world.group)
     return math.sqrt(total.item())

@@ -1,5 +1,5 @@
-"""The model of a run against transformers: logits on real text, the output of every layer, every weight after a round
-trip. Collective over all ranks; global rank 0 alone runs transformers."""
+"""Compares a run's model with transformers: logits on real text, the output of every layer, and every weight after a
+round trip. Collective over all ranks; only global rank 0 runs transformers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects, gather_tensors
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest difference of a tensor over its largest absolute value (at least 1), by the type of the model."""
+"""Model dtype -> largest absolute difference allowed, divided by the tensor's largest absolute value (at least 1)."""
 
 _TEXTS = (json, random, statistics, textwrap, asyncio)
-"""Modules of the standard library whose documentation is the text."""
+"""Modules of the standard library whose docstrings are the input text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One compared tensor. Numbers are absolute; `relative` is over the largest value of transformers, at least 1."""
+    """One compared tensor. `largest` is the largest absolute difference; `relative` is `largest` divided by the largest
+    absolute value of transformers' tensor (at least 1)."""
 
     name: str
     largest: float
@@ -47,18 +48,18 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was compared and how it came out; the same on every rank."""
+    """Result of the comparison; the same on every rank."""
 
     folder: str
     model_type: str
     layout: str
     dtype: str
     text: str
-    """What the token ids were."""
+    """Source of the token ids."""
     tokens: int
     tolerance: float
     weights: int
-    """Weights compared, bit for bit after the folder's type is converted to the model's."""
+    """Number of weights compared, bit for bit after conversion of the folder's dtype to the model's."""
     weight_differences: tuple[Difference, ...]
     activations: tuple[Difference, ...]
     """Outputs of the embedding and of each layer, and the logits, in the order of the model."""
@@ -70,7 +71,7 @@ class Verdict:
 
     @property
     def first_difference(self) -> str | None:
-        """The first tensor that differs, in the order of the model; None: none does."""
+        """The first tensor that differs, in the order of the model; None if all agree."""
         if self.weight_differences:
             first = self.weight_differences[0]
             return f"weight {first.name} differs by {first.largest:.3g} after the round trip"
@@ -78,7 +79,7 @@ class Verdict:
             if not activation.agrees:
                 return (
                     f"{activation.name} is the first output that differs, by {activation.largest:.3g} "
-                    f"({activation.relative:.3g} of its largest value; tolerance {self.tolerance:g})"
+                    f"(relative to its largest value {activation.relative:.3g}; tolerance {self.tolerance:g})"
                 )
         return None
 
@@ -88,7 +89,7 @@ class Verdict:
         return {**head, **dataclasses.asdict(self)}
 
     def table(self) -> str:
-        """The verdict as a person reads it."""
+        """The verdict as a table for the console."""
         width = max(len(one.name) for one in (*self.activations, *self.weight_differences))
         lines = [
             f"{self.folder} ({self.model_type}) on {self.layout} in {self.dtype}, {self.tokens} tokens of {self.text}",
@@ -106,18 +107,20 @@ class Verdict:
 
 
 def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int = 64) -> Verdict:
-    """Compare the model of a run that began from `hf_path`, before its first step, with transformers. Collective.
+    """Compare the model of a run that starts from `hf_path` with transformers, before its first step. Collective.
 
     Args:
-        tokenizer: makes ids of text; None: random ids.
-        length: tokens of each of two sequences, at most.
+        tokenizer: tokenizes the text; None: random ids.
+        length: maximum number of tokens of each of two sequences.
 
     Raises:
         CheckpointError: the run has no hf_path, or transformers cannot load it.
     """
     found = weight_source(state.config)
     if found is None:
-        raise CheckpointError("nothing to compare with: megatron_wrap.model_provider.hf_path is null")
+        raise CheckpointError(
+            "there is no model to compare with: megatron_wrap.model_provider.hf_path is null; set it to the folder"
+        )
     family, source = found
     dtype = parameter_dtype(state.config)
     sequences, text = _sequences(
@@ -125,7 +128,7 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     )
     with _outputs_of_layers(state) as outputs:
         logits = sequence_logits(state, sequences)
-    ours = {name: tensor for of_rank in gather_objects(dict(outputs)) for name, tensor in of_rank.items()}
+    ours = {name: tensor for rank_outputs in gather_objects(dict(outputs)) for name, tensor in rank_outputs.items()}
     stream = WeightStream(
         [bare_model(chunk) for chunk in state.chunks],
         family,
@@ -156,7 +159,7 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
                 weight_differences=weights,
                 activations=tuple(_difference(name, a, b, TOLERANCE[dtype]) for name, a, b in pairs),
             )
-        except Exception as error:  # whatever transformers raises; the other ranks wait
+        except Exception as error:  # transformers may raise any; the other ranks wait in the broadcast below
             verdict = f"{source.folder}: transformers cannot run it: {type(error).__name__}: {error}"
     verdict = broadcast_object(verdict, source_rank=0)
     if isinstance(verdict, str):
@@ -177,8 +180,8 @@ def _sequences(vocab_size: int, tokenizer: Any, length: int) -> tuple[list[list[
 
 @contextmanager
 def _outputs_of_layers(state: TrainingState) -> Iterator[dict[str, Tensor]]:
-    """Collects what embedding and layers give for the first sequence: name -> [S, hidden] on the CPU. Only one replica
-    collects, and of tensor-parallel ranks the first."""
+    """Collect the outputs of the embedding and the layers for the first sequence: name -> [S, hidden], fp32 on the CPU.
+    Only tensor- and context-parallel rank 0 of the first replica keep them."""
     parallel = state.parallel
     found: dict[str, Tensor] = {}
     split = state.transformer_config.sequence_parallel
@@ -217,7 +220,8 @@ def _place_in_model(name: str) -> int:
 def _transformers(
     source: WeightSource, dtype: torch.dtype, sequences: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """transformers' outputs of embedding and layers for the first sequence, and logits of all, on the CPU."""
+    """transformers' outputs of the embedding and the layers for the first sequence, and the logits of all sequences, on
+    the CPU."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -226,7 +230,7 @@ def _transformers(
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
     found: dict[str, Tensor] = {}
 
-    def collect(name: str, output: Any) -> None:  # what a hook returns would take the output's place
+    def collect(name: str, output: Any) -> None:  # returns None: a hook's return value replaces the output
         found.setdefault(name, (output[0] if isinstance(output, tuple) else output)[0].float())
 
     handles = [
@@ -246,7 +250,7 @@ def _transformers(
 
 
 def _compare_weights(stream: WeightStream, source: WeightSource, rank: int) -> tuple[Difference, ...]:
-    """The weights that are not the folder's after a round trip, in the order of the model; found on rank 0."""
+    """The weights that differ from the folder's after a round trip, in the order of the model; on rank 0."""
     differing = []
     for tensor in stream.tensors:
         for start, block in stream.numbered_blocks(tensor, to_rank=0):
@@ -266,4 +270,4 @@ def _difference(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> Di
         return Difference(f"{name} (shape {tuple(ours.shape)}, not {tuple(theirs.shape)})", 0.0, 0.0, agrees=False)
     largest = (ours - theirs).abs().max().item()
     relative = largest / max(1.0, theirs.abs().max().item())
-    return Difference(name, largest, relative, agrees=relative <= tolerance)  # a NaN does not
+    return Difference(name, largest, relative, agrees=relative <= tolerance)  # False for nan

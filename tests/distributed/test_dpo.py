@@ -143,7 +143,7 @@ def test_what_forward_gave_serves_as_the_reference(ranks):
             assert ours.pop("rewards/accuracies") >= theirs.pop("rewards/accuracies") == 0
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
     both = ranks(1).run(runs.refusal, COPY, samples)[0]
-    assert "the samples give reference_chosen_log_probs, reference_rejected_log_probs, and so does the" in both
+    assert "reference_chosen_log_probs, reference_rejected_log_probs" in both
 
 
 def test_an_evaluation_uses_the_reference(ranks):

@@ -1,4 +1,4 @@
-"""The facade on one process: the order of a run's life, its counters, records, schedule and what it gives back.
+"""The facade on one process: the lifecycle of a run, its counters, records, schedule and cleanup.
 
 Each test runs in a forked process with a group of its own.
 """
@@ -31,7 +31,7 @@ TRAIN, RATE, LOGGER = "megatron_lm.train.common", "megatron_lm.train.learning-ra
 
 
 def data(count: int = 24) -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal lengths; the first token tells them apart."""
+    """Tokenized samples of unequal lengths; the first token identifies the sample."""
     generator = numpy.random.default_rng(3)
     lengths = generator.integers(5, 18, count)
     return [
@@ -52,10 +52,10 @@ def lines(folder: str = "outputs/run") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
-# ---- order of life ----
+# ---- lifecycle ----
 
 
-def test_constructing_does_nothing(in_fork):
+def test_constructing_has_no_side_effects(in_fork):
     def body() -> None:
         before = os.listdir(), builtins.print, list(warnings.filters)
         MegatronWrap("run.yaml")
@@ -81,7 +81,7 @@ def test_constructing_does_nothing(in_fork):
         (lambda wrap: wrap.log_last_metrics(), r"no step has been taken yet; call wrap\.train\(batch\) first"),
     ],
 )
-def test_a_call_out_of_order_says_what_comes_first(in_fork, call, message):
+def test_a_call_out_of_order_names_the_call_that_must_come_first(in_fork, call, message):
     wrap: list[Any] = []
 
     def body() -> None:
@@ -93,12 +93,12 @@ def test_a_call_out_of_order_says_what_comes_first(in_fork, call, message):
     in_fork(body)
 
 
-def test_a_run_is_over_after_close_and_another_can_begin(in_fork):
+def test_close_ends_a_run_and_another_can_begin(in_fork):
     def body() -> None:
         losses = []
         for _ in range(2):
             with started() as wrap:
-                wrap.initialize()  # a second time: nothing
+                wrap.initialize()  # a second call does nothing
                 sizes = (wrap.tp_size, wrap.pp_size, wrap.dp_size, wrap.cp_size, wrap.ep_size)
                 places = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
                 assert (sizes, places) == ((1,) * 5, (0,) * 5)
@@ -116,7 +116,7 @@ def test_a_run_is_over_after_close_and_another_can_begin(in_fork):
 
 
 def test_each_run_chooses_its_attention_kernels(in_fork):
-    """Megatron-Core leaves the choice in the environment, and refuses the next model another one."""
+    """Megatron-Core keeps the choice in environment variables, and a later model with another choice would fail."""
 
     def body() -> None:
         def chosen() -> dict[str, str]:
@@ -132,7 +132,7 @@ def test_each_run_chooses_its_attention_kernels(in_fork):
     in_fork(body)
 
 
-def test_a_process_group_of_the_caller_stays(in_fork):
+def test_close_keeps_the_caller_s_process_group(in_fork):
     def body() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with started() as wrap:
@@ -158,19 +158,19 @@ def test_the_host_program_is_changed_between_initialize_and_close_only(in_fork, 
         with warnings.catch_warnings(record=True) as caught:
             warnings.warn("hidden", FutureWarning, stacklevel=1)
         assert caught == []
-        print("said by print")
+        print("printed text")
         wrap.close()
         assert (builtins.print, logging.getLogger().handlers) == before[:2]
         assert [entry for entry in warnings.filters if entry in before[2]] == before[2]
 
     in_fork(body)
-    said = capfd.readouterr()
-    assert "said by print" in said.err
-    assert "said by print" not in said.out
+    captured = capfd.readouterr()
+    assert "printed text" in captured.err
+    assert "printed text" not in captured.out
 
 
 def test_a_failed_initialize_leaves_nothing_changed(in_fork, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")  # 4 samples do not go into 3 replicas of micro-batches of 2
+    monkeypatch.setenv("WORLD_SIZE", "3")  # a global batch of 4 is not divisible by 3 replicas * micro-batches of 2
 
     def body() -> None:
         wrap = MegatronWrap("run.yaml", overrides=[f"{LOGGER}.patch_print=true"])
@@ -210,7 +210,7 @@ def test_metrics_of_a_step(in_fork):
     in_fork(body)
 
 
-def test_grad_norm_is_told_without_clipping_too(in_fork):
+def test_grad_norm_is_reported_without_clipping_too(in_fork):
     def body() -> None:
         norms = []
         for clip in (1.0, 0.0):
@@ -221,13 +221,13 @@ def test_grad_norm_is_told_without_clipping_too(in_fork):
     in_fork(body)
 
 
-def test_a_batch_of_another_size_is_refused_and_the_run_goes_on(in_fork):
+def test_a_batch_of_another_size_is_refused_and_the_run_continues(in_fork):
     def body() -> None:
         with started() as wrap:
             for wrong in (data()[:3], data()[:8], []):
-                with pytest.raises(DataError, match=rf"global_batch_size = 4 samples, got {len(wrong)}"):
+                with pytest.raises(DataError, match=rf"global_batch_size = 4 .*{len(wrong)}"):
                     wrap.train(wrong)
-            with pytest.raises(DataError, match="samples are None"):
+            with pytest.raises(DataError, match=r"wrap\.train: .*None"):
                 wrap.train()
             assert wrap.train(data()[:4])["iteration"] == 1
 
@@ -240,16 +240,14 @@ def test_a_step_past_train_iters_is_refused_and_batches_end(in_fork):
             assert (
                 sum(1 for batch in wrap.batches(data()) if wrap.train(batch)) == wrap.iteration == wrap.train_iters == 2
             )
-            with pytest.raises(
-                TrainingError, match=r"iteration 2 of megatron_lm\.train\.common\.train_iters 2 is done"
-            ):
+            with pytest.raises(TrainingError, match=r"iteration 2 .*megatron_lm\.train\.common\.train_iters 2 "):
                 wrap.train(data()[:4])
             assert wrap.iteration == 2
 
     in_fork(body)
 
 
-def test_a_flow_may_not_take_the_engine_s_names_but_older_ones_report_the_loss(in_fork):
+def test_a_flow_may_not_report_the_engine_s_metrics_except_the_loss(in_fork):
     from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("clash")
@@ -268,14 +266,14 @@ def test_a_flow_may_not_take_the_engine_s_names_but_older_ones_report_the_loss(i
         name = "grad_norm"
         with (
             started("megatron_wrap.flow.flow_key=clash") as wrap,
-            pytest.raises(FlowError, match=r"reports the metrics \['grad_norm'\], which the engine makes"),
+            pytest.raises(FlowError, match=r"\['grad_norm'\].*rename"),
         ):
             wrap.train(data()[:4])
 
     in_fork(body)
 
 
-def test_metrics_that_appear_later_are_refused(in_fork):
+def test_metrics_missing_from_the_first_step_are_refused(in_fork):
     from megatron_wrap.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     extra: dict[str, float] = {}
@@ -289,9 +287,9 @@ def test_metrics_that_appear_later_are_refused(in_fork):
         with started("megatron_wrap.flow.flow_key=growing") as wrap:
             wrap.train(data()[:4])
             extra["new"] = 1.0
-            with pytest.raises(FlowError, match=r"metrics \['new'\] were not there in the first step"):
+            with pytest.raises(FlowError, match=r"metrics \['new'\].*first step.*every micro-batch"):
                 wrap.train(data()[:4])
-            assert "eval/set/new" in wrap.evaluate({"set": data()[:4]})  # each evaluation has names of its own
+            assert "eval/set/new" in wrap.evaluate({"set": data()[:4]})  # each evaluation has separate names
 
     in_fork(body)
 
@@ -299,7 +297,7 @@ def test_metrics_that_appear_later_are_refused(in_fork):
 # ---- batches, ramp-up, schedule ----
 
 
-def test_batches_are_an_epoch_s_permutation_and_a_resumed_run_goes_on_with_them(in_fork):
+def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_them(in_fork):
     def body() -> None:
         straight, resumed = [], []
 
@@ -325,14 +323,14 @@ def test_batches_are_an_epoch_s_permutation_and_a_resumed_run_goes_on_with_them(
 
 
 def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations(in_fork):
-    """From 2 by 2 over 12 samples to 8: four samples for each size, and the last one beyond twelve (the rule of
-    Megatron-Core 0.16's RampupBatchsizeNumMicroBatchesCalculator)."""
+    """From 2 in increments of 2 over 12 samples to 8: each size takes four samples, and the full size begins after
+    twelve (as in Megatron-Core 0.16's RampupBatchsizeNumMicroBatchesCalculator)."""
 
     def body() -> None:
         ramp = [f"{TRAIN}.rampup_batch_size=[2,2,12]", f"{TRAIN}.global_batch_size=8", f"{TRAIN}.train_iters=8"]
         with started(*ramp, f"{RATE}.lr_warmup_iters=3") as wrap:
             sizes, rates = [], []
-            with pytest.raises(DataError, match="global_batch_size = 2 samples, got 8"):
+            with pytest.raises(DataError, match=r"global_batch_size = 2 .*8"):
                 wrap.train(data()[:8])
             for batch in wrap.batches(data()):
                 assert len(batch) == wrap.global_batch_size
@@ -359,7 +357,7 @@ STYLES = {
 
 @pytest.mark.parametrize("style", STYLES)
 def test_learning_rates_and_weight_decay_are_megatron_core_s(in_fork, style):
-    """Against its scheduler, stepped in iterations."""
+    """Compared with Megatron-Core's scheduler, stepped in iterations."""
 
     def body() -> None:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -399,7 +397,7 @@ def test_learning_rates_and_weight_decay_are_megatron_core_s(in_fork, style):
     in_fork(body)
 
 
-def test_warm_up_as_a_fraction_of_the_decay(in_fork):
+def test_warm_up_is_a_fraction_of_the_decay(in_fork):
     def body() -> None:
         with started(f"{RATE}.lr_warmup_fraction=0.5", f"{RATE}.lr_decay_style=constant") as wrap:
             rates = [wrap.train(batch)["learning_rate"] for batch in wrap.batches(data())]
@@ -431,14 +429,14 @@ def test_evaluation_sets_by_name_and_their_limit(in_fork):
             names = ("loss", "truncated_samples")
             assert list(found) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
             assert found["eval/long/loss"] == found["eval/head/loss"] != found["eval/one/loss"]
-            with pytest.raises(DataError, match="the set 'none' is empty"):
+            with pytest.raises(DataError, match="'none' is empty"):
                 wrap.evaluate({"none": []})
             assert wrap.forward([]) == []
 
     in_fork(body)
 
 
-def test_the_configuration_s_own_sets(in_fork):
+def test_evaluation_sets_of_the_configuration(in_fork):
     def body() -> None:
         for name in ("train", "easy"):
             Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
@@ -465,13 +463,13 @@ def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refus
     def body() -> None:
         with started("megatron_wrap.flow.flow_key=doubled") as wrap:
             wrap.train(data()[:4])
-            with pytest.raises(FlowError, match="give one row for each of the"):
+            with pytest.raises(FlowError, match=r"calculate_outputs: .*one row for each of the 2 samples"):
                 wrap.forward(data()[:4])
 
     in_fork(body)
 
 
-def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork):
+def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built(in_fork):
     from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("negative")
@@ -484,7 +482,7 @@ def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork)
         selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
         wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
         wrap.initialize()
-        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight returns -1\.0"):
+        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight.*-1\.0"):
             wrap.setup_model_and_optimizer()
         assert wrap._state is None
         wrap.close()
@@ -495,35 +493,33 @@ def test_a_flow_that_breaks_its_contract_ends_before_the_model_is_built(in_fork)
 # ---- records ----
 
 
-def test_records_of_a_run_that_is_resumed(in_fork):
-    """A killed run's last lines, of steps that its checkpoint lacks, are dropped; the resumed run appends."""
+def test_records_of_a_resumed_run(in_fork):
+    """Lines of steps after the checkpoint are dropped; the resumed run appends its own."""
 
     def body() -> None:
-        said: list[dict[str, float]] = []
+        reported: list[dict[str, float]] = []
         for until in (3, 6):
             with started(f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=3") as wrap:
                 assert wrap.iteration == (0 if until == 3 else 2)
                 while wrap.iteration < until:
                     if wrap.evaluation_due:
-                        wrap.evaluate({"held": data()[:4]})
+                        wrap.evaluate({"set": data()[:4]})
                     place = 4 * wrap.iteration
-                    said.append(wrap.train(data()[place : place + 4]))
+                    reported.append(wrap.train(data()[place : place + 4]))
                     wrap.log_last_metrics()
                     wrap.log_last_metrics()  # a second call adds no line
         found = lines()
         assert [line["iteration"] for line in found] == [0, 1, 2, 3, 3, 4, 5, 6]
         evaluations = [line for line in found if "loss" not in line]
-        assert [set(line) for line in evaluations] == [
-            {"iteration", "eval/held/loss", "eval/held/truncated_samples"}
-        ] * 2
+        assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
         steps = [line for line in found if "loss" in line]
-        assert steps == [*said[:2], *said[3:]]
-        assert said[2]["loss"] == said[3]["loss"]  # step 3, taken twice
+        assert steps == [*reported[:2], *reported[3:]]
+        assert reported[2]["loss"] == reported[3]["loss"]  # step 3, taken twice
 
     in_fork(body)
 
 
-def test_each_step_is_recorded_whatever_the_console_shows(in_fork, capfd):
+def test_each_step_is_recorded_for_every_log_interval(in_fork, capfd):
     def body() -> None:
         with started(f"{TRAIN}.log_interval=4", f"{LOGGER}.output_dir=elsewhere") as wrap:
             for batch in wrap.batches(data()):
@@ -538,18 +534,18 @@ def test_each_step_is_recorded_whatever_the_console_shows(in_fork, capfd):
     assert shown == ["4", "6"]  # each interval, and the last
 
 
-def test_a_metric_logger_of_one_s_own(in_fork, monkeypatch):
-    heard: list[Any] = []
+def test_a_custom_metric_logger(in_fork, monkeypatch):
+    received: list[Any] = []
 
     class Mine:
         def __init__(self, context: MetricLoggerContext) -> None:
-            heard.append(Path(context.output_dir).name)
+            received.append(Path(context.output_dir).name)
 
         def log(self, step: int, metrics: Any) -> None:
-            heard.append((step, metrics["loss"]))
+            received.append((step, metrics["loss"]))
 
         def close(self) -> None:
-            heard.append("closed")
+            received.append("closed")
 
     from megatron_wrap.utils import metric_loggers
 
@@ -559,6 +555,6 @@ def test_a_metric_logger_of_one_s_own(in_fork, monkeypatch):
         with started(f"{LOGGER}.metric_loggers=[megatron_wrap.utils.metric_loggers:Mine]") as wrap:
             loss = wrap.train(data()[:4])["loss"]
             wrap.log_last_metrics()
-        assert heard == ["run", (1, loss), "closed"]
+        assert received == ["run", (1, loss), "closed"]
 
     in_fork(body)

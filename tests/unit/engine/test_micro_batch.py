@@ -1,4 +1,4 @@
-"""Collating, counting, padding and splitting a micro-batch. No process group."""
+"""Collating, counting, padding and splitting of a micro-batch. No process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Flow(MegatronWrapGPTModelFlow):
-    """Samples are lists of ids; `change` edits what is collated."""
+    """Samples are lists of ids; `change` modifies the collated fields."""
 
     def __init__(self, change: Any = None, weight: Any = None) -> None:
         super().__init__(
@@ -49,13 +49,13 @@ class Flow(MegatronWrapGPTModelFlow):
 SAMPLES = [[1, 2, 3], [4, 5, 6, 7, 8]]
 
 
-def test_a_micro_batch_knows_its_weight_lengths_and_width():
+def test_a_micro_batch_has_weights_lengths_and_width():
     made = collate(Flow(), SAMPLES, seed=0)
     assert (made.weights, made.lengths.tolist(), made.width, made.num_samples) == ({"": 8.0}, [3, 5], 5, 2)
-    assert made.model_inputs["attention_mask"] is None  # attention is causal and padding stands on the right
+    assert made.model_inputs["attention_mask"] is None  # attention is causal and padding is on the right
 
 
-def test_a_last_micro_batch_may_be_smaller_and_the_size_comes_back():
+def test_the_last_micro_batch_may_be_smaller_and_the_flow_s_size_is_restored():
     flow = Flow()
     collate(flow, SAMPLES[:1], seed=0)
     collate(flow, SAMPLES, seed=0)
@@ -70,7 +70,7 @@ def test_a_last_micro_batch_may_be_smaller_and_the_size_comes_back():
     assert flow.micro_batch_size == 2
 
 
-def test_random_choices_depend_on_the_seed_alone_and_leave_the_training_s_generators():
+def test_random_choices_depend_only_on_the_seed_and_do_not_change_the_training_s_generators():
     generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     first, same, other = (collate(Flow(), SAMPLES, seed=seed).loss_inputs["noise"] for seed in (3, 3, 4))
     assert torch.equal(first, same)
@@ -97,13 +97,13 @@ LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda inputs, loss: inputs, r"returns dict; return \(model_forward_inputs, loss_inputs\)"),
-        (put(input_ids=[1, 2]), "field 'input_ids' is list; make it a CPU tensor"),
-        (drop("position_ids"), "model_forward_inputs lack position_ids; a GPT model takes"),
-        (put(position_ids=torch.zeros(2, 4)), "sequence lengths differ between fields: .*'position_ids': 4"),
-        (put(position_ids=torch.zeros(2)), r"'position_ids' has sequence dimension 1, but its shape is \(2,\)"),
-        (put(attention_mask=LEFT_PADDED), "padding on the left of tokens or between them; put padding on the right"),
-        (put(attention_mask=torch.ones(2, 5, 5)), r"attention_mask has shape \(2, 5, 5\); give \[B, S\]"),
+        (lambda inputs, loss: inputs, r"dict.*return \(model_forward_inputs, loss_inputs\)"),
+        (put(input_ids=[1, 2]), "'input_ids'.*list.*CPU tensor"),
+        (drop("position_ids"), "position_ids.*input_ids"),
+        (put(position_ids=torch.zeros(2, 4)), "lengths differ.*'position_ids': 4"),
+        (put(position_ids=torch.zeros(2)), r"'position_ids'.*dimension 1.*\(2,\)"),
+        (put(attention_mask=LEFT_PADDED), "attention_mask.*padding.*on the right"),
+        (put(attention_mask=torch.ones(2, 5, 5)), r"attention_mask.*\(2, 5, 5\).*\[B, S\]"),
     ],
 )
 def test_a_broken_contract_is_refused(change, message):
@@ -111,7 +111,7 @@ def test_a_broken_contract_is_refused(change, message):
         collate(Flow(change), SAMPLES, seed=0)
 
 
-def test_every_sample_is_taken_and_none_beside():
+def test_a_flow_must_take_exactly_micro_batch_size_samples():
     class Greedy(Flow):
         def collate_data_micro_batch(self, iterator: Any) -> Any:
             made = super().collate_data_micro_batch(iterator)
@@ -123,13 +123,13 @@ def test_every_sample_is_taken_and_none_beside():
             self.micro_batch_size = 1
             return super().collate_data_micro_batch(iterator)
 
-    with pytest.raises(FlowError, match=r"asks for more than self\.micro_batch_size = 2 samples"):
+    with pytest.raises(FlowError, match=r"more than self\.micro_batch_size = 2 .*next\(iterator\)"):
         collate(Greedy(), SAMPLES, seed=0)
-    with pytest.raises(FlowError, match=r"leaves 1 of self\.micro_batch_size = 2 samples .* never be trained on"):
+    with pytest.raises(FlowError, match=r"leaves 1 of self\.micro_batch_size = 2 .*next\(iterator\)"):
         collate(Lazy(), SAMPLES, seed=0)
 
 
-def test_a_trial_compares_two_micro_batches():
+def test_try_flow_compares_the_terms_of_two_micro_batches():
     class ByContent(Flow):
         def get_loss_weight(self, loss_inputs: Any) -> Any:
             return {"a": 1.0, "b": 1.0} if loss_inputs["loss_mask"].shape[1] == 5 else {"a": 1.0}
@@ -141,32 +141,30 @@ def test_a_trial_compares_two_micro_batches():
     flow = Flow()
     try_flow(flow, [*SAMPLES, [9]], seed=0)
     assert flow.sizes == [2, 1]
-    with pytest.raises(FlowError, match=r"the terms \['a', 'b'\] in one micro-batch and \['a'\] in another"):
+    with pytest.raises(FlowError, match=r"\['a', 'b'\].*\['a'\]"):
         try_flow(ByContent(), [*SAMPLES, [9], [8]], seed=0)
-    with pytest.raises(
-        FlowError, match="get_loss_coefficients names 'typo', but get_loss_weight has the terms 'a', 'b"
-    ):
+    with pytest.raises(FlowError, match=r"get_loss_coefficients.*'typo'.*get_loss_weight.*'a', 'b"):
         try_flow(ByContent(), SAMPLES, seed=0)
 
 
 def test_sequences_beyond_seq_length_are_refused():
-    with pytest.raises(FlowError, match=r"sequences of 9 tokens, more than megatron_lm\.train\.common\.seq_length 8"):
+    with pytest.raises(FlowError, match=r"9 tokens.*megatron_lm\.train\.common\.seq_length 8"):
         collate(Flow(), [[1] * 9, [2]], seed=0)
 
 
 @pytest.mark.parametrize("ids", [[16], [1, 40], [-1]])
 def test_ids_outside_the_vocabulary_are_refused(ids):
-    with pytest.raises(DataError, match="the model's vocabulary has the ids 0 to 15"):
+    with pytest.raises(DataError, match=r"vocabulary.* 0 to 15"):
         collate(Flow(), [ids, [3]], seed=0)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), {"a": -2.0}, "many", torch.ones(2)])
-def test_a_weight_is_a_finite_number_from_0_on(weight):
-    with pytest.raises(FlowError, match="a weight is a finite number, 0 or larger"):
+def test_a_weight_must_be_finite_and_not_negative(weight):
+    with pytest.raises(FlowError, match=r"get_loss_weight.*finite"):
         collate(Flow(weight=weight), SAMPLES, seed=0)
 
 
-def test_without_a_loss_mask_a_micro_batch_counts_as_one_and_has_no_explicit_weight():
+def test_without_a_loss_mask_a_micro_batch_has_the_default_weight_1():
     micro_batch = collate(Flow(lambda inputs, loss: (inputs, {})), SAMPLES, seed=0)
     assert micro_batch.weights == {"": 1.0}
     assert not micro_batch.has_explicit_weight
@@ -182,18 +180,18 @@ def parallel(cp: int = 1, cp_rank: int = 0, tp: int = 1) -> ParallelState:
     ("cp", "tp", "sequence_parallel", "expected"),
     [(1, 1, False, 5), (1, 2, False, 5), (1, 2, True, 6), (2, 1, False, 8), (2, 4, True, 8), (2, 3, True, 12)],
 )
-def test_sequences_are_padded_to_what_the_layout_divides(cp, tp, sequence_parallel, expected):
+def test_sequences_are_padded_to_a_multiple_of_the_layout_s_divisor(cp, tp, sequence_parallel, expected):
     assert padded_width(5, parallel(cp=cp, tp=tp), sequence_parallel) == expected
 
 
-def test_context_parallel_parts_cover_the_padded_fields_and_others_are_copied():
+def test_context_parallel_shards_cover_the_padded_fields_and_other_fields_are_copied():
     made = collate(Flow(), SAMPLES, seed=0)
     parts = [localize(made, 8, parallel(cp=2, cp_rank=rank).cp, CPU) for rank in (0, 1)]
     ids = torch.full((2, 8), 15)
     ids[0, :3], ids[0, 3:5], ids[1, :5] = torch.tensor([1, 2, 3]), 0, torch.tensor([4, 5, 6, 7, 8])
     assert torch.equal(parts[0].model_inputs["input_ids"], ids[:, [0, 1, 6, 7]])
     assert torch.equal(parts[1].model_inputs["input_ids"], ids[:, [2, 3, 4, 5]])
-    assert sum(float(part.loss_inputs["loss_mask"].sum()) for part in parts) == 8  # padding counts nothing
+    assert sum(float(part.loss_inputs["loss_mask"].sum()) for part in parts) == 8  # padding is not counted
     for part in parts:
         assert part.loss_inputs["row"].tolist() == [0, 1]
         assert part.weights == made.weights

@@ -1,4 +1,4 @@
-"""Sampling against the warpers of transformers and torch's probabilities."""
+"""Sampling compared with the logits warpers of transformers and with torch.multinomial."""
 
 import numpy
 import pytest
@@ -41,7 +41,7 @@ def test_probabilities_are_those_of_transformers_warpers(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_numbers_spread_over_the_unit_interval_give_each_token_its_probability(rule):
+def test_evenly_spaced_numbers_choose_each_token_with_its_probability(rule):
     count = 20_000
     expected = by_transformers(rule)[2]
     chosen = rule.choose(LOGITS[2].expand(count, -1), [(place + 0.5) / count for place in range(count)])
@@ -49,7 +49,7 @@ def test_numbers_spread_over_the_unit_interval_give_each_token_its_probability(r
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2 / count)
 
 
-def test_draws_are_distributed_as_those_of_torch_multinomial():
+def test_draws_have_the_distribution_of_torch_multinomial():
     rule, count = SamplingRule(1.3, top_k=9), 20_000
     chosen = rule.choose(LOGITS[2].expand(count, -1), [UniformNumbers(11, place).draw() for place in range(count)])
     torchs = torch.multinomial(by_transformers(rule)[2], count, replacement=True)
@@ -60,7 +60,7 @@ def test_draws_are_distributed_as_those_of_torch_multinomial():
     assert (abs(ours - theirs) <= 5 * deviation).all()
 
 
-def test_the_ends_of_the_unit_interval_take_tokens_of_probability_above_zero():
+def test_the_ends_of_the_unit_interval_choose_tokens_of_positive_probability():
     rule = SamplingRule(1.0, top_k=3)
     allowed = by_transformers(rule) > 0
     for number in (0.0, 1.0 - 2.0**-53):
@@ -68,12 +68,12 @@ def test_the_ends_of_the_unit_interval_take_tokens_of_probability_above_zero():
         assert allowed[torch.arange(4), chosen].all()
 
 
-def test_greedy_takes_the_most_probable_whatever_else_is_set():
+def test_greedy_takes_the_most_probable_token_and_ignores_top_k_and_top_p():
     rule = SamplingRule(0.0, top_k=3, top_p=0.2)
     assert torch.equal(rule.choose(LOGITS, []), LOGITS.argmax(dim=-1))
 
 
-def test_numbers_depend_on_the_seed_and_the_place_alone():
+def test_random_numbers_depend_only_on_the_seed_and_the_prompt_s_index():
     first, again = UniformNumbers(1, 2), UniformNumbers(1, 2)
     numbers = [first.draw() for _ in range(4)]
     assert numbers == [again.draw() for _ in range(4)]
@@ -91,6 +91,6 @@ def test_numbers_depend_on_the_seed_and_the_place_alone():
         ({"top_p": 1.5}, "top_p 1.5"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(values, name):
+def test_values_out_of_range_are_refused_with_their_name(values, name):
     with pytest.raises(DataError, match=name):
         SamplingRule(**values)
