@@ -1,6 +1,6 @@
-"""The errors a user can cause. The message of each states what is wrong, with the numbers, and what to do.
+"""The errors a user can cause. Each message states what is wrong, with the numbers, and what to do.
 
-Entry points print the message alone and exit with `exit_code`; a Python caller catches `MegatronWrapError`.
+Entry points print only the message and exit with `exit_code`; a Python caller catches `MegatronWrapError`.
 """
 
 import difflib
@@ -8,32 +8,32 @@ from collections.abc import Iterable
 
 
 def closest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`, None where no name is like it."""
+    """The known name most similar to `name`; None if none is similar."""
     return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`; did you mean NAME?` with the closest known name, to end a sentence; empty where no name is like `name`."""
+    """The suffix `; did you mean NAME?` with the closest known name; empty if no known name is similar."""
     found = closest(name, known)
     return "" if found is None else f"; did you mean {found}?"
 
 
 class MegatronWrapError(Exception):
-    """Base of every error that the user can fix; anything else that is raised is a defect of ours."""
+    """Base of all errors that the user can fix; any other exception is a bug in this package."""
 
     exit_code = 2
 
 
 class ConfigError(MegatronWrapError):
-    """A key, type, value or contradiction in the configuration; the message names file, line and dotted path."""
+    """An invalid key, type, value or combination in the configuration; the message names file, line and dotted path."""
 
 
 class UnsupportedModel(ConfigError):
-    """A Hugging Face config.json asks for what cannot be built, or an architecture has no form in its family."""
+    """A Hugging Face config.json requires an unsupported feature, or its family cannot express an architecture."""
 
 
 class PlatformError(MegatronWrapError):
-    """The chosen platform, an installed package or its version cannot do what the configuration asks."""
+    """The platform, an installed package or its version does not support what the configuration requires."""
 
 
 class LayoutError(MegatronWrapError):
@@ -41,7 +41,7 @@ class LayoutError(MegatronWrapError):
 
 
 class FlowError(MegatronWrapError):
-    """A flow breaks its contract (see `megatron_wrap.flow.base`)."""
+    """A flow violates its contract (see `megatron_wrap.flow.base`)."""
 
 
 class DataError(MegatronWrapError):
@@ -49,8 +49,8 @@ class DataError(MegatronWrapError):
 
 
 class CheckpointError(MegatronWrapError):
-    """A checkpoint is missing, incomplete, or of another model; the message names the first thing that differs."""
+    """A checkpoint is missing, incomplete, or from another model; the message names the first difference."""
 
 
 class TrainingError(MegatronWrapError):
-    """A step that cannot go on: a loss or gradient that is not finite, or `train` past `train_iters`."""
+    """Training cannot continue: a non-finite loss or gradient, or `train` called after `train_iters` steps."""

@@ -1,4 +1,4 @@
-"""Plug-ins by name: registered with a decorator, offered by an installed package, or `module.path:Attribute`."""
+"""Plug-ins by name: registered with a decorator, an entry point of an installed package, or `module.path:Attribute`."""
 
 import importlib
 import importlib.metadata
@@ -14,9 +14,9 @@ class Registry(Generic[T]):
     """Maps a key of the YAML to a class or function.
 
     Args:
-        kind: what is registered, for messages ("flow", "model provider", ...).
-        entry_point_group: installed packages may offer more through this Python entry point group.
-        builtin: key -> "module.path:Attribute" of the shipped ones, imported on first use.
+        kind: what is registered, for error messages ("flow", "model provider", ...).
+        entry_point_group: Python entry point group in which installed packages register more.
+        builtin: key -> "module.path:Attribute" of the built-in plug-ins, imported on first use.
     """
 
     def __init__(self, kind: str, entry_point_group: str, builtin: dict[str, str]) -> None:
@@ -25,27 +25,27 @@ class Registry(Generic[T]):
         self._targets: dict[str, str | T] = dict(builtin)
 
     def register(self, key: str) -> Callable[[T], T]:
-        """Decorator that makes the decorated object available as `key`; a key is taken once."""
+        """Decorator that registers an object as `key`. Raises ConfigError if another object has that key."""
 
         def decorate(target: T) -> T:
             known = self._targets.get(key)
             if known is not None and known is not target:
-                raise ConfigError(f"{self.kind} {key!r} is registered already ({known}); choose another key")
+                raise ConfigError(f"{self.kind} {key!r} is already registered ({known}); choose another key")
             self._targets[key] = target
             return target
 
         return decorate
 
     def keys(self) -> list[str]:
-        """All keys that `resolve` takes beside `module:Attribute`, sorted."""
-        offered = {point.name for point in importlib.metadata.entry_points(group=self.entry_point_group)}
-        return sorted(offered | set(self._targets))
+        """All keys, registered or from entry points, sorted."""
+        from_packages = {point.name for point in importlib.metadata.entry_points(group=self.entry_point_group)}
+        return sorted(from_packages | set(self._targets))
 
     def resolve(self, key: str) -> T:
-        """The registered object of `key`, importing it when needed.
+        """The object registered as `key`, imported if necessary.
 
         Raises:
-            ConfigError: no such key, module or attribute; the message lists the keys and the nearest one.
+            ConfigError: no such key, module or attribute; the message lists the keys and suggests the closest.
         """
         if ":" in key:
             return self._import(key)
@@ -69,9 +69,9 @@ class Registry(Generic[T]):
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name and not module_name.startswith(error.name):
-                raise  # the module is there; something that it needs is not
+                raise  # the module exists but one of its own imports is missing
             raise ConfigError(
-                f"{self.kind} {path!r}: module {module_name!r} cannot be found; is its folder on PYTHONPATH?"
+                f"{self.kind} {path!r}: module {module_name!r} was not found; check that its folder is on PYTHONPATH"
             ) from error
         try:
             return getattr(module, attribute)

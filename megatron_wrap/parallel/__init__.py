@@ -1,1 +1,1 @@
-"""Process groups, the launch of processes, collectives and the split of sequences over context-parallel ranks."""
+"""Process groups, process launch, collectives, and the split of sequences over context-parallel ranks."""

@@ -1,4 +1,4 @@
-"""Actions that may fail on some ranks only: afterwards all ranks continue, or all raise. Everything is collective."""
+"""Actions that may fail on only some ranks: afterwards all ranks continue or all raise. Everything is collective."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FILE_FAILURES: tuple[type[BaseException], ...] = (
     KeyError,
     pickle.UnpicklingError,
 )
-"""What reading and writing files raises."""
+"""Exceptions that reading and writing files can raise."""
 
 
 def agree(error: str | None, cause: BaseException | None = None) -> None:
-    """All ranks continue, or all raise with the message of the first failed rank. Collective over the world.
+    """Raise on all ranks if any rank failed, with the message of the first that failed. Collective over the world.
 
     Args:
-        error: None where this rank succeeded.
+        error: this rank's error message; None if it succeeded.
 
     Raises:
-        CheckpointError: `error` was given on some rank.
+        CheckpointError: `error` is not None on some rank.
     """
     errors = [text for text in gather_objects(error) if text is not None]
     if errors:
@@ -39,13 +39,13 @@ def agree(error: str | None, cause: BaseException | None = None) -> None:
 
 @contextlib.contextmanager
 def agreed(message: str, failures: tuple[type[BaseException], ...] = FILE_FAILURES) -> Iterator[None]:
-    """The body runs on every rank; then all continue or all raise. Collective over the world.
+    """Run the body on every rank; then all ranks continue or all raise. Collective over the world.
 
-    Collectives of the body must fail on all ranks or on none.
+    A collective inside the body must fail on all ranks or on none.
 
     Args:
-        message: what failed, with {} in the place of the cause.
-        failures: exceptions of the body that become a CheckpointError; any other is a defect and is raised as it is.
+        message: error message with {} as placeholder for the cause.
+        failures: exceptions that become a CheckpointError; others are bugs and are raised unchanged.
 
     Raises:
         CheckpointError: the body failed on some rank.
@@ -58,9 +58,9 @@ def agreed(message: str, failures: tuple[type[BaseException], ...] = FILE_FAILUR
         error, cause = str(failure), failure
     except failures as failure:
         error, cause = message.replace("{}", describe(failure)), failure
-    except Exception as defect:
+    except Exception as bug:
         with contextlib.suppress(CheckpointError):
-            agree(message.replace("{}", repr(defect)))
+            agree(message.replace("{}", repr(bug)))
         raise
     agree(error, cause)
 
@@ -68,13 +68,13 @@ def agreed(message: str, failures: tuple[type[BaseException], ...] = FILE_FAILUR
 def on_rank_0(
     action: Callable[[], Any], message: str = "{}", failures: tuple[type[BaseException], ...] = FILE_FAILURES
 ) -> Any:
-    """The result of `action`, which only global rank 0 runs, on every rank; its failure too. Collective.
+    """Run `action` on global rank 0 and return its result, or raise its error, on every rank. Collective.
 
     Args:
         message, failures: as for `agreed`.
 
     Raises:
-        CheckpointError: on every rank, when the action failed.
+        CheckpointError: on every rank, if the action failed.
     """
     result: Any = None
     error: str | None = None
@@ -86,8 +86,8 @@ def on_rank_0(
             error, cause = str(failure), failure
         except failures as failure:
             error, cause = message.replace("{}", describe(failure)), failure
-        except Exception as defect:
-            broadcast_object((None, message.replace("{}", repr(defect))), source_rank=0)
+        except Exception as bug:
+            broadcast_object((None, message.replace("{}", repr(bug))), source_rank=0)
             raise
     result, error = broadcast_object((result, error), source_rank=0)
     if error is not None:
@@ -96,9 +96,9 @@ def on_rank_0(
 
 
 def describe(failure: BaseException) -> str:
-    """The cause of a failure in one line; empty where another rank knows it.
+    """The cause of a failure in one line; empty if only other ranks have the cause.
 
-    torch.distributed.checkpoint's CheckpointException has the causes by rank in `failures`.
+    torch.distributed.checkpoint's CheckpointException stores the causes by rank in `failures`.
     """
     by_rank = getattr(failure, "failures", None)
     if isinstance(by_rank, dict):

@@ -1,8 +1,9 @@
-"""Context parallelism's cut of a sequence: 2 * cp_size equal chunks, rank r holds chunks r and 2 * cp_size - 1 - r.
+"""Zig-zag split of a sequence over context-parallel ranks: of 2 * cp_size equal chunks, rank r holds chunks r and
+2 * cp_size - 1 - r.
 
-The pairing gives every rank the same share of a causal attention's work. It is the order that Megatron-Core's rotary
-embedding (`models/common/embeddings/rope_utils.py`, `get_pos_emb_on_this_cp_rank`) and Transformer Engine expect.
-Everything here is plain tensor arithmetic: no process group, any device.
+This balances the work of causal attention over the ranks. Megatron-Core's rotary embedding
+(`models/common/embeddings/rope_utils.py`, `get_pos_emb_on_this_cp_rank`) and Transformer Engine expect this order.
+The functions are plain tensor operations on any device and need no process group.
 """
 
 import math
@@ -19,18 +20,18 @@ def _check(seq_length: int, cp_size: int, cp_rank: int) -> None:
         raise LayoutError(f"context-parallel rank {cp_rank} is not in a group of {cp_size}")
     if cp_size > 1 and seq_length % (2 * cp_size):
         raise LayoutError(
-            f"a sequence of {seq_length} cannot be cut into 2 x context_parallel_size = {2 * cp_size} equal chunks; "
+            f"a sequence of {seq_length} cannot be split into 2 x context_parallel_size = {2 * cp_size} equal chunks; "
             f"pad it to {-(-seq_length // (2 * cp_size)) * 2 * cp_size}"
         )
 
 
 def chunks_of(cp_size: int, cp_rank: int) -> tuple[int, ...]:
-    """The chunks (of 2 * cp_size, in the sequence's order) that a rank holds, in the order in which it holds them."""
+    """Indices of the chunks (of 2 * cp_size in the sequence) that a rank holds, in its local order."""
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
 def positions(seq_length: int, cp_size: int, cp_rank: int, device: torch.device | None = None) -> Tensor:
-    """Global positions of the tokens that one rank holds.
+    """Global positions of one rank's tokens.
 
     Args:
         seq_length: length of the whole sequence, in tokens.
@@ -39,23 +40,23 @@ def positions(seq_length: int, cp_size: int, cp_rank: int, device: torch.device 
         int64 [seq_length / cp_size], in the rank's local order.
 
     Raises:
-        LayoutError: `seq_length` is no multiple of 2 * cp_size.
+        LayoutError: `seq_length` is not a multiple of 2 * cp_size.
     """
     _check(seq_length, cp_size, cp_rank)
     return split(torch.arange(seq_length, device=device), 0, cp_size, cp_rank)
 
 
 def split(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
-    """This rank's part of a whole tensor along its sequence dimension.
+    """One rank's part of a tensor along its sequence dimension.
 
     Args:
-        tensor: global; `dim` has the whole sequence.
+        tensor: global; has the whole sequence along `dim`.
 
     Returns:
-        Local copy, 1 / cp_size as long along `dim`; with cp_size 1 the tensor itself.
+        Local copy with 1 / cp_size of the length along `dim`; the tensor itself if cp_size is 1.
 
     Raises:
-        LayoutError: the sequence is no multiple of 2 * cp_size.
+        LayoutError: the sequence length is not a multiple of 2 * cp_size.
     """
     _check(tensor.shape[dim], cp_size, cp_rank)
     if cp_size == 1:
@@ -65,34 +66,35 @@ def split(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def merge(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole tensor from every rank's part; the inverse of `split` over all ranks.
+    """The whole tensor from the parts of all ranks; the inverse of `split`.
 
     Args:
-        parts: one local tensor for each context-parallel rank, in rank order, equally long along `dim`.
+        parts: one local tensor per context-parallel rank, in rank order, of equal length along `dim`.
 
     Raises:
-        LayoutError: no part, or parts of unequal or odd length.
+        LayoutError: no parts, or parts of unequal or odd length.
     """
     lengths = sorted({part.shape[dim] for part in parts})
     if len(parts) == 1:
         return parts[0]
     if len(lengths) != 1 or lengths[0] % 2:
-        raise LayoutError(f"{len(parts)} context-parallel parts of lengths {lengths} do not make one sequence")
+        raise LayoutError(f"{len(parts)} context-parallel parts of lengths {lengths} do not form one sequence")
     first, second = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
     return torch.cat([*first, *reversed(second)], dim=dim)
 
 
 def sequence_divisor(tp_size: int, cp_size: int, sequence_parallel: bool) -> int:
-    """What the length of every sequence must be a multiple of, in tokens.
+    """The number that must divide the length of every sequence in tokens.
 
-    Context parallelism cuts it into 2 * cp_size chunks; sequence parallelism then cuts each rank's share into tp_size.
+    Context parallelism splits a sequence into 2 * cp_size chunks; sequence parallelism splits each rank's share into
+    tp_size parts.
     """
     divisor = 2 * cp_size if cp_size > 1 else 1
     return math.lcm(divisor, cp_size * tp_size) if sequence_parallel else divisor
 
 
 def pad_to(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
-    """The tensor with `value` appended along `dim` until it is `length` long; the tensor itself when it is already.
+    """Pad a tensor with `value` at the end of `dim` to `length`; the tensor itself if it has that length.
 
     Raises:
         LayoutError: the tensor is longer than `length`.

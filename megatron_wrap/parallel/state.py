@@ -1,4 +1,4 @@
-"""Where this process stands in the parallel layout: one `Axis` for each kind of parallelism."""
+"""This process's place in the parallel layout: one `Axis` per kind of parallelism."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Axis:
     size: int
     """Processes along the axis."""
     rank: int
-    """This process's place, 0 <= rank < size."""
+    """This process's rank along the axis, 0 <= rank < size."""
     group: ProcessGroup
-    """The process group of the axis that holds this process."""
+    """The process group along the axis that contains this process."""
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """All axes of the layout. `dp` is data parallelism without context parallelism, `dp_cp` both together."""
+    """All axes of the layout. `dp` is data parallelism without context parallelism, `dp_cp` is both combined."""
 
     world: Axis
     tp: Axis
@@ -36,20 +36,21 @@ class ParallelState:
     ep: Axis
     dp_cp: Axis
     expert_tp: Axis
-    """Processes that share the matrices of an expert."""
+    """Tensor parallelism of the experts: processes that hold slices of the same expert."""
     expert_dp: Axis
-    """Processes that hold the same slices of the same experts: what is left of tp x cp x dp after ep and expert_tp."""
+    """Data parallelism of the experts: processes with the same slices of the same experts, (tp * cp * dp) / (ep *
+    expert_tp) of them."""
     virtual_size: int | None
-    """Model chunks on each pipeline stage of an interleaved pipeline; None: one, not interleaved."""
+    """Model chunks per pipeline stage of an interleaved pipeline; None: one chunk, not interleaved."""
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process holds the last pipeline stage, where the loss is."""
+        """Whether this process has the last pipeline stage, which computes the loss."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def counts_once(self) -> bool:
-        """Whether this process adds to sums of losses and metrics: the last stage, tensor-parallel rank 0."""
+        """Whether this process contributes to sums of losses and metrics: last stage and tensor-parallel rank 0."""
         return self.is_last_stage and self.tp.rank == 0
 
     @property
@@ -63,11 +64,11 @@ class ParallelState:
 def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, timeout_minutes: float) -> ParallelState:
     """Create Megatron-Core's process groups for the layout; torch.distributed must be initialized.
 
-    Groups of an earlier layout are destroyed first, so one set of processes can go through many layouts.
+    Destroys the groups of an earlier layout first, so the same processes can use several layouts in turn.
 
     Args:
-        virtual_size: model chunks on each stage; None: the pipeline is not interleaved.
-        timeout_minutes: longest time of one collective.
+        virtual_size: model chunks per stage; None: the pipeline is not interleaved.
+        timeout_minutes: timeout of a collective.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
@@ -102,27 +103,27 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
 
 
 def destroy_parallel_state() -> None:
-    """Destroy Megatron-Core's process groups; torch.distributed itself stays.
+    """Destroy Megatron-Core's process groups; torch.distributed stays initialized.
 
-    Megatron-Core only forgets its groups. Left alive, each keeps threads that poll its sockets.
+    Megatron-Core itself only drops its references, and each group would keep the threads that poll its sockets.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
     if not mpu.model_parallel_is_initialized():
         return
-    kept = [value if isinstance(value, list) else [value] for value in vars(mpu).values()]
-    groups = {id(group): group for some in kept for group in some if isinstance(group, dist.ProcessGroup)}
+    values = [value if isinstance(value, list) else [value] for value in vars(mpu).values()]
+    groups = {id(item): item for value in values for item in value if isinstance(item, dist.ProcessGroup)}
     mpu.destroy_model_parallel()
     for group in groups.values():
         if group is not dist.group.WORLD:
-            # destroyed already where Megatron-Core does so itself (its gloo groups), or two names shared it
+            # ValueError: already destroyed, by Megatron-Core (its gloo groups) or under another name
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
 
 def tensor_parallel_group() -> ProcessGroup:
-    """The tensor-parallel group of the current layout, for operations that are given none."""
+    """The tensor-parallel group of the current layout: the default of operations without a `group` argument."""
     from megatron.core import parallel_state as mpu
 
     return mpu.get_tensor_model_parallel_group()

@@ -1,4 +1,4 @@
-"""Platforms: CPU processes over gloo, GPUs over NCCL. Importing this imports neither torch nor Megatron-Core."""
+"""Platforms: CPU processes over gloo, GPUs over NCCL. Importing it loads neither torch nor Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["choose_platform"]
 
 
 def choose_platform(name: str) -> Platform:
-    """The platform of `megatron_wrap.init.platform`; one object for each name and process.
+    """The platform named by `megatron_wrap.init.platform`; one object per name and process.
 
     Args:
-        name: "auto" (cuda where a GPU is there, else cpu), "cpu" or "cuda".
+        name: "auto" (cuda if torch finds a GPU, else cpu), "cpu" or "cuda".
 
     Raises:
-        PlatformError: another name, or "cuda" where torch finds no GPU.
+        PlatformError: unknown name, or "cuda" without a GPU.
     """
     if name not in ("auto", "cpu", "cuda"):
-        raise PlatformError(f"platform {name!r} is not known; choose auto, cpu or cuda")
+        raise PlatformError(f"unknown platform {name!r}; choose auto, cpu or cuda")
     if name == "cpu":
         return _platform("cpu")
     import torch
@@ -34,7 +34,7 @@ def choose_platform(name: str) -> Platform:
         return _platform("cpu")
     built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
     raise PlatformError(
-        f"platform cuda was asked for, but torch {torch.__version__} finds no GPU (it {built}); choose platform cpu or "
+        f"platform cuda was selected, but torch {torch.__version__} finds no GPU (it {built}); choose platform cpu or "
         "auto, or install a CUDA build of torch on a machine with an NVIDIA driver"
     )
 

@@ -1,8 +1,9 @@
-"""Adam and AdamW with the state layout of Transformer Engine's and Apex's FusedAdam, for where neither is installed.
+"""Adam and AdamW with the state layout of FusedAdam, used when neither Transformer Engine nor Apex is installed.
 
-torch keeps `step` in each parameter's state, FusedAdam in the parameter group. Megatron-Core's DistributedOptimizer
-saves torch's layout but fails when it loads it (`optimizer/distrib_optimizer.py`: AssertionError, or KeyError 'step'),
-on a GPU as well. With FusedAdam's layout it loads, and checkpoints go both ways between a laptop and a cluster.
+torch keeps `step` in each parameter's state, FusedAdam keeps it in the parameter group. Megatron-Core's
+DistributedOptimizer can save torch's layout but not load it (`optimizer/distrib_optimizer.py`: AssertionError, or
+KeyError 'step'), also on a GPU. With FusedAdam's layout, checkpoints move between a laptop and a cluster in both
+directions.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,24 +17,24 @@ from megatron_wrap.errors import PlatformError
 if TYPE_CHECKING:
     from megatron_wrap.platform.replacements import Replacements
 
-# One pass of the update needs a second copy of the parameters that it handles; this many elements bound it (256 MiB).
-_ELEMENTS_AT_ONCE = 1 << 26
+# The foreach update allocates a temporary copy of the parameters it updates; this bounds the copy to 256 MiB in fp32.
+_MAX_CHUNK_ELEMENTS = 1 << 26
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101); the arithmetic is that of `torch.optim`'s foreach form.
+    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101); bitwise equal to `torch.optim` with foreach.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: decay of the running means of the gradient and of its square.
-        eps: added to the root of the second mean.
-        weight_decay: decoupled from the gradient with `adam_w_mode`, else added to it.
-        bias_correction: divide the means by 1 - beta^step.
-        adam_w_mode: AdamW when true, Adam with L2 regularisation when false.
-        ignored: what Megatron-Core passes to FusedAdam for CUDA graphs, such as `capturable`.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled from the gradient if `adam_w_mode`, else added to the gradient.
+        bias_correction: divide the moments by 1 - beta^step.
+        adam_w_mode: True: AdamW; False: Adam with L2 regularization.
+        ignored: FusedAdam's arguments for CUDA graphs, such as `capturable`.
 
-    State: `step` (int) in each parameter group, `exp_avg` and `exp_avg_sq` per parameter, of its shape and dtype.
+    State: `step` (int) in each parameter group; `exp_avg` and `exp_avg_sq` per parameter, with its shape and dtype.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class GroupStepAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         **ignored: Any,
     ) -> None:
-        asked = {"exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "use_decoupled_grad"} & set(ignored)
-        if asked:
+        unsupported = {"exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "use_decoupled_grad"} & set(ignored)
+        if unsupported:
             raise PlatformError(
-                f"use_precision_aware_optimizer ({', '.join(sorted(asked))}) needs Transformer Engine's FusedAdam, "
-                "which is not installed; switch it off or install the extra megatron-wrap[gpu]"
+                f"use_precision_aware_optimizer ({', '.join(sorted(unsupported))}) needs Transformer Engine's "
+                "FusedAdam, which is not installed; disable it or install the extra megatron-wrap[gpu]"
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
@@ -59,16 +60,16 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns what `closure` returns."""
+        """Update every parameter that has a gradient; returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if not group["params"]:
-                continue  # as FusedAdam: an empty group does not count steps
+                continue  # like FusedAdam: an empty group does not count steps
             group["step"] = int(group.get("step", 0)) + 1
-            for params in _portions(param for param in group["params"] if param.grad is not None):
+            for params in _chunks(param for param in group["params"] if param.grad is not None):
                 self._update(params, group)
         return loss
 
@@ -78,43 +79,44 @@ class GroupStepAdam(torch.optim.Optimizer):
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
                 self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
-        means = [self.state[param]["exp_avg"] for param in params]
-        squares = [self.state[param]["exp_avg_sq"] for param in params]
+        exp_avgs = [self.state[param]["exp_avg"] for param in params]
+        exp_avg_sqs = [self.state[param]["exp_avg_sq"] for param in params]
         beta1, beta2 = group["betas"]
         lr, decay, step = group["lr"], group["weight_decay"], group["step"]
         if decay and self.adam_w_mode:
             torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
             grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
         correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
         correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
-        denominators = torch._foreach_sqrt(squares)
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_div_(denominators, correction2**0.5)
         torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(params, means, denominators, -lr / correction1)
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / correction1)
 
 
-def _portions(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of at most `_ELEMENTS_AT_ONCE` elements together, a larger parameter alone."""
-    portion: list[Tensor] = []
+def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters with at most `_MAX_CHUNK_ELEMENTS` elements in total; a larger parameter is its own list."""
+    chunk: list[Tensor] = []
     elements = 0
     for param in params:
-        if portion and elements + param.numel() > _ELEMENTS_AT_ONCE:
-            yield portion
-            portion, elements = [], 0
-        portion.append(param)
+        if chunk and elements + param.numel() > _MAX_CHUNK_ELEMENTS:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(param)
         elements += param.numel()
-    if portion:
-        yield portion
+    if chunk:
+        yield chunk
 
 
 def use_in_megatron(replacements: "Replacements") -> bool:
-    """Make Megatron-Core take `GroupStepAdam` as its FusedAdam when it found neither Transformer Engine nor Apex.
+    """Replace Megatron-Core's fallback to torch's Adam by `GroupStepAdam`. Imports Megatron-Core's optimizers.
 
-    Imports Megatron-Core's optimizers. Returns whether it had to.
+    Returns:
+        False if Megatron-Core uses Transformer Engine's or Apex's FusedAdam; nothing is replaced then.
     """
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
@@ -123,7 +125,7 @@ def use_in_megatron(replacements: "Replacements") -> bool:
         return False
     replacements.set(optimizers, "Adam", GroupStepAdam)
     replacements.set(optimizers, "USING_PYTORCH_OPTIMIZER", False)
-    # These three say where `step` is kept; the distributed optimizer reads it from the group for Apex.
+    # The distributed optimizer reads `step` from the parameter group when it believes that it uses Apex.
     replacements.set(distrib_optimizer, "Adam", GroupStepAdam)
     replacements.set(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     replacements.set(distrib_optimizer, "USING_APEX_OPTIMIZER", True)

@@ -1,4 +1,4 @@
-"""What a platform is: the device of this process, its collectives, its memory, and which settings are safe on it."""
+"""The platform interface: device, collectives, memory, and the settings that are safe on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
-# Settings that need Transformer Engine (or Apex) -> the values that do not.
+# Settings that need Transformer Engine or Apex -> the values that work without them.
 NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
     "fp8": (None, False),
     "fp4": (None, False),
@@ -43,7 +43,7 @@ NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
 
 
 class Platform(ABC):
-    """Where the processes of a run compute. `install` comes before the first use of Megatron-Core."""
+    """The hardware of a run. Call `install` before the first use of Megatron-Core."""
 
     name: str
     """"cpu" or "cuda", as in `megatron_wrap.init.platform`."""
@@ -57,7 +57,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device that this process computes on."""
+        """This process's device."""
 
     @property
     @abstractmethod
@@ -65,10 +65,10 @@ class Platform(ABC):
         """Whether Megatron-Core can use Transformer Engine here; imports both."""
 
     def install(self) -> None:
-        """Make Megatron-Core ready for this platform; a second call does nothing.
+        """Prepare Megatron-Core for this platform; a second call does nothing.
 
         Raises:
-            PlatformError: a Megatron-Core that is not supported or does not look as expected, or no such device.
+            PlatformError: unsupported or unexpected Megatron-Core, or no such device.
         """
         if self._installed:
             return
@@ -81,21 +81,21 @@ class Platform(ABC):
         self._installed = True
 
     def uninstall(self) -> None:
-        """Put back what `install` replaced; a second call does nothing."""
+        """Restore what `install` replaced; a second call does nothing."""
         self._replacements.undo()
         self._installed = False
 
     @abstractmethod
     def _install(self, replacements: Replacements) -> None:
-        """What `install` does on this platform, every change recorded in `replacements`."""
+        """Implements `install`; records every change in `replacements`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the device has finished what this process asked of it."""
+        """Wait for all work that this process queued on the device."""
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Give unused cached memory back to the device."""
+        """Release unused cached memory to the device."""
 
     @abstractmethod
     def memory_gib(self) -> dict[str, float]:
@@ -105,39 +105,39 @@ class Platform(ABC):
     def transformer_config_settings(
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
     ) -> dict[str, Any]:
-        """Fields of TransformerConfig that this platform needs.
+        """TransformerConfig fields that this platform requires.
 
         Args:
-            pipeline_size: pipeline stages.
-            virtual_size: model chunks on each stage; None or 1: not interleaved.
-            transformer_engine: the layers are Transformer Engine's.
+            pipeline_size: number of pipeline stages.
+            virtual_size: model chunks per stage; None or 1: not interleaved.
+            transformer_engine: whether the layers use Transformer Engine.
         """
 
     def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
-        """Check what the user set against what runs here.
+        """Validate the user's settings against the platform.
 
         Args:
-            settings: names of Megatron-Core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig and
-                the values that the user gave them; names that do not matter here are passed over.
-            transformer_engine: the layers are Transformer Engine's.
+            settings: the user's values for fields of Megatron-Core's TransformerConfig, OptimizerConfig or
+                DistributedDataParallelConfig; fields without a platform restriction are ignored.
+            transformer_engine: whether the layers use Transformer Engine.
 
         Raises:
-            PlatformError: the first setting that raises or gives wrong numbers here.
+            PlatformError: the first setting that fails or gives wrong results on this platform.
         """
         for name, safe in self._safe_values(transformer_engine).items():
             if name in settings and settings[name] not in safe:
                 raise PlatformError(
                     f"{name}={settings[name]!r} does not work on platform {self.name}"
                     f"{'' if transformer_engine else ' without Transformer Engine'}; "
-                    f"leave it out or set {' or '.join(repr(value) for value in safe)}"
+                    f"omit it or set {' or '.join(repr(value) for value in safe)}"
                 )
 
     def _safe_values(self, transformer_engine: bool) -> dict[str, tuple[Any, ...]]:
         return {} if transformer_engine else NEEDS_TRANSFORMER_ENGINE
 
 
-def kernels_off() -> dict[str, bool]:
-    """The fused kernels of Transformer Engine and Apex that TransformerConfig must not ask for without them."""
+def without_fused_kernels() -> dict[str, bool]:
+    """TransformerConfig fields that disable the fused kernels of Transformer Engine and Apex."""
     return {
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,

@@ -1,11 +1,13 @@
-"""CPU processes over gloo: everything in Megatron-Core that would raise without CUDA gets its CPU meaning.
+"""CPU processes over gloo: makes Megatron-Core run without CUDA.
 
-How. Each of Megatron-Core's modules sees its own `torch`: a proxy whose `cuda` says that there is no GPU and that the
-current device is the CPU, and whose factories read device="cuda" as "cpu". An import hook gives it to modules imported
-later, before their first line runs, together with an `__import__` that finds neither Transformer Engine nor other CUDA
-packages; modules imported earlier get their names rebound. The host program's `torch` and its imports stay as they
-were, apart from three Tensor methods that first look who calls. A few functions of Megatron-Core are replaced; each is
-checked to look as in the versions that were measured, and `uninstall` puts all back.
+Megatron-Core's modules get a proxy of `torch` (`torch_view.py`). The proxy's `cuda` reports no GPU and the CPU as the
+current device, and its tensor factories treat device="cuda" as "cpu". An import hook injects the proxy into modules
+that are imported later, before their code runs, together with an `__import__` that hides Transformer Engine and other
+CUDA packages. In modules that are already imported, the names are rebound.
+
+The host program's `torch` and imports do not change, except for three Tensor methods that behave differently when
+Megatron-Core calls them. A few of Megatron-Core's functions are replaced after a check of their signatures. `uninstall`
+restores everything.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ import torch.distributed
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import adam, repairs, versions
-from megatron_wrap.platform.base import GIB, Platform, kernels_off
+from megatron_wrap.platform.base import GIB, Platform, without_fused_kernels
 from megatron_wrap.platform.gloo import share_device
 from megatron_wrap.platform.heap import keep_freed_memory
 from megatron_wrap.platform.replacements import Replacements
 from megatron_wrap.platform.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
 
-# Those whose classes and functions, once imported, Megatron-Core builds on.
-_TAKEN_AT_IMPORT = frozenset({"transformer_engine", "transformer_engine_torch", "apex", "amp_C"})
+# Packages whose classes and functions Megatron-Core binds when it is imported.
+_BOUND_AT_IMPORT = frozenset({"transformer_engine", "transformer_engine_torch", "apex", "amp_C"})
 
-# `Tensor.type()` names that the optimizers compare with -> what a CPU tensor answers.
+# `Tensor.type()` strings that the optimizers compare with -> the strings of CPU tensors.
 _TYPE_NAMES = {
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
@@ -39,7 +41,7 @@ _TYPE_NAMES = {
 }
 
 _NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
-    # gloo may still be sending the storage that the schedule frees: measured to give wrong losses with 0.16.
+    # gloo may still be sending the storage that the schedule frees: gave wrong losses with 0.16.
     "deallocate_pipeline_outputs": (False,),
     "cuda_graph_impl": ("none",),
     "enable_cuda_graph": (False,),
@@ -60,14 +62,14 @@ _NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
 
 
 class CpuPlatform(Platform):
-    """Processes on the CPU; see the module's text."""
+    """CPU processes; see the module docstring."""
 
     name = "cpu"
     backend = "gloo"
 
     def __init__(self) -> None:
         super().__init__()
-        self._view = TorchView()  # kept: modules imported with it hold it for good
+        self._view = TorchView()  # reused by a later install: imported modules keep a reference to it
 
     @property
     def device(self) -> torch.device:
@@ -76,12 +78,12 @@ class CpuPlatform(Platform):
 
     @property
     def has_transformer_engine(self) -> bool:
-        """False: its kernels are CUDA's."""
+        """False: its kernels need CUDA."""
         return False
 
     def _install(self, replacements: Replacements) -> None:
         if any(isinstance(finder, MegatronFinder) for finder in sys.meta_path):
-            return  # another object of this class is at work in this process
+            return  # another CpuPlatform is installed in this process
         _refuse_loaded_cuda_packages()
         keep_freed_memory()
         share_device(replacements)
@@ -91,7 +93,7 @@ class CpuPlatform(Platform):
         self._view.active = True
         replacements.on_undo(self._view.deactivate)
         for module in megatron_modules():
-            self._view.take_over(module, replacements)
+            self._view.rebind(module, replacements)
         replace_tensor_methods(replacements)
         with repairs.quiet_import():
             for name, patch in _PATCHES.items():
@@ -100,19 +102,19 @@ class CpuPlatform(Platform):
             repairs.repair(replacements)
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """No-op: CPU operations are synchronous."""
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """No-op: there is no cache."""
 
     def memory_gib(self) -> dict[str, float]:
-        """Resident memory of this process in GiB: now (allocated and reserved alike) and at its peak."""
+        """Resident memory of this process in GiB: current (as both allocated and reserved) and peak."""
         import resource
 
         import psutil
 
         now = psutil.Process().memory_info().rss / GIB
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes there, KiB on Linux
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
         return {"memory_allocated": now, "memory_reserved": now, "memory_max": max(peak, now)}
 
@@ -122,28 +124,29 @@ class CpuPlatform(Platform):
         """See `Platform.transformer_config_settings`.
 
         Raises:
-            PlatformError: Transformer Engine's layers were asked for.
+            PlatformError: the layers are to use Transformer Engine.
         """
         if transformer_engine:
             raise PlatformError(
                 "transformer_impl transformer_engine needs a GPU; on platform cpu choose transformer_impl torch or auto"
             )
-        settings: dict[str, Any] = {**kernels_off(), "deallocate_pipeline_outputs": False}
+        settings: dict[str, Any] = {**without_fused_kernels(), "deallocate_pipeline_outputs": False}
         if pipeline_size == 2 and virtual_size is not None and virtual_size > 1:
-            # A batch would hold two messages between one pair of ranks; gloo matches them in posting order: swapped.
+            # A batch would hold two messages between the same two ranks. gloo matches messages in posting order, which
+            # would swap them.
             settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
         return settings
 
     def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
-        """See `Platform.refuse_unsafe`; also refuses batched messages between two interleaved stages."""
+        """See `Platform.refuse_unsafe`; also refuses batched p2p communication between two interleaved stages."""
         super().refuse_unsafe(settings, transformer_engine)
         stages = settings.get("pipeline_model_parallel_size", 1)
         chunks = settings.get("virtual_pipeline_model_parallel_size")
         for name, value in self.transformer_config_settings(stages, chunks, False).items():
             if name.endswith("_p2p_comm") and settings.get(name, value) != value:
                 raise PlatformError(
-                    f"{name}={settings[name]!r} with 2 pipeline stages of {chunks} chunks gives wrong numbers on "
-                    f"platform cpu; leave it out or set {value!r}"
+                    f"{name}={settings[name]!r} with 2 pipeline stages of {chunks} chunks gives wrong results on "
+                    f"platform cpu; omit it or set {value!r}"
                 )
 
     def _safe_values(self, transformer_engine: bool) -> dict[str, tuple[Any, ...]]:
@@ -151,41 +154,42 @@ class CpuPlatform(Platform):
 
 
 def _refuse_loaded_cuda_packages() -> None:
-    """Not by the modules' HAVE_TE flags: some are true without it (`multi_latent_attention.py`)."""
+    """Raise PlatformError if Megatron-Core has imported names from CUDA packages. The modules' HAVE_TE flags are no
+    evidence: some are true without Transformer Engine (`multi_latent_attention.py`)."""
     for module in megatron_modules():
         for name, value in list(vars(module).items()):
             source = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             package = source.partition(".")[0] if isinstance(source, str) else ""
-            if package in _TAKEN_AT_IMPORT:
+            if package in _BOUND_AT_IMPORT:
                 raise PlatformError(
-                    f"platform cpu was chosen after {module.__name__} had taken {name} from {package}; call "
-                    "MegatronWrap.initialize() before the first import of megatron.core, or choose platform cuda"
+                    f"platform cpu was selected after {module.__name__} had imported {name} from {package}; call "
+                    "MegatronWrap.initialize() before the first import of megatron.core, or select platform cuda"
                 )
 
 
-# --- functions of Megatron-Core that are replaced --------------------------------------------------------------------
+# --- replacements of Megatron-Core's functions ------------------------------------------------------------------------
 
 
 def _replace_function(
     module: types.ModuleType, name: str, replacement: Callable[..., Any], replacements: Replacements
 ) -> Any:
-    """Put `replacement` wherever a loaded module of Megatron-Core holds the function; returns the function."""
+    """Replace a function in every loaded module of Megatron-Core that refers to it; returns the original."""
     original = getattr(module, name, None)
     if original is None:
         raise versions.unexpected(f"{module.__name__} has no {name}")
     expected, found = (list(inspect.signature(function).parameters) for function in (replacement, original))
     if expected != found:
         raise versions.unexpected(f"{module.__name__}.{name} takes ({', '.join(found)}), not ({', '.join(expected)})")
-    for holder in megatron_modules():
-        for held, value in list(vars(holder).items()):
+    for loaded in megatron_modules():
+        for alias, value in list(vars(loaded).items()):
             if value is original:
-                replacements.set(holder, held, replacement)
+                replacements.set(loaded, alias, replacement)
     return original
 
 
 def _patch_type_names(module: types.ModuleType, replacements: Replacements) -> None:
-    """The optimizers tell dtypes by `Tensor.type()`, whose answer names the device. Exchange the names among the
-    constants of the compiled functions, so that all who hold a function see the change."""
+    """Replace strings such as "torch.cuda.FloatTensor" in a module's compiled functions. The optimizers check dtypes
+    with `Tensor.type()`, which includes the device. Changing the code objects reaches every reference to a function."""
     changed = 0
     for function in _functions_of(module):
         code = _with_cpu_type_names(function.__code__)
@@ -193,7 +197,7 @@ def _patch_type_names(module: types.ModuleType, replacements: Replacements) -> N
             replacements.set(function, "__code__", code)
             changed += 1
     if not changed:
-        raise versions.unexpected(f"{module.__name__} compares no tensor type with {', '.join(_TYPE_NAMES)}")
+        raise versions.unexpected(f"{module.__name__} has no comparison with {', '.join(_TYPE_NAMES)}")
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
@@ -223,7 +227,7 @@ def _cpu_constant(constant: Any) -> Any:
 
 
 def _patch_rng(module: types.ModuleType, replacements: Replacements) -> None:
-    """The states that Megatron-Core's tracker keeps are those of the CPU's generator."""
+    """Make Megatron-Core's RNG tracker use the CPU generator."""
 
     def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -236,13 +240,13 @@ def _patch_rng(module: types.ModuleType, replacements: Replacements) -> None:
 
 
 def _patch_mappings(module: types.ModuleType, replacements: Replacements) -> None:
-    """NCCL gathers and reduce-scatters lists of unequal sizes, gloo does not (experts with tensor parallelism)."""
+    """Gather and reduce-scatter unequal sizes, as experts with tensor parallelism need: NCCL can, gloo cannot."""
 
     def _gather_along_first_dim(
         input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return even_gather(input_, group, output_split_sizes, use_global_buffer)
+            return equal_gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
         padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
@@ -254,19 +258,19 @@ def _patch_mappings(module: types.ModuleType, replacements: Replacements) -> Non
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
-            return even_scatter(input_, group, input_split_sizes, use_global_buffer)
+            return equal_scatter(input_, group, input_split_sizes, use_global_buffer)
         total = input_.clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
-    even_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, replacements)
-    even_scatter = _replace_function(
+    equal_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, replacements)
+    equal_scatter = _replace_function(
         module, "_reduce_scatter_along_first_dim", _reduce_scatter_along_first_dim, replacements
     )
 
 
 def _patch_moe_utils(module: types.ModuleType, replacements: Replacements) -> None:
-    """Split sizes become numpy arrays on their way from the GPU; here they are on the host already."""
+    """Convert split sizes to numpy arrays without a device-to-host copy."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,4 +1,4 @@
-"""GPUs over NCCL. Megatron-Core is at home here; only what is missing without Transformer Engine is put in."""
+"""GPUs over NCCL. Megatron-Core needs little change here: replacements for missing Transformer Engine parts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import adam, repairs
-from megatron_wrap.platform.base import GIB, Platform, kernels_off
+from megatron_wrap.platform.base import GIB, Platform, without_fused_kernels
 from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
     import torch
 
 _TF32 = "NVIDIA_TF32_OVERRIDE"
-"""cuBLAS reads it at its first use; 0: fp32 means fp32. torch means that too, but Transformer Engine asks for TF32, and
-where it is installed Megatron-Core's routers of experts use it whatever the layers are (moe_utils.py)."""
+"""cuBLAS reads it at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default, but
+Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer Engine whenever it is installed
+(moe_utils.py)."""
 
 
 class CudaPlatform(Platform):
-    """One GPU for each process, the one numbered LOCAL_RANK."""
+    """One GPU per process, the one with index LOCAL_RANK."""
 
     name = "cuda"
     backend = "nccl"
 
     @functools.cached_property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The GPU numbered LOCAL_RANK (0 when unset).
+        """The GPU with index LOCAL_RANK (0 if unset).
 
         Raises:
             PlatformError: this node has fewer GPUs than processes.
@@ -38,14 +39,14 @@ class CudaPlatform(Platform):
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= count:
             raise PlatformError(
-                f"process {local_rank} of this node (counted from 0) has no GPU of its own: torch sees {count}; "
+                f"local rank {local_rank} has no GPU: torch finds {count} on this node; "
                 f"start at most {count} processes on it or choose platform cpu"
             )
         return torch.device("cuda", local_rank)
 
     @functools.cached_property
     def has_transformer_engine(self) -> bool:  # type: ignore[override]
-        """Whether Transformer Engine imports and Megatron-Core took it up."""
+        """Whether Transformer Engine can be imported and Megatron-Core uses it."""
         try:
             importlib.import_module("transformer_engine.pytorch")
         except (ImportError, OSError, RuntimeError):  # a build for another torch or CUDA fails in many ways
@@ -69,7 +70,7 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Give torch's unused cached blocks back to the GPU."""
+        """Release torch's unused cached blocks to the GPU."""
         import torch
 
         torch.cuda.empty_cache()
@@ -88,11 +89,12 @@ class CudaPlatform(Platform):
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
     ) -> dict[str, Any]:
         """See `Platform.transformer_config_settings`."""
-        settings: dict[str, Any] = {} if transformer_engine else dict(kernels_off())
+        settings: dict[str, Any] = {} if transformer_engine else dict(without_fused_kernels())
         if pipeline_size > 1:
-            # The schedule keeps only the graph of an output that was sent on, as Megatron-LM does.
+            # Megatron-LM's default: free the data of an output that was sent, keep its autograd graph.
             settings["deallocate_pipeline_outputs"] = True
             if virtual_size is not None and virtual_size > 1:
-                # Megatron-LM's default; with PP=2 a batch would hold two messages between one pair, which it forbids.
+                # Megatron-LM's default. With PP=2 a batch would hold two messages between the same two ranks, which
+                # Megatron-LM forbids.
                 settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
         return settings

@@ -1,4 +1,4 @@
-"""What generation changes in a model while it lasts: sequences stay whole, and a batch's rows begin at any slot."""
+"""Temporary changes of a model for generation: no sequence or context parallelism, and left-padded batches."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
-    """Model chunks of which each process computes whole sequences, without sequence and context parallelism: a single
-    token cannot be cut. Context-parallel processes then all compute the same.
+    """Disable sequence and context parallelism in model chunks, because a single token cannot be split over ranks. All
+    context-parallel ranks then compute the same.
 
-    Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) keeps what it found under the
-    model's address, so a later model there gets the modules of an earlier one; and it does not say what was on before.
+    Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) caches a model's modules under
+    its `id`, so a later model at the same address gets stale modules; and it does not record the previous settings.
     """
-    changed = Replacements()
+    replacements = Replacements()
     for module in (module for chunk in chunks for module in chunk.modules()):
         for owner in (module, getattr(module, "config", None)):  # shared experts have a copy of the model's config
             for name in ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings"):
                 if getattr(owner, name, False) is True:
-                    changed.set(owner, name, False)
-        # rotary embeddings and core attention cut and join sequences over the group that they keep
+                    replacements.set(owner, name, False)
+        # rotary embeddings and core attention split and gather sequences over their own cp_group
         if getattr(module, "cp_group", None) is not None:
-            changed.set(module, "cp_group", None)
-            # and remember what they cut for a length, not the group (rotary_pos_embedding.py, lru_cache of forward)
-            forget = getattr(type(module).forward, "cache_clear", None)
-            if forget is not None:
-                forget()
-                changed.on_undo(forget)
+            replacements.set(module, "cp_group", None)
+            # rotary embeddings cache their result by length, not by group (rotary_pos_embedding.py, lru_cache)
+            clear_cache = getattr(type(module).forward, "cache_clear", None)
+            if clear_cache is not None:
+                clear_cache()
+                replacements.on_undo(clear_cache)
     try:
         yield
     finally:
-        changed.undo()
+        replacements.undo()
 
 
 @contextlib.contextmanager
 def left_padded(
     chunks: Sequence[Any], padding: Tensor, max_length: int, masked: Callable[[Any, Tensor], Any]
 ) -> Iterator[None]:
-    """Model chunks over a batch whose row b begins after padding[b] slots that hold no token of it. Each row gets the
-    rotary angles that it would get alone, and attends none of those slots.
+    """Run model chunks on a left-padded batch: row b has padding[b] padding slots before its first token. Each row gets
+    the rotary angles of an unpadded sequence, and does not attend its padding.
 
-    Megatron-Core's static cache knows one position for the whole batch, and turns its masks off after the first part
+    Megatron-Core's static KV cache has one position for the whole batch, and it disables masks after the prefill
     (`transformer/attention.py`, _adjust_key_value_for_inference).
 
     Args:
         padding: [batch size], int, on the model's device.
-        max_length: slots of the cache.
-        masked: (attention layer, bool [batch size, max_length], True = no token) -> its core attention meanwhile.
+        max_length: slots of the KV cache.
+        masked: (attention layer, is_padding bool [batch size, max_length]) -> core attention to use meanwhile.
     """
     import torch
 
     rotary = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding").RotaryEmbedding
     slots = torch.arange(max_length, device=padding.device)
-    no_token = slots < padding[:, None]
+    is_padding = slots < padding[:, None]
     positions = (slots[:, None] - padding).clamp(min=0)  # [max_length, batch size]
 
-    def angles_of_rows(_module: Any, _inputs: Any, output: Any) -> Any:
-        """[s, 1, 1, d] to [s, batch size, 1, d]; yarn's come with a factor."""
+    def angles_by_row(_module: Any, _inputs: Any, output: Any) -> Any:
+        """[s, 1, 1, d] to [s, batch size, 1, d]; YaRN returns a tuple with an attention factor."""
         angles, *factor = output if isinstance(output, tuple) else (output,)
-        of_rows = angles[positions[: len(angles)], 0]
-        return (of_rows, *factor) if factor else of_rows
+        by_row = angles[positions[: len(angles)], 0]
+        return (by_row, *factor) if factor else by_row
 
-    changed = Replacements()
+    replacements = Replacements()
     try:
         for module in (module for chunk in chunks for module in list(chunk.modules())):
             if isinstance(module, rotary):
-                changed.on_undo(module.register_forward_hook(angles_of_rows).remove)
+                replacements.on_undo(module.register_forward_hook(angles_by_row).remove)
             if getattr(module, "core_attention", None) is not None:
-                changed.set(module, "core_attention", masked(module, no_token))
+                replacements.set(module, "core_attention", masked(module, is_padding))
             if getattr(getattr(module, "config", None), "apply_rope_fusion", False):
-                changed.set(module.config, "apply_rope_fusion", False)  # its kernel takes one row of angles
+                replacements.set(module.config, "apply_rope_fusion", False)  # its kernel takes one row of angles
         yield
     finally:
-        changed.undo()
+        replacements.undo()

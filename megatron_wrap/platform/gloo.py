@@ -1,7 +1,8 @@
-"""All gloo process groups of a process share one device, and with it the thread that waits for its sockets.
+"""Share one gloo device, and its socket polling thread, among all gloo process groups of a process.
 
-torch makes a device for each group, and Megatron-Core makes some twenty groups for a small layout: as many threads that
-wake a hundred times a second, a sixth of the CPU time of four processes on two cores, and up to 10 ms to end each.
+torch creates one device per group, and Megatron-Core creates about twenty groups even for a small layout. Each device
+has a thread that wakes up a hundred times a second. Together they took a sixth of the CPU time of four processes on two
+cores, and each took up to 10 ms to stop.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from megatron_wrap.platform.replacements import Replacements
 
 
 def share_device(replacements: Replacements) -> None:
-    """Let the gloo groups that torch makes from now on share a device, until the replacements are undone."""
+    """Make all gloo groups that torch creates from now on share a device, until the replacements are undone."""
     if not torch.distributed.is_gloo_available():
         return
     module: Any = torch.distributed.distributed_c10d
     backend = module.ProcessGroupGloo
     devices: list[Any] = []
 
-    class OneDevice(type):
-        """Stands for the backend's class where torch calls it and asks for instances of it."""
+    class SharedDevice(type):
+        """Metaclass of a replacement for ProcessGroupGloo: calls create a backend on the shared device."""
 
         def __call__(cls, *arguments: Any, **named: Any) -> Any:
             if len(arguments) != 3 or named.keys() != {"timeout"}:
-                # not as torch 2.10 to 2.13 call it (2.14 gives one more argument): torch's own, with its own device
+                # not the call of torch 2.10 to 2.13 (2.14 has one more argument): use a separate device
                 return backend(*arguments, **named)
             devices[:] = devices or _devices(backend)
             options = backend._Options()
@@ -39,11 +40,11 @@ def share_device(replacements: Replacements) -> None:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, backend)
 
-    replacements.set(module, "ProcessGroupGloo", OneDevice("ProcessGroupGloo", (), {}))
+    replacements.set(module, "ProcessGroupGloo", SharedDevice("ProcessGroupGloo", (), {}))
 
 
 def _devices(backend: Any) -> list[Any]:
-    """Those that torch would make for each group (ProcessGroupGloo.cpp, and the binding's default constructor)."""
+    """The devices that torch would create for a group (ProcessGroupGloo.cpp, and the binding's default constructor)."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:
         return [backend.create_device(interface=name) for name in names.split(",")]

@@ -1,7 +1,7 @@
-"""Freed tensors' memory stays with a CPU process, as PyTorch's caching allocator keeps it on a GPU.
+"""Keep the memory of freed CPU tensors in the process, like PyTorch's caching allocator on a GPU.
 
-glibc gives large freed blocks back to the system, and each new tensor of some megabytes then pays for its pages again:
-4,100 page faults, 15 to 25 ms of a step of 500 ms of the tiny Llama (`scripts/benchmark/overhead.yaml`).
+glibc returns large freed blocks to the operating system, so each new tensor of a few megabytes causes page faults:
+4,100 of them, 15 to 25 ms of a 500 ms step of the tiny Llama (`scripts/benchmark/overhead.yaml`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import os
 # malloc.h; mallopt(3)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER_TRIM = 2**31 - 1
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # of a 64-bit glibc (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)
-_USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # of 64-bit glibc (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)
+_USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, blocks of more than 32 MiB aside, until it ends.
+    """Keep freed memory in this process until it exits, except blocks larger than 32 MiB.
 
     Returns:
-        False where nothing was set: no glibc, or an environment variable of the user's speaks of its thresholds.
+        False if nothing was set: no glibc, or the user sets malloc thresholds in the environment.
     """
-    if any(name in os.environ for name in _USERS_OWN):
+    if any(name in os.environ for name in _USER_VARIABLES):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

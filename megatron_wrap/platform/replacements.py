@@ -1,4 +1,4 @@
-"""Changes of objects that are not ours, recorded so that all can be undone."""
+"""Recorded changes of foreign objects (monkey-patches) that can be undone."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 
 
 class Replacements:
-    """Attributes set on objects that are not ours, kept with what they were so that all can be put back."""
+    """Sets attributes of foreign objects and records their previous values, so that `undo` can restore them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """`setattr(owner, name, value)`; undone by `undo`. An attribute that a class inherits is deleted again."""
+        """`setattr(owner, name, value)`, reverted by `undo`, which deletes an attribute that a class inherits."""
         if isinstance(owner, type) and name not in vars(owner):
             self._undo.append(lambda: delattr(owner, name))
         elif hasattr(owner, name):
-            previous = vars(owner).get(name, getattr(owner, name))  # vars: a classmethod stays one
+            previous = vars(owner).get(name, getattr(owner, name))  # vars: getattr would unwrap a classmethod
             self._undo.append(lambda: setattr(owner, name, previous))
         else:
             self._undo.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Run `action` when all is put back, in reverse order."""
+        """Run `action` in `undo`, which goes through changes and actions in reverse order."""
         self._undo.append(action)
 
     def keep_variable(self, name: str) -> None:
-        """Whatever becomes of an environment variable, `undo` gives it back what it is now."""
+        """Make `undo` restore the current value of an environment variable."""
         value = os.environ.get(name)
         self.on_undo(lambda: os.environ.pop(name, None) if value is None else os.environ.update({name: value}))
 
     def undo(self) -> None:
-        """Put everything back, the last change first."""
+        """Revert everything, the last change first."""
         while self._undo:
             self._undo.pop()()

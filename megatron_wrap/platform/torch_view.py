@@ -1,4 +1,4 @@
-"""Megatron-Core's own view of `torch` and of the import statement on the CPU platform; see `platform/cpu.py`."""
+"""The proxies of `torch` and of `import` that Megatron-Core's modules get on the CPU platform; see `cpu.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.replacements import Replacements
 from megatron_wrap.platform.versions import TRITON_MODULES
 
-# CUDA packages that Megatron-Core uses where they import; on this platform it must not find them.
+# CUDA packages that Megatron-Core uses if it can import them; hidden from it on this platform.
 HIDDEN_PACKAGES = {
     *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda", "triton"),
     *("flash_attn", "flash_attn_3", "flash_mla", "flashinfer", "grouped_gemm", "deep_ep", "nvidia_kitchen"),
@@ -39,12 +39,12 @@ def is_megatron(module_name: str) -> bool:
 
 
 def megatron_modules() -> list[types.ModuleType]:
-    """Megatron-Core's modules that this process has imported so far."""
+    """The modules of Megatron-Core imported so far."""
     return [module for name, module in list(sys.modules.items()) if is_megatron(name) and module is not None]
 
 
-class _Proxy(types.ModuleType):
-    """A module's attributes with some replaced."""
+class _ModuleProxy(types.ModuleType):
+    """A module with some attributes replaced."""
 
     def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -59,18 +59,18 @@ class _Proxy(types.ModuleType):
         return getattr(self.__dict__["_megatron_wrap_real"], name)
 
 
-class _NoStream:
-    """Stands for torch.cuda.Stream and torch.cuda.Event: work is in order already."""
+class _DummyStream:
+    """Replaces torch.cuda.Stream and torch.cuda.Event by no-ops: CPU operations run in order."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
-    def _nothing(self, *arguments: Any, **named: Any) -> None:
+    def _no_op(self, *arguments: Any, **named: Any) -> None:
         pass
 
-    wait_stream = wait_event = wait = record = synchronize = _nothing
+    wait_stream = wait_event = wait = record = synchronize = _no_op
 
-    def record_event(self, event: Any = None) -> _NoStream:
+    def record_event(self, event: Any = None) -> _DummyStream:
         return self
 
     def query(self) -> bool:
@@ -81,7 +81,7 @@ class _NoStream:
 
 
 def _cuda_replacements() -> dict[str, Any]:
-    stream = _NoStream()
+    stream = _DummyStream()
     cpu = torch.device("cpu")
     seed_all = torch.default_generator.manual_seed
     return {
@@ -92,8 +92,8 @@ def _cuda_replacements() -> dict[str, Any]:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
-        "Stream": _NoStream,
-        "Event": _NoStream,
+        "Stream": _DummyStream,
+        "Event": _DummyStream,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
@@ -120,38 +120,38 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
     return wrapper
 
 
-def _no_compile(model: Any = None, **options: Any) -> Any:
-    """torch.compile as a decorator, with and without arguments: small helpers stay eager and need no compiler."""
+def _eager(model: Any = None, **options: Any) -> Any:
+    """Replaces torch.compile, as a decorator with or without arguments: helpers run eagerly and need no compiler."""
     return (lambda function: function) if model is None else model
 
 
 class TorchView:
-    """What Megatron-Core's modules see instead of torch and of the import statement, while active."""
+    """Replacements for torch and `__import__` in Megatron-Core's modules, in effect while `active`."""
 
     def __init__(self) -> None:
         self.active = False
-        cuda = _Proxy(torch.cuda, _cuda_replacements())
+        cuda = _ModuleProxy(torch.cuda, _cuda_replacements())
         replaced = {name: _factory_on_cpu(getattr(torch, name)) for name in _FACTORIES}
-        view = _Proxy(torch, {**replaced, "cuda": cuda, "compile": _no_compile})
-        self._of: dict[int, Any] = {id(torch): view, id(torch.cuda): cuda}
+        view = _ModuleProxy(torch, {**replaced, "cuda": cuda, "compile": _eager})
+        self._replacement_by_id: dict[int, Any] = {id(torch): view, id(torch.cuda): cuda}
         for name, value in _cuda_replacements().items():
-            self._of[id(getattr(torch.cuda, name))] = value  # for names that were imported from torch.cuda
-        # A copy of the builtins with two of them looked up late, for whoever replaces them later.
+            self._replacement_by_id[id(getattr(torch.cuda, name))] = value  # for `from torch.cuda import ...`
+        # `_import` and `_print` look up the builtins at each call, so later replacements of these take effect.
         self.builtins = dict(vars(builtins), __import__=self._import, print=_print)
 
     def deactivate(self) -> None:
-        """Modules that were imported with this view see torch and every package again."""
+        """Rebind torch itself in all modules of Megatron-Core, and hide no packages anymore."""
         self.active = False
         for module in megatron_modules():
             for name, value in list(vars(module).items()):
-                if isinstance(value, _Proxy):
+                if isinstance(value, _ModuleProxy):
                     setattr(module, name, value.__dict__["_megatron_wrap_real"])
 
-    def take_over(self, module: types.ModuleType, replacements: Replacements) -> None:
-        """Rebind torch's names, and unwrap compiled functions, in a module that was imported before."""
+    def rebind(self, module: types.ModuleType, replacements: Replacements) -> None:
+        """Rebind torch's names, and unwrap compiled functions, in a module that is already imported."""
         for name, value in list(vars(module).items()):
-            if id(value) in self._of:
-                replacements.set(module, name, self._of[id(value)])
+            if id(value) in self._replacement_by_id:
+                replacements.set(module, name, self._replacement_by_id[id(value)])
             elif isinstance(value, type) and value.__module__ == module.__name__:
                 for attribute, member in list(vars(value).items()):
                     _unwrap_compiled(value, attribute, member, replacements)
@@ -166,11 +166,11 @@ class TorchView:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> types.ModuleType:
-        """`__import__` of Megatron-Core's modules."""
+        """The `__import__` of Megatron-Core's modules."""
         if self.active and level == 0 and name.partition(".")[0] in HIDDEN_PACKAGES:
             raise ModuleNotFoundError(f"{name} is hidden from Megatron-Core on platform cpu", name=name)
         module = builtins.__import__(name, globals, locals, fromlist or (), level)
-        return self._of.get(id(module), module) if self.active else module
+        return self._replacement_by_id.get(id(module), module) if self.active else module
 
 
 def _unwrap_compiled(owner: Any, name: str, value: Any, replacements: Replacements) -> None:
@@ -183,17 +183,17 @@ def _print(*arguments: Any, **named: Any) -> None:
 
 
 class MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finds Megatron-Core's modules as the other finders do and gives them the view before they run."""
+    """Import hook that finds Megatron-Core's modules with the other finders and injects the view before they run."""
 
     def __init__(self, view: TorchView) -> None:
         self.view = view
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the next finder with a loader that installs the view; None for a module of another package."""
+        """The next finder's spec with a loader that injects the view; None for modules of other packages."""
         if not is_megatron(name):
             return None
         if name in TRITON_MODULES:
-            return importlib.util.spec_from_loader(name, _NoKernelsLoader())
+            return importlib.util.spec_from_loader(name, _StubLoader())
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
@@ -204,7 +204,7 @@ class MegatronFinder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader that gives the module its builtins first: `import torch` is then answered by the view."""
+    """Wraps a loader to set the module's builtins first, so that its `import torch` returns the view."""
 
     def __init__(self, loader: Any, view: TorchView) -> None:
         self._loader = loader
@@ -222,39 +222,39 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
 
 
-class _NoKernelsLoader(importlib.abc.Loader):
-    """A module of Triton kernels in which every name is None."""
+class _StubLoader(importlib.abc.Loader):
+    """Replaces a module of Triton kernels by one in which every name is None."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name, "Triton kernels, absent on platform cpu.")
-        module.__dict__["__getattr__"] = _none_unless_special
+        module.__dict__["__getattr__"] = _none_for_any_name
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 
-def _none_unless_special(name: str) -> None:
+def _none_for_any_name(name: str) -> None:
     if name.startswith("__"):
         raise AttributeError(name)
 
 
 def replace_tensor_methods(replacements: Replacements) -> None:
-    """`cuda`, `pin_memory` and `record_stream` of a CPU tensor do nothing when Megatron-Core calls them."""
-    answers: dict[str, Callable[[torch.Tensor], Any]] = {
+    """Make `cuda`, `pin_memory` and `record_stream` of CPU tensors no-ops when called by Megatron-Core."""
+    no_ops: dict[str, Callable[[torch.Tensor], Any]] = {
         "cuda": lambda tensor: tensor,
         "pin_memory": lambda tensor: tensor,
         "record_stream": lambda tensor: None,
     }
-    for name, answer in answers.items():
-        replacements.set(torch.Tensor, name, _unless_megatron_calls(getattr(torch.Tensor, name), answer))
+    for name, no_op in no_ops.items():
+        replacements.set(torch.Tensor, name, _no_op_for_megatron(getattr(torch.Tensor, name), no_op))
 
 
-def _unless_megatron_calls(method: Callable[..., Any], answer: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+def _no_op_for_megatron(method: Callable[..., Any], no_op: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if self.device.type == "cpu" and is_megatron(sys._getframe(1).f_globals.get("__name__") or ""):
-            return answer(self)
+            return no_op(self)
         return method(self, *arguments, **named)
 
     return wrapper

@@ -1,4 +1,4 @@
-"""The only file that knows how Megatron-Core 0.16 and 0.19 differ; differences are found by attribute or signature."""
+"""The differences between Megatron-Core 0.16 and 0.19, detected by attribute or signature; handled only here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError, di
 
 SUPPORTED = (">=0.16.1,<0.17", ">=0.19,<0.20")
 
-# 0.19 imports triton through this module alone without asking whether it is there; see `platform/cpu.py`.
+# 0.19 imports triton unconditionally in this module only; see `torch_view.py`.
 TRITON_MODULES = ("megatron.core.transformer.moe.ops.paged_stash",)
 
 
 def version() -> str:
-    """The installed Megatron-Core's version as its package says, such as "0.16.1"; imports nothing of it.
+    """The installed Megatron-Core's version from its package metadata, such as "0.16.1"; does not import it.
 
     Raises:
         PlatformError: it is not installed.
@@ -37,12 +37,12 @@ def version() -> str:
 
 
 def check_version() -> tuple[int, ...]:
-    """The installed Megatron-Core's release, such as (0, 16, 1), if it is supported.
+    """The installed Megatron-Core's release, such as (0, 16, 1).
 
     Raises:
-        PlatformError: not installed, or another version than `SUPPORTED`.
+        PlatformError: not installed, or not in `SUPPORTED`.
     """
-    # 0.19 runs git at import to put a commit into its version string, also of a work tree that is not its own.
+    # 0.19 runs git at import to add a commit to its version string, even one of an unrelated repository.
     os.environ.setdefault("NO_VCS_VERSION", "1")
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
@@ -51,24 +51,23 @@ def check_version() -> tuple[int, ...]:
     if not any(SpecifierSet(range_).contains(found, prereleases=True) for range_ in SUPPORTED):
         raise PlatformError(
             f"megatron-core {found} is not supported; install one of {' or '.join(SUPPORTED)} "
-            "(pip takes 0.16.1 below Python 3.12 and 0.19 from there)"
+            "(pip installs 0.16.1 before Python 3.12 and 0.19 from 3.12)"
         )
     return Version(found).release
 
 
 def unexpected(what: str) -> PlatformError:
-    """The error for a part of Megatron-Core that does not look as this package expects."""
+    """The error for a part of Megatron-Core that differs from what this package expects."""
     return PlatformError(
-        f"megatron-core {version()} is not supported: {what}; install one of {' or '.join(SUPPORTED)} in its "
-        "released form"
+        f"megatron-core {version()} is not supported: {what}; install an unmodified release of {' or '.join(SUPPORTED)}"
     )
 
 
 def accepts(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as arguments of one of Megatron-Core's dataclasses.
+    """The settings, validated as arguments of one of Megatron-Core's dataclasses.
 
     Raises:
-        ConfigError: a name that this version's dataclass does not have.
+        ConfigError: this version's dataclass has no such field.
     """
     known = [field.name for field in dataclasses.fields(cls) if field.init]
     for name in settings:
@@ -82,23 +81,23 @@ def accepts(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
 # --- layer specs -----------------------------------------------------------------------------------------------------
 
 
-_NORMS_OF_ATTENTION: dict[bool, dict[str, str]] = {
+_ATTENTION_NORM_PREFIXES: dict[bool, dict[str, str]] = {
     False: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     True: {
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     },
 }
-"""Whether attention is multi-latent -> prefixes of parameters in local layers and in Transformer Engine's."""
+"""Whether attention is multi-latent -> parameter prefix in local layers -> prefix in Transformer Engine's layers."""
 
 
 def local_layer_spec(*, norm: type | None = None, core_attention: type | None = None, **arguments: Any) -> Any:
-    """A decoder layer of Megatron-Core's own modules.
+    """The spec of a decoder layer of Megatron-Core's local modules.
 
     Args:
-        norm: takes the place of every norm of the layer, query and key norms too (an L2 norm stays).
-        core_attention: takes the place of DotProductAttention.
-        arguments: of `get_gpt_layer_local_spec`: num_experts, moe_grouped_gemm, qk_layernorm, normalization,
+        norm: replaces every norm of the layer, including query and key norms but not L2 norms.
+        core_attention: replaces DotProductAttention.
+        arguments: arguments of `get_gpt_layer_local_spec`: num_experts, moe_grouped_gemm, qk_layernorm, normalization,
             qk_l2_norm (0.19: the config's `qk_l2_norm` must agree), multi_latent_attention, ...
 
     Returns:
@@ -112,29 +111,29 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
     if core_attention is not None:
         attention.core_attention = core_attention
     if norm is not None:
-        places = [(layer, "input_layernorm"), (layer, "pre_mlp_layernorm")]
-        places += [(attention, name) for name in ("q_layernorm", "k_layernorm", "kv_layernorm")]
-        for owner, name in places:
+        norms = [(layer, "input_layernorm"), (layer, "pre_mlp_layernorm")]
+        norms += [(attention, name) for name in ("q_layernorm", "k_layernorm", "kv_layernorm")]
+        for owner, name in norms:
             if getattr(getattr(owner, name, None), "__name__", "") in ("WrappedTorchNorm", "FusedLayerNorm"):
                 setattr(owner, name, norm)
-    # parameters are saved under the names that they have in Transformer Engine's layers, which keep a norm inside the
-    # product after it, but not before experts and not at the input of multi-latent attention
+    # Save parameters under their names in Transformer Engine's layers, which fuse a norm into the linear layer that
+    # follows it, except before experts and at the input of multi-latent attention.
     layer.sharded_state_dict_keys_map = {
-        **_NORMS_OF_ATTENTION[bool(arguments.get("multi_latent_attention"))],
+        **_ATTENTION_NORM_PREFIXES[bool(arguments.get("multi_latent_attention"))],
         **({} if arguments.get("num_experts") is not None else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
     }
     return spec
 
 
 def expert_submodules(layer: Any) -> Any:
-    """The `MoESubmodules` (router, experts, shared_experts) of a layer spec with experts: 0.16 keeps them in a
-    ModuleSpec, 0.19 in a partial."""
+    """The `MoESubmodules` (router, experts, shared_experts) of a MoE layer spec; 0.16 stores them in a ModuleSpec, 0.19
+    in a partial."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def te_layer_spec(**arguments: Any) -> Any:
-    """A decoder layer of Transformer Engine's modules: `get_gpt_layer_with_transformer_engine_spec`.
+    """The spec of a decoder layer of Transformer Engine's modules.
 
     Raises:
         ConfigError: an argument that this version's function does not take.
@@ -145,7 +144,7 @@ def te_layer_spec(**arguments: Any) -> Any:
 
 def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> Any:
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    # In 0.19 the function takes **kwargs for a second one, which carries the names.
+    # In 0.19 the function takes **kwargs and passes them to the second one, which has the parameter names.
     known = inspect.signature(getattr(specs, submodules_name, None) or getattr(specs, name)).parameters
     for argument in arguments:
         if argument not in known:
@@ -157,8 +156,8 @@ def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> A
 
 
 def router_loss_values() -> dict[str, Any]:
-    """Name -> this process's sums of the routers' losses without their coefficients, [layers]: the tensors themselves,
-    which a caller may zero. 0.16 keeps them in a dictionary, 0.19 in an object."""
+    """Name -> this rank's sums of the routers' losses without their coefficients, [layers]. Returns the tensors
+    themselves, which a caller may zero. 0.16 stores them in a dictionary, 0.19 in an object."""
     try:
         tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
         return {name: entry.values for name, entry in tracker.metrics.items()}
@@ -171,16 +170,16 @@ def router_loss_values() -> dict[str, Any]:
 
 
 def save_strategy() -> Any:
-    """The strategy that writes torch's distributed format: 0.16 takes (backend, version), 0.19 the backend alone."""
+    """The save strategy for torch's distributed format: 0.16 takes (backend, version), 0.19 only the backend."""
     serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
     factory = serialization.get_default_save_sharded_strategy
     return factory("torch_dist", 1) if len(inspect.signature(factory).parameters) > 1 else factory("torch_dist")
 
 
 def save_arguments(async_save: bool) -> dict[str, Any]:
-    """Arguments of `dist_checkpointing.save` beside the state, the folder and the strategy.
+    """Arguments of `dist_checkpointing.save` besides the state, the folder and the strategy.
 
-    0.19 saves asynchronously with the package nvidia-resiliency-ext unless told otherwise.
+    For asynchronous saves, 0.19 uses the package nvidia-resiliency-ext by default; this selects the built-in strategy.
     """
     arguments: dict[str, Any] = {"async_sharded_save": async_save}
     saving = importlib.import_module("megatron.core.dist_checkpointing").save
@@ -190,31 +189,31 @@ def save_arguments(async_save: bool) -> dict[str, Any]:
 
 
 def common_state_file(folder: str | Path) -> bool:
-    """Write `common.pt` into a finished checkpoint that has none, so that 0.16 can read what 0.19 saved.
+    """Write a missing `common.pt` into a finished checkpoint, so that 0.16 can load a checkpoint of 0.19.
 
-    0.19 keeps the state that is not sharded inside the distributed format, 0.16 in this file. Call it on one process,
-    after the save. Returns whether a file was written.
+    0.19 stores the non-sharded state inside the distributed format, 0.16 in this file. Call it on one process, after
+    the save. Returns whether a file was written.
 
     Raises:
-        CheckpointError: `folder` holds no distributed checkpoint.
+        CheckpointError: `folder` contains no distributed checkpoint.
     """
     import torch
 
     path, metadata_path = Path(folder) / "common.pt", Path(folder) / "metadata.json"
     if not metadata_path.is_file():
-        raise CheckpointError(f"{folder} holds no distributed checkpoint: {metadata_path.name} is missing")
+        raise CheckpointError(f"{folder} contains no distributed checkpoint: {metadata_path.name} is missing")
     if path.exists():
         return False
     serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
     state = serialization.load_common_state_dict(str(folder))
-    _write_aside(path, lambda part: torch.save(state, part))
-    # 0.16's CheckpointingConfig names the strategy that wrote the file; 0.19 drops the names that it does not know.
+    _write_atomically(path, lambda part: torch.save(state, part))
+    # 0.16's CheckpointingConfig requires the strategy that wrote the file; 0.19 ignores unknown names.
     metadata = json.loads(metadata_path.read_text()) | {"common_backend": "torch", "common_backend_version": 1}
-    _write_aside(metadata_path, lambda part: part.write_text(json.dumps(metadata)))
+    _write_atomically(metadata_path, lambda part: part.write_text(json.dumps(metadata)))
     return True
 
 
-def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + ".part")
     write(part)
     part.replace(path)

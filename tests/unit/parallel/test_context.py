@@ -1,4 +1,4 @@
-"""The zig-zag cut of a sequence, against Megatron-Core's own order and by hand."""
+"""The zig-zag split of a sequence over context-parallel ranks."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megatron_wrap.errors import LayoutError
 from megatron_wrap.parallel.context import chunks_of, merge, pad_to, positions, sequence_divisor, split
 
 
-def test_positions_by_hand():
+def test_positions_of_each_rank():
     assert positions(8, 2, 0).tolist() == [0, 1, 6, 7]
     assert positions(8, 2, 1).tolist() == [2, 3, 4, 5]
     assert positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
@@ -18,7 +18,7 @@ def test_positions_by_hand():
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_merge_undoes_split(cp_size, dim):
+def test_merge_inverts_split(cp_size, dim):
     whole = torch.randn(24, 48, 24)
     parts = [split(whole, dim, cp_size, rank) for rank in range(cp_size)]
     assert {part.shape[dim] for part in parts} == {whole.shape[dim] // cp_size}
@@ -39,12 +39,12 @@ def test_split_is_differentiable():
 )
 def test_sequence_divisor(tp_size, cp_size, sequence_parallel, divisor):
     assert sequence_divisor(tp_size, cp_size, sequence_parallel) == divisor
-    local = divisor // cp_size  # a sequence of that length is cut without a rest
+    local = divisor // cp_size  # the shortest sequence that can be split
     assert cp_size == 1 or local % 2 == 0
     assert not sequence_parallel or local % tp_size == 0
 
 
-def test_pad_to():
+def test_pad_to_appends_the_value():
     padded = pad_to(torch.ones(2, 3, dtype=torch.int64), 1, 5, 7)
     assert padded.dtype == torch.int64
     assert padded.tolist() == [[1, 1, 1, 7, 7]] * 2
@@ -53,15 +53,15 @@ def test_pad_to():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
-        (lambda: positions(10, 2, 0), "10 cannot be cut into 2 x context_parallel_size = 4 .* pad it to 12"),
+        (lambda: positions(10, 2, 0), "sequence of 10 .* context_parallel_size = 4 .* pad it to 12"),
         (lambda: split(torch.zeros(8), 0, 2, 2), "rank 2 is not in a group of 2"),
         (lambda: merge([torch.zeros(4), torch.zeros(6)], 0), r"lengths \[4, 6\]"),
         (lambda: merge([], 0), "0 context-parallel parts"),
-        (lambda: pad_to(torch.zeros(8), 0, 4, 0), "length 8 along dimension 0 cannot be padded to 4"),
+        (lambda: pad_to(torch.zeros(8), 0, 4, 0), "length 8 along dimension 0 .* to 4"),
     ],
 )
-def test_misfits_are_refused_with_numbers(call, words):
-    with pytest.raises(LayoutError, match=words):
+def test_invalid_lengths_and_ranks_are_refused(call, message):
+    with pytest.raises(LayoutError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The CPU platform: what Megatron-Core's modules see, and that the host program sees none of it."""
+"""The CPU platform: Megatron-Core's modules see its replacements, the host program does not."""
 
 import builtins
 import logging
@@ -22,7 +22,7 @@ def installed():
 
 
 def in_megatron(code):
-    """Run code as a function of a module of Megatron-Core would run it."""
+    """Run code with the globals of a Megatron-Core module."""
     import megatron.core.utils as module
 
     scope = {"__name__": module.__name__, "__builtins__": vars(module)["__builtins__"], "torch": module.torch}
@@ -31,14 +31,14 @@ def in_megatron(code):
 
 
 def run_python(code, *path):
-    """A fresh interpreter; its standard output. `path` comes before the installed packages."""
+    """Standard output of a new interpreter, split into words; `path` precedes the installed packages."""
     program = f"import sys; sys.path[:0] = {list(map(str, path))!r}\n" + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-def test_megatron_sees_a_torch_without_cuda_and_the_host_its_own(installed):
+def test_megatron_gets_torch_without_cuda_and_the_host_is_unchanged(installed):
     import megatron.core.utils as module
 
     assert module.torch is not torch
@@ -76,22 +76,22 @@ def test_megatron_sees_a_torch_without_cuda_and_the_host_its_own(installed):
             torch.zeros(1).cuda()
 
 
-def test_megatron_cannot_import_cuda_packages_and_the_host_can(installed, monkeypatch):
+def test_cuda_packages_are_hidden_from_megatron_only(installed, monkeypatch):
     for name in ("transformer_engine", "apex"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        with pytest.raises(ModuleNotFoundError, match=f"{name} is hidden from Megatron-Core on platform cpu"):
+        with pytest.raises(ModuleNotFoundError, match=f"{name} is hidden"):
             in_megatron(f"import {name}")
         __import__(name)
 
 
-def test_a_replaced_print_reaches_megatron(installed, monkeypatch):
-    said = []
-    monkeypatch.setattr(builtins, "print", lambda *words: said.append(words))
+def test_replaced_builtin_print_takes_effect_in_megatron(installed, monkeypatch):
+    printed = []
+    monkeypatch.setattr(builtins, "print", lambda *values: printed.append(values))
     in_megatron("print('a', 1)")
-    assert said == [("a", 1)]
+    assert printed == [("a", 1)]
 
 
-def test_type_names_in_the_optimizers_are_the_cpus(installed):
+def test_optimizers_compare_with_cpu_tensor_types(installed):
     import megatron.core.optimizer.clip_grads as clip_grads
 
     parameter = torch.nn.Parameter(torch.zeros(3))
@@ -100,11 +100,11 @@ def test_type_names_in_the_optimizers_are_the_cpus(installed):
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parameter.grad = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(AssertionError):  # the check itself is still there
+    with pytest.raises(AssertionError):  # the check still refuses other dtypes
         clip_grads.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
 
 
-def test_random_states_of_the_tracker_are_the_cpus(installed):
+def test_rng_tracker_uses_the_cpu_generator(installed):
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
@@ -121,7 +121,7 @@ def test_random_states_of_the_tracker_are_the_cpus(installed):
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
 
 
-def test_uninstall_puts_all_back_and_install_can_follow(installed):
+def test_uninstall_restores_everything_and_install_works_again(installed):
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -145,11 +145,11 @@ def test_uninstall_puts_all_back_and_install_can_follow(installed):
     assert random._get_cuda_rng_state.__module__ == cpu.__name__
     installed.install()
     assert len(sys.meta_path) == finders
-    cpu.CpuPlatform().install()  # another object finds the first at work
+    cpu.CpuPlatform().install()  # no-op: another CpuPlatform is installed
     assert len(sys.meta_path) == finders
 
 
-def test_what_does_not_look_as_expected_names_the_version(installed):
+def test_unexpected_megatron_function_is_reported_with_its_version(installed):
     from megatron_wrap.platform.versions import version
 
     module = types.ModuleType("megatron.core.other")
@@ -158,20 +158,20 @@ def test_what_does_not_look_as_expected_names_the_version(installed):
         PlatformError, match=rf"megatron-core {version()} .* takes \(device, clone\), not \(device, clone,"
     ):
         cpu._patch_rng(module, Replacements())
-    with pytest.raises(PlatformError, match="compares no tensor type"):
+    with pytest.raises(PlatformError, match=r"has no comparison with torch\.cuda\.FloatTensor"):
         cpu._patch_type_names(types.ModuleType("megatron.core.other"), Replacements())
     with pytest.raises(PlatformError, match="has no maybe_move_tensor_to_cpu"):
         cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), Replacements())
 
 
-def test_log_noise_is_dropped_and_the_rest_stays(installed, caplog):
+def test_only_known_log_noise_is_hidden(installed, caplog):
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
     logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
-def test_cpu_chosen_on_a_machine_with_gpus_and_transformer_engine(tmp_path):
+def test_cpu_platform_on_a_machine_with_gpus_and_transformer_engine(tmp_path):
     for package in ("transformer_engine", "apex", "triton"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("loaded = True\n")
@@ -195,8 +195,8 @@ def test_cpu_chosen_on_a_machine_with_gpus_and_transformer_engine(tmp_path):
     assert out == ["True"]
 
 
-def test_megatron_imported_before_the_platform_was_chosen():
-    # A mock stands for 0.19's Triton kernels, whose import asks for triton.
+def test_install_after_megatron_was_imported():
+    # A mock replaces 0.19's Triton kernels, which import triton.
     out = run_python(
         """
         from unittest.mock import MagicMock
@@ -213,12 +213,12 @@ def test_megatron_imported_before_the_platform_was_chosen():
         print(fusions.swiglu is compiled._torchdynamo_orig_callable, moe.maybe_move_tensor_to_cpu.__module__)
         choose_platform("cpu").uninstall()
         print(fusions.swiglu is compiled, fusions.torch is torch, moe.maybe_move_tensor_to_cpu.__module__)
-        # and with Transformer Engine it is too late
+        # once a name from Transformer Engine is bound, the platform refuses
         fusions.borrowed = type("FusedAdam", (), {"__module__": "transformer_engine.pytorch.optimizers"})
         try:
             choose_platform("cpu").install()
         except Exception as error:
-            print(type(error).__name__, "fused_bias_swiglu had taken borrowed from transformer_engine" in str(error))
+            print(type(error).__name__, "fused_bias_swiglu had imported borrowed from transformer_engine" in str(error))
         """
     )
     assert out == [

@@ -1,4 +1,4 @@
-"""What `left_padded` does to a model, with Megatron-Core's rotary embedding."""
+"""`left_padded` with Megatron-Core's rotary embedding."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Attention(torch.nn.Module):
         self.config = SimpleNamespace(apply_rope_fusion=True)
 
 
-def test_each_row_gets_the_angles_that_it_would_get_alone_and_all_is_put_back(installed):
+def test_padded_rows_get_the_angles_of_unpadded_rows_and_the_model_is_restored(installed):
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     rotary, attention = RotaryEmbedding(8, 1.0, use_cpu_initialization=True), Attention()
     chunk = torch.nn.ModuleList([rotary, attention])
-    alone, core = rotary(12), attention.core_attention
+    unpadded, core = rotary(12), attention.core_attention
     padding = torch.tensor([3, 0])
     seen = []
 
-    def masked(other, no_token):
-        seen.append((other, no_token.tolist()))
+    def masked(layer, is_padding):
+        seen.append((layer, is_padding.tolist()))
         return torch.nn.Identity()
 
     with left_padded([chunk], padding, 12, masked):
         angles = rotary(12)
         assert angles.shape == (12, 2, 1, 8)
-        assert torch.equal(angles[3:, 0], alone[:9, 0])
-        assert torch.equal(angles[:, 1], alone[:, 0])
+        assert torch.equal(angles[3:, 0], unpadded[:9, 0])
+        assert torch.equal(angles[:, 1], unpadded[:, 0])
         assert attention.core_attention is not core
         assert not attention.config.apply_rope_fusion
     assert seen == [(attention, [[True] * 3 + [False] * 9, [False] * 12])]
-    assert torch.equal(rotary(12), alone)
+    assert torch.equal(rotary(12), unpadded)
     assert attention.core_attention is core
     assert attention.config.apply_rope_fusion

@@ -1,4 +1,4 @@
-"""Gloo groups share a device: seen in the threads of a process with several groups, which still compute."""
+"""Gloo groups share a device: counts the threads of a process with several groups."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ os._exit(0)
 
 
 def threads(**variables: str) -> list[int]:
-    """Those that each of four groups on the default group's device starts, and two with devices of their own: one that
-    is called in another form, and one made after the sharing was undone."""
+    """Threads that each group starts: four groups that share the default group's device, then two with their own device
+    (one created with other arguments, one created after `undo`)."""
     done = subprocess.run(
         [sys.executable, "-c", GROUPS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
@@ -52,7 +52,7 @@ def threads(**variables: str) -> list[int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_groups_share_one_device_until_it_is_undone():
+def test_groups_share_one_device_until_undo():
     workers, workers_and_loop = 2, 3
     for variables in ({}, {"GLOO_SOCKET_IFNAME": "lo"}):
         assert threads(**variables) == [*[workers] * 4, workers_and_loop, workers_and_loop]

@@ -1,4 +1,4 @@
-"""Choosing a platform, its settings, and putting replaced attributes back."""
+"""Platform selection, platform settings, and `Replacements`."""
 
 import subprocess
 import sys
@@ -17,26 +17,26 @@ def test_importing_the_package_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_choice(monkeypatch):
+def test_platform_is_chosen_by_name_and_available_gpus(monkeypatch):
     assert choose_platform("cpu") is choose_platform("cpu")
     assert (choose_platform("cpu").name, choose_platform("cpu").backend) == ("cpu", "gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_platform("auto") is choose_platform("cpu")
-    with pytest.raises(PlatformError, match=r"platform cuda was asked for, but torch .* finds no GPU"):
+    with pytest.raises(PlatformError, match=r"platform cuda .* torch .* finds no GPU .*; choose platform cpu or auto"):
         choose_platform("cuda")
-    with pytest.raises(PlatformError, match="'tpu' is not known; choose auto, cpu or cuda"):
+    with pytest.raises(PlatformError, match="'tpu'; choose auto, cpu or cuda"):
         choose_platform("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_platform("auto") is choose_platform("cuda")
     assert (choose_platform("cuda").name, choose_platform("cuda").backend) == ("cuda", "nccl")
 
 
-def test_each_process_needs_a_gpu_of_its_own(monkeypatch):
+def test_each_process_needs_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert CudaPlatform().device == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(PlatformError, match=r"process 2 .* torch sees 2; start at most 2"):
+    with pytest.raises(PlatformError, match=r"local rank 2 .* finds 2 .*; start at most 2"):
         _ = CudaPlatform().device
 
 
@@ -64,10 +64,10 @@ def test_settings_are_fields_of_transformer_config():
         for pipeline_size, virtual_size in ((1, None), (2, None), (2, 2), (4, 2)):
             settings = platform.transformer_config_settings(pipeline_size, virtual_size, transformer_engine=False)
             assert set(settings) <= set(TransformerConfig.__dataclass_fields__)
-            platform.refuse_unsafe(settings)  # they pass their own check
+            platform.refuse_unsafe(settings)
 
 
-def test_messages_between_two_interleaved_stages_are_not_batched():
+def test_p2p_communication_between_two_interleaved_stages_is_not_batched():
     for platform in (choose_platform("cpu"), CudaPlatform()):
         settings = platform.transformer_config_settings(2, 2, transformer_engine=False)
         assert (settings["overlap_p2p_comm"], settings["batch_p2p_comm"]) == (True, False)
@@ -95,13 +95,13 @@ def test_unsafe_settings_are_refused(name, value, refused_on_cuda):
         choose_platform("cpu").refuse_unsafe({"num_layers": 2, name: value})
     CudaPlatform().refuse_unsafe({name: value}, transformer_engine=True)
     if refused_on_cuda:
-        with pytest.raises(PlatformError, match="without Transformer Engine; leave it out or set"):
+        with pytest.raises(PlatformError, match=f"{name}={value!r}.*without Transformer Engine; omit it or set"):
             CudaPlatform().refuse_unsafe({name: value})
     else:
         CudaPlatform().refuse_unsafe({name: value})
 
 
-def test_batched_messages_between_two_interleaved_stages_are_refused_on_the_cpu():
+def test_batched_p2p_communication_between_two_interleaved_stages_is_refused_on_cpu():
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     with pytest.raises(PlatformError, match="batch_p2p_comm=True"):
         choose_platform("cpu").refuse_unsafe({**sizes, "batch_p2p_comm": True})
@@ -111,7 +111,7 @@ def test_batched_messages_between_two_interleaved_stages_are_refused_on_the_cpu(
     choose_platform("cpu").refuse_unsafe({**sizes, "pipeline_model_parallel_size": 4, "batch_p2p_comm": True})
 
 
-def test_replacements_are_put_back():
+def test_replacements_are_undone():
     class Base:
         def inherited(self):
             return "base"
