@@ -1,4 +1,4 @@
-"""Numbers as short text for the console line; nan and infinity are written as they are."""
+"""Numbers as short text for the console line; also formats nan and infinity."""
 
 import math
 
@@ -16,7 +16,7 @@ def four_decimals(value: float) -> str:
 
 
 def short(value: float, digits: int) -> str:
-    """Integers as they are, others with that many significant digits, very large and small ones as `1.2e-5`."""
+    """Integers unchanged, others with `digits` significant digits, very large and small values as `1.2e-5`."""
     if not math.isfinite(value) or isinstance(value, int):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -25,10 +25,10 @@ def short(value: float, digits: int) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """That many significant digits, never an exponent: `0.562`, `71.3`, `1234`."""
+    """`digits` significant digits without an exponent: `0.562`, `71.3`, `1234`."""
     if not math.isfinite(value) or value == 0:
         return whole(value)
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.999 has three digits as 10.0
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.999 becomes 10.0
     return f"{value:.{max(0, digits - 1 - exponent)}f}"
 
 

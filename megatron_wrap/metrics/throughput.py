@@ -1,8 +1,8 @@
-"""Floating-point operations that a training step of a GPT must do, for TFLOP/s and model utilisation.
+"""Model FLOPs of a training step of a GPT, for TFLOP/s and model FLOPs utilization.
 
-Only matrix products count (2 per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
-(megatron/training/training.py); recomputation is no model work and is left out.
+Counts only matrix products (2 FLOPs per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language
+Model Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
+(megatron/training/training.py). Recomputation is not counted.
 """
 
 from collections.abc import Iterable
@@ -11,79 +11,79 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The layers with experts in place of the MLP. Sizes are the whole model's, not a rank's part."""
+    """MoE layers. All sizes are global, not per rank."""
 
     num_layers: int
-    """Layers with experts."""
+    """Number of MoE layers."""
     num_experts: int
-    """Routed experts of a layer: columns of its router."""
+    """Routed experts per layer."""
     topk: int
-    """Experts that a token goes through."""
+    """Routed experts per token."""
     ffn_hidden_size: int
-    """Width inside one expert; of one of the two halves when gated."""
+    """Intermediate size of one expert; of one of the two halves if gated."""
     shared_ffn_hidden_size: int
-    """The same of all shared experts together, which every token goes through; 0: none."""
+    """Total intermediate size of the shared experts, which process every token; 0: none."""
     shared_gate: bool
-    """Whether a product with one column weighs the shared experts' output."""
+    """Whether a linear layer with one output scales the shared experts' output."""
 
 
 @dataclass(frozen=True)
 class LatentAttentionShape:
-    """Multi-latent attention in place of plain projections. Sizes are the whole model's, not a rank's part."""
+    """Multi-latent attention. All sizes are global, not per rank."""
 
     q_lora_rank: int | None
-    """Width of the queries' latent vector; None: none."""
+    """Size of the queries' latent vector; None: queries have none."""
     kv_lora_rank: int
-    """Width of the keys' and values'."""
+    """Size of the latent vector of keys and values."""
     qk_head_dim: int
-    """Width of a query's and key's head, the rotated part included."""
+    """Query and key head size, including the rotary part."""
     qk_pos_emb_head_dim: int
-    """Width of the rotated part, which all heads share in the key."""
+    """Size of the rotary part, which all heads of a key share."""
     v_head_dim: int
-    """Width of a value's head."""
+    """Value head size."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a GPT that decide its work. Sizes are the whole model's, not a rank's part."""
+    """The sizes of a GPT that determine its FLOPs. All sizes are global, not per rank."""
 
     num_layers: int
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int
-    """Width of the residual stream."""
+    """Size of the residual stream."""
     ffn_hidden_size: int
-    """Width inside the MLP; of one of the two halves when gated."""
+    """Intermediate size of the MLP; of one of the two halves if gated."""
     num_attention_heads: int
     """Query heads."""
     num_query_groups: int
     """Key and value heads; equal to `num_attention_heads` without GQA."""
     kv_channels: int
-    """Width of one head."""
+    """Size of one head."""
     vocab_size: int
-    """Columns of the output layer. Tied to the embedding or not is the same work."""
+    """Output size of the output layer, which may be tied to the embedding."""
     gated_linear_unit: bool
-    """True for SwiGLU and its kin: three matrices in the MLP in place of two."""
+    """True for SwiGLU and similar: three matrices in the MLP instead of two."""
     experts: ExpertShape | None = None
     """None: every layer is dense."""
     latent_attention: LatentAttentionShape | None = None
-    """None: queries, keys and values of `kv_channels` columns each."""
+    """None: standard attention with heads of size `kv_channels`."""
 
 
 def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
-    """Operations of one forward pass over a (global) batch.
+    """FLOPs of one forward pass over a global batch.
 
     Args:
-        shape: sizes of the whole model.
-        num_tokens: tokens of the batch, the sum of the sequences' lengths.
-        sum_of_squared_lengths: sum over sequences of length squared; a packed sequence counts by its documents.
-        causal: attention over half the square, S^2 / 2 as Megatron-LM counts it (exactly it is S * (S + 1) / 2).
+        shape: global sizes of the model.
+        num_tokens: tokens in the batch, the sum of all sequence lengths.
+        sum_of_squared_lengths: sum of squared sequence lengths; for packed sequences, of squared document lengths.
+        causal: count S^2 / 2 attention scores per sequence, like Megatron-LM (the exact number is S * (S + 1) / 2).
 
     Returns:
         2 T h (2 d_q + 2 d_kv) + 4 d_q sum(S^2) [/ 2 when causal] + 2 T h f (2, or 3 when gated) for each layer, plus
-        2 T h V, with d_q = heads * channels and d_kv = groups * channels. In a layer with experts f is topk of their
-        widths and the shared ones', and the router adds 2 T h E (which Megatron-LM leaves out). With multi-latent
-        attention the projections are its down- and up-projections, and 4 d_q becomes 2 (d_q + heads * width of values).
-        A sliding window is counted as if it were none.
+        2 T h V, with d_q = heads * channels and d_kv = groups * channels. In a MoE layer, f is topk * expert size plus
+        the size of the shared experts, and the router adds 2 T h E (which Megatron-LM omits). With multi-latent
+        attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads * value head size).
+        A sliding window is ignored: attention counts as full.
     """
     projections = 2 * num_tokens * _attention_weights(shape)
     core_width = 2 * shape.num_attention_heads * shape.kv_channels
@@ -96,14 +96,14 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
     if shape.experts is not None:
         experts = shape.experts
         width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-        of_a_layer = width * num_matrices + experts.num_experts + experts.shared_gate
-        columns += experts.num_layers * (of_a_layer - shape.ffn_hidden_size * num_matrices)
+        per_layer = width * num_matrices + experts.num_experts + experts.shared_gate
+        columns += experts.num_layers * (per_layer - shape.ffn_hidden_size * num_matrices)
     columns += shape.vocab_size
     return shape.num_layers * (projections + core_attention) + 2 * num_tokens * shape.hidden_size * columns
 
 
 def _attention_weights(shape: ModelShape) -> int:
-    """Elements of one layer's projections."""
+    """Number of weights in one layer's attention projections."""
     heads, hidden = shape.num_attention_heads, shape.hidden_size
     if shape.latent_attention is None:
         return hidden * 2 * (heads + shape.num_query_groups) * shape.kv_channels
@@ -117,21 +117,21 @@ def _attention_weights(shape: ModelShape) -> int:
 
 
 def training_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
-    """Operations of one step over a (global) batch: 3 * `forward_flops`, whose arguments it takes.
+    """FLOPs of one training step over a global batch, 3 * `forward_flops`, with the same arguments.
 
-    The backward pass is twice the forward: each product has one for either factor's gradient.
+    The backward pass costs twice the forward pass: each matrix product needs one product per factor for its gradient.
     """
     return 3 * forward_flops(shape, num_tokens, sum_of_squared_lengths, causal)
 
 
 def sum_of_squares(lengths: Iterable[int]) -> int:
-    """Sum over sequences of length squared, for `training_flops`."""
+    """Sum of squared sequence lengths, for `training_flops`."""
     return sum(length * length for length in lengths)
 
 
 def tflops_per_device(flops: float, elapsed_seconds: float, num_devices: int) -> float:
-    """Model TFLOP/s (1e12 operations a second) of each device, for a step's `training_flops` and wall time.
+    """Model TFLOP/s (1e12 FLOPs per second) per device, from a step's `training_flops` and wall time.
 
-    A time of 0 gives 0: a clock too coarse to see the step says nothing about its rate.
+    Returns 0 for an elapsed time of 0 (the clock's resolution is too coarse for the step).
     """
     return flops / elapsed_seconds / num_devices / 1e12 if elapsed_seconds > 0 else 0.0

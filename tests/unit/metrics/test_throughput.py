@@ -1,3 +1,5 @@
+"""Model FLOPs against torch's FLOP counter on transformers models, and against Megatron-LM's formula."""
+
 import dataclasses
 
 import pytest
@@ -150,7 +152,7 @@ def make_gpt2():
 
 
 def count(model, batch_size, length, backward):
-    """Matrix products that torch saw, less those of the rotary table, which is no layer of the model."""
+    """FLOPs that torch counts, without those of the rotary table."""
     tokens = torch.zeros(batch_size, length, dtype=torch.long)
     counter = FlopCounterMode(display=False)
     with counter:
@@ -174,10 +176,10 @@ MODELS = [
 
 @pytest.mark.parametrize(("make", "shape"), MODELS)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
-def test_equals_what_torch_counts_in_transformers(make, shape, batch_size, length):
+def test_flops_equal_torchs_count_for_transformers_models(make, shape, batch_size, length):
     tokens, squares = batch_size * length, sum_of_squares([length] * batch_size)
     model = make()
-    # Eager attention multiplies the whole square, also above the causal diagonal.
+    # Eager attention also computes the scores above the causal diagonal.
     assert count(model, batch_size, length, backward=False) == forward_flops(shape, tokens, squares, causal=False)
     assert count(model, batch_size, length, backward=True) == training_flops(shape, tokens, squares, causal=False)
 
@@ -192,8 +194,8 @@ def test_causal_attention_is_half_the_square():
     assert attention == 3 * 3 * 2 * 2 * 64 * squares
 
 
-def test_equals_megatron_lms_formula():
-    # attn_layer_flops, mlp_layer_flops and the logits of megatron/training/training.py (0.19.2), in its own terms
+def test_flops_equal_megatron_lms_formula():
+    # attn_layer_flops, mlp_layer_flops and the logits of megatron/training/training.py (0.19.2), with its names
     for shape in (LLAMA, GPT2):
         tokens, squares, hidden = 40, 8**2 + 32**2, shape.hidden_size
         p = shape.kv_channels * shape.num_attention_heads / hidden
@@ -210,12 +212,12 @@ def test_packed_documents_cost_less_than_one_long_sequence():
     assert training_flops(LLAMA, 32, sum_of_squares([16, 16])) < training_flops(LLAMA, 32, sum_of_squares([32]))
 
 
-def test_rate_per_device():
+def test_tflops_per_device():
     assert tflops_per_device(8e12, elapsed_seconds=2.0, num_devices=4) == 1.0
     assert tflops_per_device(8e12, elapsed_seconds=0.0, num_devices=4) == 0.0
 
 
-def test_shape_is_a_value():
+def test_model_shape_is_immutable():
     assert dataclasses.replace(LLAMA) == LLAMA
     with pytest.raises(dataclasses.FrozenInstanceError):
         LLAMA.num_layers = 4
