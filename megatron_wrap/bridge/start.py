@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_wrap.bridge.family import Family
+from megatron_wrap.bridge.hub import local_folder
 from megatron_wrap.bridge.source import PICKLE_FILES, WEIGHT_FILES, WeightSource
-from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config, resolve_folder
+from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.errors import CheckpointError
 
@@ -35,7 +36,7 @@ def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
         return None
     family: Family = read_hugging_face_config(provider.hf_path).family
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
-    source = WeightSource(resolve_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
+    source = WeightSource(local_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
     try:
         source.check(family, config.arch)
     except CheckpointError as error:

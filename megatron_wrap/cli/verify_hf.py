@@ -1,4 +1,4 @@
-"""`megatron-wrap verify-hf`: hold our model of a Hugging Face folder against transformers, in one process."""
+"""`megatron-wrap verify-hf`: compare the model built from a Hugging Face folder with transformers, in one process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import argparse
 import json
 from pathlib import Path
 
+from megatron_wrap.bridge.hub import local_folder
 from megatron_wrap.cli.one_process import SINGLE, run_file
-from megatron_wrap.config.hugging_face import resolve_folder
 
+EXAMPLES = (
+    ("a folder that export-hf has written, in fp32", "verify-hf outputs/tiny-llama-sft/hf"),
+    (
+        "with the precision and kernels of a run, and the verdict as JSON",
+        "verify-hf outputs/tiny-llama-sft/hf configs/tiny-llama-sft.yaml --json verdict.json",
+    ),
+)
 RUN = {
     "megatron_lm": {
         "train": {
@@ -19,31 +26,33 @@ RUN = {
     },
     "megatron_wrap": {"flow": {"__select__": "minimal_mock"}},
 }
-"""The run of a folder that is given without a configuration."""
+"""The run of a folder without a configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
+    """Declares the arguments of the subcommand."""
     parser.add_argument("folder", metavar="FOLDER", help="Hugging Face folder or hub id")
     parser.add_argument(
         "rest",
         nargs="*",
         default=[],
         metavar="[CONFIG] [a.b.c=value ...]",
-        help="YAML of a run (its precision and kernels are taken, not its layout; default: fp32), and overrides",
+        help="YAML of a run whose precision and kernels are used, not its layout (default: fp32), and overrides",
     )
-    parser.add_argument("--tokens", type=int, default=64, help="length of each of the two sequences (default 64)")
-    parser.add_argument("--json", metavar="FILE", help="write the verdict there, too")
+    parser.add_argument(
+        "--tokens", type=int, default=64, metavar="N", help="length of each of the two sequences (default: 64)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the verdict to FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when our model is that of transformers, 1 when it differs; a mistake of the user is 2."""
+    """Prints the verdict; returns 0 if the two models agree, else 1."""
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.verify import verify_hugging_face
 
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]
-    folder = str(resolve_folder(arguments.folder))
+    folder = str(local_folder(arguments.folder))
     settings = [*SINGLE, "megatron_wrap.model_provider.verify_hf=false", *overrides]
     with run_file(RUN) as made, MegatronWrap.from_pretrained(folder, configs[0] if configs else made, settings) as wrap:
         wrap.initialize()

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config import schema
 from megatron_wrap.config.advice import SET_ELSEWHERE, key_advice
-from megatron_wrap.config.composed import Origin, Rules, Tree
-from megatron_wrap.config.hugging_face import apply_hugging_face
-from megatron_wrap.config.nest import read_tree
+from megatron_wrap.config.hugging_face import add_hugging_face
+from megatron_wrap.config.nest import read_nest
 from megatron_wrap.config.reading import COMMAND_LINE, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.record import Origin, Rules, Tree
 from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, did_you_mean
@@ -36,9 +36,11 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
-    """The composed tree of a run's YAML, with the architecture of `model_provider.hf_path` in it and the origins of its
-    values; keys are checked, types are not yet."""
-    return apply_hugging_face(read_tree(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice)))
+    """The composed tree of a run's YAML, the architecture of `model_provider.hf_path` included; keys are checked, types
+    are not yet."""
+    nest = read_nest(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice))
+    add_hugging_face(nest)
+    return nest.compose()
 
 
 def decode(tree: Tree, name: str) -> schema.RunConfig:
@@ -88,7 +90,7 @@ def _decode_section(tree: Tree, section: str) -> Any:
     path = schema.SECTION_PATHS[section]
     if path not in tree.sections:
         raise ConfigError(f"{tree.view_file} {path}: the section is missing from the tree")
-    values = tree.sections[path].values
+    values, origins = tree.section_values(path), tree.sections[path].origins
     hints = section_hints(section)
     decoded: dict[str, Any] = {}
     for key, hint in hints.items():
@@ -98,9 +100,9 @@ def _decode_section(tree: Tree, section: str) -> Any:
                 f"{file} {path}.{key}: missing; a file of this section gives every key, or inherits one that does"
             )
         if section == "data" and key == "validation":
-            decoded[key] = _evaluation_sets(tree, values[key][-1], f"{path}.{key}")
+            decoded[key] = _evaluation_sets(values[key], origins[key][-1], f"{path}.{key}")
         else:
-            decoded[key] = _checked(tree, values[key], hint, f"{path}.{key}")
+            decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
     section_class = get_type_hints(schema.RunConfig)[section]
     catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
@@ -108,28 +110,27 @@ def _decode_section(tree: Tree, section: str) -> Any:
         decode_further = _decode_upstream if name == "upstream" else _decode_option
         decoded[name] = {key: decode_further(tree, section, key) for key in further}
     if further and not catch_all:
-        origin = _first_origin(values[further[0]])
+        origin = _first_origin(origins[further[0]])
         raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{did_you_mean(further[0], hints)}")
     return section_class(**decoded)
 
 
-def _first_origin(value: Any) -> Origin:
-    while isinstance(value, dict):
-        value = next(iter(value.values()))
-    return value[0]
+def _first_origin(origins: Any) -> Origin:
+    while isinstance(origins, dict):
+        origins = next(iter(origins.values()))
+    return origins[0]
 
 
-def _checked(tree: Tree, origins: Any, hint: Any, path: str) -> Any:
+def _checked(tree: Tree, value: Any, origins: Any, hint: Any, path: str) -> Any:
     if isinstance(origins, dict):
-        origin = _first_origin(origins)
-        raise ConfigError(f"{origin.node.where} {path}: one value is expected, not a mapping")
-    node = origins[-1].node
+        raise ConfigError(f"{_first_origin(origins).node.where} {path}: one value is expected, not a mapping")
+    where = origins[-1].node.where
     try:
-        return check_value(node.plain(), hint)
+        return check_value(value, hint)
     except Mismatch as mismatch:
-        if node.value is None and origins[-1].how not in ("override", "command line"):
-            raise ConfigError(_missing_value(tree, path, mismatch, node.where)) from None
-        raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
+        if value is None and origins[-1].how not in ("override", "command line"):
+            raise ConfigError(_missing_value(tree, path, mismatch, where)) from None
+        raise ConfigError(f"{where} {path}: {mismatch}, not {describe(value)}") from None
 
 
 def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str:
@@ -141,8 +142,7 @@ def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str
     return f"{rule}.__override__, or select a file that gives it ({section.selected} leaves it open at {where})"
 
 
-def _evaluation_sets(tree: Tree, origin: Origin, path: str) -> Mapping[str, str]:
-    value = origin.node.plain()
+def _evaluation_sets(value: Any, origin: Origin, path: str) -> Mapping[str, str]:
     if value is None:
         return {}
     if isinstance(value, str):
@@ -155,38 +155,38 @@ def _evaluation_sets(tree: Tree, origin: Origin, path: str) -> Mapping[str, str]
 
 
 def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
-    path = f"{schema.SECTION_PATHS[section]}.{key}"
-    class_name = schema.UPSTREAM[section]
-    value = tree.sections[schema.SECTION_PATHS[section]].values[key]
-    origin = _first_origin(value)
+    section_path = schema.SECTION_PATHS[section]
+    path, class_name = f"{section_path}.{key}", schema.UPSTREAM[section]
+    origins = tree.sections[section_path].origins[key]
+    where = _first_origin(origins).node.where
     fields = upstream_fields(class_name)
     if key in SET_ELSEWHERE[section]:
-        raise ConfigError(f"{origin.node.where} {path}: {SET_ELSEWHERE[section][key]}")
+        raise ConfigError(f"{where} {path}: {SET_ELSEWHERE[section][key]}")
     if key not in fields:
         hint = did_you_mean(key, section_hints(section)) or did_you_mean(key, fields)
-        raise ConfigError(f"{origin.node.where} {path}: unknown key{hint}")
+        raise ConfigError(f"{where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
     members = upstream_enums().get(annotation)  # given by name; `model/transformer.py` makes it a member
     kind: Any = parse_annotation(annotation) if members is None else Literal[members]
     if kind is None:
         raise ConfigError(
-            f"{origin.node.where} {path}: Megatron-Core's field has the type {annotation}, which a YAML "
-            "cannot give; delete it, or write a model provider that sets it"
+            f"{where} {path}: Megatron-Core's field has the type {annotation}, which a YAML cannot give; delete it, or "
+            "write a model provider that sets it"
         )
-    return _checked(tree, value, kind, path)
+    return _checked(tree, tree.section_values(section_path)[key], origins, kind, path)
 
 
 def _decode_option(tree: Tree, section: str, key: str) -> Any:
     """An option of a flow or a provider: of the type that the tree's file gives it, if it gives the key."""
-    path = f"{schema.SECTION_PATHS[section]}.{key}"
+    section_path = schema.SECTION_PATHS[section]
 
-    def typed(value: Any, path: str) -> Any:
-        if isinstance(value, dict):
-            return {key: typed(below, f"{path}.{key}") for key, below in value.items()}
-        default, node = value[0].node.plain(), value[-1].node
-        kind = type(default)
-        if kind in (bool, int, float, str, list, dict) and not (kind is dict and node.value is None):
-            return _checked(tree, value, kind, path)
-        return node.plain()
+    def typed(value: Any, origins: Any, path: str) -> Any:
+        if isinstance(origins, dict):
+            return {key: typed(value[key], below, f"{path}.{key}") for key, below in origins.items()}
+        kind = type(origins[0].node.plain())
+        if kind in (bool, int, float, str, list, dict) and not (kind is dict and value is None):
+            return _checked(tree, value, origins, kind, path)
+        return value
 
-    return typed(tree.sections[schema.SECTION_PATHS[section]].values[key], path)
+    values, origins = tree.section_values(section_path), tree.sections[section_path].origins
+    return typed(values[key], origins[key], f"{section_path}.{key}")

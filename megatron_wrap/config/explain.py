@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config import schema
-from megatron_wrap.config.composed import Section, Tree
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.reading import dump_yaml
+from megatron_wrap.config.record import Section, Tree
 from megatron_wrap.config.types import describe_type
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_wrap.config.composed import Origin, Tree
+from megatron_wrap.config.nest import ValidatedNest
 from megatron_wrap.config.paths import missing_path_hint
 from megatron_wrap.config.reading import Node, describe, shown_path
+from megatron_wrap.config.record import Origin
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
 from megatron_wrap.registry import Registry
 
 HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
+HOW = "hf_path"
+"""Name of this source in the record of origins."""
 FROM_HUGGING_FACE = "hugging-face"
 """File of the tree that leaves the whole architecture to config.json; a run that selects none gets it."""
 
@@ -103,14 +106,23 @@ class HuggingFaceConfig:
         return any((self.folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def resolve_folder(path_or_id: str, patterns: tuple[str, ...] = CONFIG_FILES) -> Path:
-    """The local folder of a path or of a hub id `name` or `org/name`, whose files are fetched into the hub's cache.
+class NotDownloaded(ConfigError):
+    """A hub id whose files are not in the local cache; `megatron_wrap.bridge.hub` downloads them."""
 
-    Args:
-        patterns: which files of a hub repository are needed.
+    def __init__(self, repo_id: str) -> None:
+        super().__init__(
+            f"no folder {repo_id!r} is here, and the local Hugging Face cache does not have it; download it with "
+            f"`hf download {repo_id}`, or give a local folder"
+        )
+        self.repo_id = repo_id
+
+
+def resolve_folder(path_or_id: str) -> Path:
+    """The local folder of a path, or of a hub id `name` or `org/name` in the local cache. Opens no connection.
 
     Raises:
-        ConfigError: no such folder, or the hub cannot give it.
+        ConfigError: no such folder.
+        NotDownloaded: a hub id that is not in the cache.
     """
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
@@ -119,14 +131,15 @@ def resolve_folder(path_or_id: str, patterns: tuple[str, ...] = CONFIG_FILES) ->
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in here:
         raise ConfigError(f"no Hugging Face folder {path_or_id!r}{missing_path_hint(path_or_id)}")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub, the network and the cache each have their own kinds
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(
-            f"no folder {path_or_id!r} is here, and the Hugging Face hub did not give it ({reason}); give a local one"
-        ) from error
+        cached = Path(snapshot_download(path_or_id, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise NotDownloaded(path_or_id) from error
+    if not (cached / "config.json").is_file():  # the cache has other files of it
+        raise NotDownloaded(path_or_id)
+    return cached
 
 
 def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
@@ -176,35 +189,36 @@ def family_of(model_type: str, where: str = "") -> Any:
     return FAMILIES.resolve(model_type)
 
 
-def apply_hugging_face(tree: Tree) -> Tree:
-    """Lay config.json of `hf_path` over the architecture of a composed tree, in place; without `hf_path` only see that
-    an architecture is selected.
+def add_hugging_face(nest: ValidatedNest) -> None:
+    """Add config.json of `hf_path` to the sources of a run, for the architecture and the tokenizer; without `hf_path`
+    only see that an architecture is selected.
 
     Raises:
         ConfigError: see `read_hugging_face_config`; or a value of the YAML contradicts config.json.
     """
-    arch = tree.sections[SECTION_PATHS["arch"]]
-    origins = tree.origins(HF_PATH)
+    arch = nest.sections[SECTION_PATHS["arch"]]
+    origins = nest.origins(HF_PATH)
     path_or_id = origins[-1].node.value if origins else None
     if path_or_id is None:
         if arch.selected == FROM_HUGGING_FACE:
             raise ConfigError(
-                f"{tree.view_file} {arch.path}: nothing is selected; write arch: {{__select__: NAME}} (such as "
+                f"{nest.view_file} {arch.path}: nothing is selected; write arch: {{__select__: NAME}} (such as "
                 f"tiny-llama or llama3-8b), or give a Hugging Face folder as {HF_PATH}"
             )
-        return tree
+        return
     if not isinstance(path_or_id, str):
-        return tree  # its type is refused where types are
+        return  # its type is refused where types are
     try:
         found = read_hugging_face_config(path_or_id)
+    except NotDownloaded:
+        raise
     except ConfigError as error:
         raise type(error)(f"{origins[-1].node.where} {HF_PATH}: {error}") from error
     for key, value in found.arch_values.items():
-        _lay_over(tree, found, key, value)
-    tokenizer = tree.origins(f"{SECTION_PATHS['data']}.tokenizer")
+        _add_to_arch(nest, found, key, value)
+    tokenizer = nest.origins(f"{SECTION_PATHS['data']}.tokenizer")
     if tokenizer and tokenizer[-1].node.value is None and found.has_tokenizer:
-        _set(tree, SECTION_PATHS["data"], "tokenizer", str(found.folder), found)
-    return tree
+        nest.add(SECTION_PATHS["data"], "tokenizer", Node(str(found.folder), found.shown), HOW)
 
 
 def spelled_out(config: RunConfig) -> list[str]:
@@ -216,37 +230,29 @@ def spelled_out(config: RunConfig) -> list[str]:
     return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *given]
 
 
-def _lay_over(tree: Tree, found: HuggingFaceConfig, key: str, value: Any) -> None:
-    section = tree.sections[SECTION_PATHS["arch"]]
-    said = _said(section.values.get(key, []), chosen=section.selected != FROM_HUGGING_FACE)
-    if said is None:
-        if key in section.values or value is not None:
-            _set(tree, section.path, key, value, found)
+def _add_to_arch(nest: ValidatedNest, found: HuggingFaceConfig, key: str, value: Any) -> None:
+    section = nest.sections[SECTION_PATHS["arch"]]
+    given = _given_by_run(section.origins.get(key, []), chosen=section.selected != FROM_HUGGING_FACE)
+    if given is None:
+        if key in section.origins or value is not None:
+            nest.add(section.path, key, Node(value, found.shown), HOW)
         return
     positions_are_rotary = found.arch_values.get("position_embedding_type") != "learned_absolute"
     if key in TRAINING_KEYS or (key == "max_position_embeddings" and positions_are_rotary):
         return
-    if not _equal(said.node.plain(), value):
+    if not _equal(given.node.plain(), value):
         raise ConfigError(
-            f"{said.node.where} {section.path}.{key}: {describe(said.node.plain())} contradicts {describe(value)} of "
+            f"{given.node.where} {section.path}.{key}: {describe(given.node.plain())} contradicts {describe(value)} of "
             f"{found.shown}; delete the key (and any selection of {section.path}), or take another {HF_PATH}"
         )
 
 
-def _said(origins: list[Origin], chosen: bool) -> Origin | None:
+def _given_by_run(origins: list[Origin], chosen: bool) -> Origin | None:
     """The last place where the run itself gives the value: by a file that it selects, an override, the command line."""
     if not origins or origins[-1].node.value is None:
         return None
     by_run = chosen or origins[-1].how in ("override", "command line")
     return origins[-1] if by_run else None
-
-
-def _set(tree: Tree, section: str, key: str, value: Any, found: HuggingFaceConfig) -> None:
-    tree.sections[section].values.setdefault(key, []).append(Origin(Node(value, found.shown), "hf_path"))
-    place: Any = tree.values
-    for part in section.split("."):
-        place = place[part]
-    place[key] = value
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

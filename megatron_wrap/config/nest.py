@@ -1,41 +1,38 @@
-"""Strict reading over confignest: a run's YAML (the view) and a tree of YAML files (the nest) become one tree.
+"""Strict reading of a run's YAML (the view) over the tree of YAML files (the nest).
 
-confignest composes the values; this module first walks view and nest with their positions and refuses what confignest
-would drop, invent or crash on. For the composition every value is replaced by its number in a table of origins, so
-the composed tree tells which line of which file each value came from.
+The view and the files that it selects are validated key by key, with file and line, before anything is composed: what
+confignest would drop, invent or crash on is refused here. The walk yields the normalized copies that confignest
+composes (`compose.py`), and beside them a record of the places that set each value (`record.py`).
 """
 
-import json
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.composed import Origin, Rules, Section, Tree
+from megatron_wrap.config.compose import compose, encode, joined
 from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, read_value, read_yaml
+from megatron_wrap.config.record import Origin, Rules, Section, Tree, find_origins
 from megatron_wrap.config.tree import Folder, TreeFile, open_tree
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
-NESTED = "\x1f"  # joins the keys of nested mappings: confignest 1.0.5 cannot select a file that has them
 
 
-def read_tree(path: str | Path, overrides: Sequence[str] = (), rules: Rules | None = None) -> Tree:
-    """Reads the run's YAML at `path` over the shipped tree and a `nest/` folder beside the YAML.
+def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: Rules | None = None) -> "ValidatedNest":
+    """Read the run's YAML at `path` over the shipped tree and a `nest/` folder beside the YAML, and validate its keys.
 
     Args:
         overrides: `a.b.c=value`, applied last; values are read as YAML.
         rules: further keys and advice.
 
     Raises:
-        ConfigError: a file, section, key, selection or inheritance that does not fit; `file:line path: rule; way out`.
+        ConfigError: a file, section, key, selection or inheritance that does not fit; `file:line path: rule; hint`.
     """
     view = read_yaml(Path(path))
-    composer = _Composer(view.file, open_tree(Path(path)), rules or Rules())
-    command_line = [_parse_override(text) for text in overrides]
-    effective = composer.folder(composer.root, view, "", command_line)
-    return Tree(view.file, composer.sections, composer.compose(effective))
+    nest = ValidatedNest(view.file, open_tree(Path(path)), rules or Rules())
+    nest.walk(view, [_parse_override(text) for text in overrides])
+    return nest
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,46 @@ def _parse_override(text: str) -> _Override:
     return _Override(parts, node, path)
 
 
-class _Composer:
-    """Walks view and nest together, then lets confignest compose the numbered values."""
+class ValidatedNest:
+    """A view and its nest, validated and not yet composed. Made by `read_nest`."""
 
     def __init__(self, view_file: str, root: Folder, rules: Rules) -> None:
         self.view_file = view_file
-        self.root = root
-        self.rules = rules
         self.sections: dict[str, Section] = {}
-        self._origins: list[Origin] = []
-        self._numbered: dict[str, dict[str, Any]] = {}  # path of a tree file -> its content with numbers for values
+        """Dotted path -> record of the section."""
+        self._root = root
+        self._rules = rules
+        self._files: dict[str, dict[str, Any]] = {}  # path of a file in the tree -> its encoded content
+        self._view: dict[str, Any] = {}  # encoded
+        self._overrides: dict[str, dict[str, Any]] = {}  # path of a section -> its part of the view
+
+    def origins(self, path: str) -> Sequence[Origin]:
+        """Every place that sets the value at the dotted `path`, first to last."""
+        return find_origins(self.sections, path)
+
+    def add(self, section_path: str, key: str, node: Node, how: str) -> None:
+        """Set a value of a section from one further source, after all others.
+
+        Args:
+            how: name of the source in the record.
+        """
+        section = self.sections[section_path]
+        self._set(section.origins, self._overrides[section_path], key, node, how, f"{section_path}.{key}", grow=False)
+
+    def compose(self) -> Tree:
+        """Let confignest compose the values."""
+        return Tree(self.view_file, self.sections, compose(self._root, self._files, self._view))
+
+    def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
+        """Validate the view and the command line; called once."""
+        self._view = self._folder(self._root, view, "", command_line)
 
     # ---- folders
 
-    def folder(self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]) -> dict[str, Any]:
-        """Checks one folder of the tree against its part of the view; returns confignest's view of it."""
+    def _folder(
+        self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]
+    ) -> dict[str, Any]:
+        """Validate one folder of the tree with its part of the view; returns that part, encoded for confignest."""
         content = self._mapping(view, path)
         if folder.selects_one:
             return self._selection(folder, content, view, path, command_line)
@@ -89,7 +111,7 @@ class _Composer:
             below = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
             below_path = f"{path}.{name}" if path else name
             if isinstance(entry, Folder):
-                effective[name] = self.folder(entry, content.get(name), below_path, below)
+                effective[name] = self._folder(entry, content.get(name), below_path, below)
             else:
                 section = self._open_section(folder, name, below_path, "default")
                 view_part = content.get(name)
@@ -147,19 +169,19 @@ class _Composer:
     # ---- files and their keys
 
     def _open_section(self, folder: Folder, name: str, path: str, how: str) -> Section:
-        """Reads a tree file and what it inherits, base first, into a new section."""
+        """Read a file of the tree and those that it inherits, base first, into a new section."""
         chain = self._inherit_chain(folder, name, path)
         section = Section(path, [file for file, _ in chain])
         for file, node in chain:
             step = how if file is chain[-1][0] else f"inherited by {name}"
             step += ", overlay" if file.overlaid else ""
-            numbered: dict[str, Any] = {}
+            encoded: dict[str, Any] = {}
             for key, value in node.value.items():
                 if key == INHERIT:
-                    numbered[key] = value.value
+                    encoded[key] = value.value
                 else:
-                    self._merge(section.values, numbered, key, value, step, f"{path}.{key}", grow=True)
-            self._numbered[file.relative] = numbered
+                    self._set(section.origins, encoded, key, value, step, f"{path}.{key}", grow=True)
+            self._files[file.relative] = encoded
         self.sections[path] = section
         return section
 
@@ -187,55 +209,68 @@ class _Composer:
                 )
             name = parent.value.removesuffix(".yaml")
 
-    def _merge(
-        self, values: dict[str, Any], numbered: dict[str, Any], key: str, node: Node, how: str, path: str, grow: bool
+    def _set(
+        self, origins: dict[str, Any], encoded: dict[str, Any], key: str, node: Node, how: str, path: str, grow: bool
     ) -> None:
-        """Puts `node` into `values` and its number into `numbered`. A mapping is gone into where one is there already
-        (or, in a tree file, where nothing is); elsewhere it is one value, such as data.validation's names."""
-        name = key.rpartition(NESTED)[2]
-        known = values.get(name)
-        into = isinstance(known, dict) or (grow and name not in values and isinstance(node.value, dict) and node.value)
-        if not into:
-            values.setdefault(name, []).append(Origin(node, how))
-            self._origins.append(values[name][-1])
-            numbered[key] = len(self._origins) - 1
+        """Record that `node` sets `key`, and write it into the encoded copy.
+
+        A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
+        there is none yet); elsewhere it is one value, such as the names of data.validation.
+        """
+        self._set_joined(origins, encoded, (key,), node, how, path, grow)
+
+    def _set_joined(
+        self,
+        origins: dict[str, Any],
+        encoded: dict[str, Any],
+        keys: tuple[str, ...],
+        node: Node,
+        how: str,
+        path: str,
+        grow: bool,
+    ) -> None:
+        key = keys[-1]
+        new_mapping = grow and key not in origins and isinstance(node.value, dict) and bool(node.value)
+        if not (isinstance(origins.get(key), dict) or new_mapping):
+            origins.setdefault(key, []).append(Origin(node, how))
+            encoded[joined(*keys)] = encode(node.plain())
             return
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where} {path}: a mapping is expected, not {describe(node.value)}")
-        below = values.setdefault(name, {})
+        below = origins.setdefault(key, {})
         for sub_key, sub_node in node.value.items():
             if not grow and sub_key not in below:
                 raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{did_you_mean(sub_key, below)}")
-            self._merge(below, numbered, key + NESTED + sub_key, sub_node, how, f"{path}.{sub_key}", grow)
+            self._set_joined(below, encoded, (*keys, sub_key), sub_node, how, f"{path}.{sub_key}", grow)
 
     def _override_all(
         self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
     ) -> dict[str, Any]:
-        """Applies the view's keys, then the command line's; returns them numbered for confignest."""
-        numbered: dict[str, Any] = {}
-        plug_in = self.rules.plug_ins.get(section.path)
+        """Apply the view's keys, then the command line's; returns them encoded for confignest."""
+        encoded = self._overrides[section.path] = {}
+        plug_in = self._rules.plug_ins.get(section.path)
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
             self._check_key(section, key, node)
-            self._merge(section.values, numbered, key, node, "override", f"{section.path}.{key}", grow=False)
+            self._set(section.origins, encoded, key, node, "override", f"{section.path}.{key}", grow=False)
         for override in command_line:
             if not override.parts:
                 raise ConfigError(
                     f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
-                    f"{section.path}.{next(iter(section.values), 'KEY')}=VALUE"
+                    f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
                 )
             key, *rest = override.parts
             self._check_key(section, key, override.node)
             node = self._wrapped(section, key, rest, override)
-            self._merge(section.values, numbered, key, node, COMMAND_LINE, f"{section.path}.{key}", grow=False)
-        return numbered
+            self._set(section.origins, encoded, key, node, COMMAND_LINE, f"{section.path}.{key}", grow=False)
+        return encoded
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
-        """`a.b.c=v` below a key: a mapping that changes only `c`, also where the mapping is one value."""
+        """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, also where the mapping is one value."""
         node = override.node
         for part in reversed(rest):
             node = Node({part: node}, COMMAND_LINE)
-        known = section.values.get(key)
+        known = section.origins.get(key)
         if not rest or not isinstance(known, list):
             return node
         present = known[-1].node.value
@@ -244,16 +279,16 @@ class _Composer:
         return Node({**(present or {}), **node.value}, COMMAND_LINE)
 
     def _check_key(self, section: Section, key: str, node: Node) -> None:
-        if key in section.values:
+        if key in section.origins:
             return
-        more = self.rules.more_keys(section.path)
+        more = self._rules.more_keys(section.path)
         if key in more or (section.takes_any and key not in (SELECT, OVERRIDE, INHERIT)):
             return
         # a name of the section itself is the likelier meaning; Megatron-Core's are hundreds
         raise ConfigError(f"{node.where} {section.path}.{key}: " + self._unknown(section, key, more))
 
     def _unknown(self, section: Section, key: str, more: Collection[str]) -> str:
-        advice = self.rules.advice(section.path, key)
+        advice = self._rules.advice(section.path, key)
         if advice:
             return advice
         if key == OVERRIDE:
@@ -262,8 +297,8 @@ class _Composer:
             return "nothing is to be selected here; delete it"
         if key == INHERIT:
             return "belongs in a file of the tree, not in a run's YAML"
-        hint = did_you_mean(key, section.values) or did_you_mean(key, more)
-        return f"unknown key{hint or '; the keys are ' + ', '.join(section.values)}"
+        hint = did_you_mean(key, section.origins) or did_you_mean(key, more)
+        return f"unknown key{hint or '; the keys are ' + ', '.join(section.origins)}"
 
     # ---- refusals of whole sections
 
@@ -271,22 +306,22 @@ class _Composer:
         here = f"{path}.{key}" if path else key
         if key == SELECT:
             raise ConfigError(f"{node.where} {here}: nothing is to be selected here; delete it")
-        advice = self.rules.advice(path, key)
+        advice = self._rules.advice(path, key)
         if advice is None and key in (OVERRIDE, INHERIT):
             advice = "does not belong here; name the section and write its keys there"
         hint = did_you_mean(key, folder.entries) or f"; the sections are {', '.join(folder.entries)}"
         raise ConfigError(f"{node.where} {here}: {advice or 'unknown section' + hint}")
 
     def _refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node, path: str) -> None:
-        if key in section.values or key in self.rules.more_keys(path):
+        if key in section.origins or key in self._rules.more_keys(path):
             rule = f"a key beside {SELECT} has no effect; put it under {OVERRIDE}"
         elif key in folder.entries:
             rule = f"{section.name} is selected, so this has no effect; delete it or select {key}"
         elif key in (INHERIT,):
             rule = "belongs in a file of the tree, not in a run's YAML"
         else:
-            near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.values)
-            rule = self.rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} stand here"
+            near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
+            rule = self._rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} stand here"
         raise ConfigError(f"{node.where} {path}.{key}: {rule}")
 
     def _refuse_command_line(self, folder: Folder, override: _Override, path: str) -> None:
@@ -295,31 +330,3 @@ class _Composer:
                 f"{COMMAND_LINE} {override.path}: names a folder; go on with one of {', '.join(folder.entries)}"
             )
         self._refuse_section(folder, override.parts[0], override.node, path)
-
-    # ---- composition
-
-    def compose(self, effective: dict[str, Any]) -> dict[str, Any]:
-        """Lets confignest compose the numbered files and view, then puts the values in."""
-        from confignest import ConfigNest
-
-        with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as scratch:
-            nest, view = Path(scratch, "nest"), Path(scratch, "view.yaml")
-            self.root.write(nest, self._numbered)
-            view.write_text(json.dumps(effective), encoding="utf-8")
-            composed = ConfigNest(str(nest), str(view)).nest_instance
-
-        return self._valued(composed, self.root)
-
-    def _valued(self, composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
-        """confignest's namespaces with values for numbers, in the tree's order (confignest's is the disk's)."""
-        content = vars(composed)
-        if not isinstance(folder, Folder) or folder.selects_one:
-            values: dict[str, Any] = {}
-            for key, number in content.items():
-                *outer, last = key.split(NESTED)
-                place = values
-                for part in outer:
-                    place = place.setdefault(part, {})
-                place[last] = self._origins[number].node.plain()
-            return values
-        return {name: self._valued(content[name], entry) for name, entry in folder.entries.items() if name in content}

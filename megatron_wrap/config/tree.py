@@ -1,11 +1,8 @@
 """The tree of YAML files that a run's YAML is read over: the shipped one, and over it, file by file, a `nest/` beside
 the run's YAML."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_wrap.config.reading import Node, read_yaml, shown_path
 from megatron_wrap.errors import ConfigError, did_you_mean
@@ -38,23 +35,6 @@ class Folder:
     default: str | None = None
     skipped_without_selection: bool = False
     entries: dict[str, "Folder | TreeFile"] = field(default_factory=dict)
-
-    def write(self, target: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes the folder below `target` for confignest, with `contents` by relative path; other files are empty, and
-        left out where one is selected."""
-        target.mkdir()
-        manifest: dict[str, Any] = {"selection_mode": "one" if self.selects_one else "all"}
-        if self.default is not None:
-            manifest.update(if_no_selection="default", default_selection=self.default)
-        elif self.skipped_without_selection:
-            manifest.update(if_no_selection="skip")
-        (target / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        for name, entry in self.entries.items():
-            if isinstance(entry, Folder):
-                entry.write(target / name, contents)
-            elif entry.relative in contents or not self.selects_one:
-                content = json.dumps(contents.get(entry.relative, {}))  # JSON is YAML
-                (target / f"{name}.yaml").write_text(content, encoding="utf-8")
 
 
 def shipped_root() -> Path:

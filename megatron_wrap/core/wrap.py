@@ -9,9 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.paths import output_dir
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
@@ -47,7 +48,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
-        self.config = config if isinstance(config, RunConfig) else load_run_config(config, overrides)
+        self.config = config if isinstance(config, RunConfig) else read_run(config, overrides)
         check_run(self.config)
         check_checkpoints(self.config)
         check_hugging_face(self.config)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.testing.comparison import (
@@ -74,7 +75,7 @@ def check_parity(
     """
     with tempfile.TemporaryDirectory() as folder:
         base = check_overrides(config, overrides, flow, shrink, folder, platform)
-        reference_config = load_run_config(config, base)
+        reference_config = read_run(config, base)
         check_run(reference_config)
         taken = _samples(reference_config, samples, steps)
         with Pools(platform, ranks) as pools:
@@ -141,7 +142,7 @@ class _Comparison:
                 "return LossOutput to be free of the cut"
             )
         try:
-            config = load_run_config(self.config, [*self.base, *case.overrides()])
+            config = read_run(self.config, [*self.base, *case.overrides()])
             check_run(config)
             check_layout(config, case.processes)
         except MegatronWrapError as error:
@@ -202,7 +203,7 @@ class _Comparison:
 
     def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
         """Whether reference and layout agree on a batch that repeats its first sample that has a loss."""
-        reference_config = load_run_config(self.config, self.base)
+        reference_config = read_run(self.config, self.base)
         size = config.train.global_batch_size
         for sample in self.samples[:size]:
             repeated = [sample] * size

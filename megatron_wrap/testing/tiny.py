@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config import RunConfig, derived, load_run_config
+from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.hugging_face import HF_PATH, spelled_out
 from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.testing.layouts import LayoutCase
@@ -51,7 +52,7 @@ def check_overrides(
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:
-        whole = load_run_config(config, [*values, *overrides])
+        whole = read_run(config, [*values, *overrides])
         if whole.model_provider.hf_path is not None:  # a tiny model has not the architecture of the folder
             values += spelled_out(whole)
             overrides = [*overrides, f"{HF_PATH}=null"]

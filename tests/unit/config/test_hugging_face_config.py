@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.hugging_face import FAMILIES, HF_PATH, spelled_out
+from megatron_wrap.config.hugging_face import FAMILIES, HF_PATH, NotDownloaded, spelled_out
 from megatron_wrap.errors import ConfigError
 
 RUN = """\
@@ -157,19 +158,56 @@ def test_without_a_folder_an_architecture_has_to_be_selected(run):
     assert "megatron_lm.model.arch: nothing is selected; write arch:" in refusal(run, f"{HF_PATH}=null")
 
 
-def test_a_hub_id_is_fetched_through_the_hub_without_its_weights(run, tmp_path, monkeypatch):
+def cached(folder: Path, model: Path) -> None:
+    """Put a model's configuration into a hub cache, as huggingface_hub lays it out."""
+    repository = folder / "models--org--name"
+    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(model, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+
+
+def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, tmp_path, monkeypatch):
+    import socket
+
     import huggingface_hub
 
-    asked = []
+    def refuse_connection(*arguments: Any) -> None:
+        raise AssertionError("a connection was opened")
 
-    def snapshot(repo_id: str, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
-        return str(tmp_path / "model")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(socket.socket, "connect", refuse_connection)
+    with pytest.raises(NotDownloaded, match=r"'org/name' .* local Hugging Face cache does not have it"):
+        run(f"{HF_PATH}=org/name")
+    run()  # makes the folder
+    cached(tmp_path / "cache", tmp_path / "model")
     assert run(f"{HF_PATH}=org/name").arch.num_layers == 3
-    assert asked[0][0] == "org/name"
-    assert not any("safetensors" in pattern or "bin" in pattern for pattern in asked[0][1])
+
+
+def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    from megatron_wrap.bridge.hub import logger, read_run
+
+    asked: list[list[str]] = []
+    lines: list[str] = []
+    original = huggingface_hub.snapshot_download
+
+    def snapshot(repo_id: str, allow_patterns: list[str] | None = None, **options: Any) -> str:
+        if options.get("local_files_only"):
+            return original(repo_id, **options)
+        asked.append(list(allow_patterns or ()))
+        cached(tmp_path / "cache", tmp_path / "model")
+        return str(tmp_path / "cache")
+
+    run()  # makes the folder
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(logger, "info_rank_0", lines.append)
+    assert read_run("run.yaml", [f"{HF_PATH}=org/name"]).arch.num_layers == 3
+    assert len(asked) == len(lines) == 1
+    assert "org/name" in lines[0]
+    assert not any("safetensors" in pattern or "bin" in pattern for pattern in asked[0])
 
 
 def test_reading_it_needs_no_torch(run, tmp_path):

@@ -1,0 +1,61 @@
+"""Downloads from the Hugging Face hub, each a step of its own with a line in the log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.hugging_face import CONFIG_FILES, NotDownloaded, resolve_folder
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.dist_logger import logger
+
+
+def read_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """`load_run_config`, after the configuration files of a hub id that is not in the local cache were downloaded.
+
+    Raises:
+        ConfigError: see `load_run_config`; or the hub does not provide the repository.
+    """
+    try:
+        return load_run_config(path, overrides)
+    except NotDownloaded as missing:
+        download(missing.repo_id, CONFIG_FILES)
+    return load_run_config(path, overrides)
+
+
+def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Path:
+    """The local folder of a path or of a hub id, whose files are downloaded first where the cache lacks them.
+
+    Args:
+        patterns: which files of a hub repository are needed.
+
+    Raises:
+        ConfigError: no such folder, or the hub does not provide the repository.
+    """
+    try:
+        folder = resolve_folder(path_or_id)
+    except NotDownloaded:
+        return download(path_or_id, patterns)
+    # a cache may have the configuration and lack the weights: the hub's own look-up finds what is missing
+    is_local = Path(path_or_id).expanduser().is_dir()
+    return folder if is_local or tuple(patterns) == CONFIG_FILES else download(path_or_id, patterns)
+
+
+def download(repo_id: str, patterns: Sequence[str]) -> Path:
+    """Download those files of a hub repository that the local cache lacks.
+
+    Raises:
+        ConfigError: the hub does not provide the repository.
+    """
+    from huggingface_hub import snapshot_download
+
+    logger.info_rank_0(f"downloading {repo_id} from the Hugging Face hub ({', '.join(patterns)})")
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=list(patterns)))
+    except Exception as error:  # the hub, the network and the cache each have their own kinds
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(
+            f"no folder {repo_id!r} is here, and the Hugging Face hub did not provide it ({reason}); give a local one"
+        ) from error
