@@ -1,0 +1,115 @@
+"""A checkpoint with one damaged file: a run refuses it with one error, the same on both ranks, or loads what was saved.
+
+python scripts/drill/corrupt_checkpoint.py --count 200 [--seed 0]
+
+Damages, at random: a file cut short, emptied, deleted, or overwritten with noise for some bytes. Noise may hit bytes
+that nothing reads, and the records of the resolved configuration are not needed to resume; such a run has to load the
+saved state bit for bit. The tensors' files have no checksums, so noise among their numbers goes unseen: it is counted,
+and is no failure. Ends with 1 after another exception, a rank of another opinion, or a wrong state otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
+import _checkpoint_runs as runs
+
+from megatron_wrap.testing.ranks import RankError, RankPool
+
+RANKS = 2
+KINDS = ("cut", "emptied", "deleted", "noise")
+OUTCOMES = ("refused", "loaded", "unseen", "wrong")
+
+
+def resume(folder: Path) -> str:
+    """The digest of the resumed state, or the message with which it is refused."""
+    from megatron_wrap.errors import CheckpointError
+
+    try:
+        with runs.started(folder) as wrap:
+            return f"state {wrap.iteration} {runs.state_digest(wrap)}"
+    except CheckpointError as error:
+        return f"refused: {error}"
+
+
+def damage(file: Path, kind: str, generator: random.Random) -> str:
+    """Damage the file; how, in words."""
+    size = file.stat().st_size
+    if kind == "deleted":
+        file.unlink()
+    elif kind == "emptied":
+        os.truncate(file, 0)
+    elif kind == "cut":
+        left = generator.randrange(size)
+        os.truncate(file, left)
+        return f"cut from {size} to {left} bytes"
+    else:
+        at, length = generator.randrange(size), generator.choice((1, 16, 256))
+        with file.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(generator.randbytes(min(length, size - at)))
+        return f"{length} bytes of noise at {at}"
+    return kind
+
+
+def drill(count: int, seed: int, scratch: Path) -> list[str]:
+    """Damage `count` copies of a checkpoint, and print a line for each kind of damage; what was wrong."""
+    generator = random.Random(seed)
+    runs.warm_up()
+    pool = RankPool(RANKS, timeout_seconds=60)
+    pool.run(runs.train, scratch / "saved", (), 2, (2,))
+    whole = pool.run(resume, scratch / "saved")
+    files = sorted(path.relative_to(scratch) for path in (scratch / "saved" / "iter_0000002").iterdir())
+    outcomes, wrong = Counter(), []
+    for place in range(count):
+        kind, file = KINDS[place % len(KINDS)], files[place // len(KINDS) % len(files)]
+        copy = scratch / "copy"
+        shutil.copytree(scratch / "saved", copy)
+        what = f"{file.name}: {damage(copy / file.relative_to('saved'), kind, generator)}"
+        try:
+            found = pool.run(resume, copy)
+        except RankError as error:
+            wrong.append(f"{what}: another exception, or none in time:\n{error}")
+            outcomes[kind, "wrong"] += 1
+            pool = RankPool(RANKS, timeout_seconds=60)
+            continue
+        finally:
+            shutil.rmtree(copy)
+        if all(said.startswith("refused: ") for said in found) and len(set(found)) == 1:
+            outcomes[kind, "refused"] += 1
+        elif found == whole:
+            outcomes[kind, "loaded"] += 1
+        elif kind == "noise" and file.suffix == ".distcp" and not any(said.startswith("refused") for said in found):
+            outcomes[kind, "unseen"] += 1
+        else:
+            outcomes[kind, "wrong"] += 1
+            wrong.append(f"{what}: {[said[:300] for said in found]}")
+    pool.close()
+    for kind in KINDS:
+        print(f"{kind:<8}", *(f"{outcomes[kind, outcome]:>5} {outcome}" for outcome in OUTCOMES))
+    return wrong
+
+
+def main() -> int:
+    """0: each damage was refused or harmless; 1: one was not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="damaged copies")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        wrong = drill(arguments.count, arguments.seed, Path(scratch))
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

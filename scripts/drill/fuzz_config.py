@@ -1,0 +1,123 @@
+"""Random edits of the shipped configurations: each is read, or refused with one error that names a place.
+
+python scripts/drill/fuzz_config.py --count 20000 [--seed 0]
+
+An edit overrides a random key of the run's tree with a random value, misspells a key on the command line, or changes
+characters of the YAML's text. Ends with 1 after an exception that is none of a user's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from megatron_wrap.config import load_run_config
+from megatron_wrap.errors import MegatronWrapError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VALUES = (
+    *(
+        "null",
+        "true",
+        "false",
+        "0",
+        "1",
+        "-1",
+        "3",
+        "64",
+        "0.5",
+        "1e400",
+        "1e-400",
+        "2e-4",
+        ".nan",
+        ".inf",
+        "0x10",
+        "-0.0",
+    ),
+    *(
+        "''",
+        "abc",
+        "a: b",
+        "[",
+        "[]",
+        "{}",
+        "[1, 2]",
+        "{a: 1}",
+        "[[1]]",
+        "{__select__: x}",
+        "!!int x",
+        "~",
+        "*x",
+        "&x 1",
+    ),
+    *("\x00", "é\u2028", "2024-01-01", "/etc/passwd", "x" * 500, "9" * 30, "${a}", "megatron_wrap"),
+)
+CHARACTERS = "\n\t :-#[]{}&*!|>'\"%@`,?\\\x00éa0_."
+
+
+def edited(config: Path, folder: Path, keys: list[str], generator: random.Random) -> tuple[Path, list[str], str]:
+    """(YAML, overrides, kind of the edit)."""
+    kind = generator.choice(("value", "value", "key", "text"))
+    if kind == "text":
+        text = list(config.read_text(encoding="utf-8"))
+        for _ in range(generator.randint(1, 4)):
+            at = generator.randrange(len(text))
+            text[at] = generator.choice((generator.choice(CHARACTERS), "", text[at] * 2, "".join(text[at : at + 20])))
+        changed = folder / config.name
+        changed.write_text("".join(text), encoding="utf-8")
+        return changed, [], kind
+    overrides = []
+    for _ in range(generator.randint(1, 3)):
+        key = generator.choice(keys)
+        if kind == "key":
+            at = generator.randrange(len(key))
+            key = key[:at] + generator.choice((generator.choice(CHARACTERS), "", "x", ".")) + key[at + 1 :]
+        overrides.append(f"{key}={generator.choice(VALUES)}")
+    return config, overrides, kind
+
+
+def drill(count: int, seed: int, folder: Path) -> list[str]:
+    """Read `count` edits, and print a line for each kind; what was wrong."""
+    generator = random.Random(seed)
+    configs = sorted(CONFIGS.glob("*.yaml"))
+    keys = {config: sorted(load_run_config(config).sources) for config in configs}
+    outcomes, wrong = Counter(), []
+    for _ in range(count):
+        config = generator.choice(configs)
+        path, overrides, kind = edited(config, folder, keys[config], generator)
+        try:
+            load_run_config(path, overrides)
+            outcome = "read"
+        except MegatronWrapError as error:
+            outcome = "refused" if str(error).strip() else "wrong"
+        except Exception:
+            outcome = "wrong"
+        outcomes[kind, outcome] += 1
+        if outcome == "wrong":
+            text = path.read_text(encoding="utf-8") if kind == "text" else ""
+            wrong.append(f"{path.name} {overrides!r}\n{text}\n{traceback.format_exc()}")
+    for kind in ("value", "key", "text"):
+        print(f"{kind:<6}", *(f"{outcomes[kind, outcome]:>6} {outcome}" for outcome in ("read", "refused", "wrong")))
+    return wrong
+
+
+def main() -> int:
+    """0: each edit was read or refused; 1: one raised something else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20_000, help="edits")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        wrong = drill(arguments.count, arguments.seed, Path(scratch))
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
