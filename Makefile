@@ -1,11 +1,17 @@
 # Short names for the scripts; each sets the environment up on its first call.
-.PHONY: install test lint example metric-docs
+.PHONY: install fast test all lint example metric-docs
 
 install:
 	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
 
+fast:
+	bash scripts/run_tests.sh --fast
+
 test:
 	bash scripts/run_tests.sh
+
+all:
+	bash scripts/run_tests.sh --all
 
 lint: install
 	.venv/bin/python -m ruff check .

@@ -1,16 +1,62 @@
 #!/usr/bin/env bash
-# Lint, types and all tests; the first call sets the environment up. Below Python 3.12, where pip takes Megatron-Core
-# 0.16, the distributed tests run on 0.19 too, at the same time, and checkpoints go from each to the other.
-#   bash scripts/run_tests.sh [pytest arguments]     with arguments: only pytest, with them
+# The tests; the first call sets the environment up. docs/testing.md has what each covers and how long it takes.
+#   bash scripts/run_tests.sh            lint, types, every feature and every parallel axis at least once
+#   bash scripts/run_tests.sh --fast     lint, types, unit tests without transformers and process groups (make fast)
+#   bash scripts/run_tests.sh --all      everything, short drills too; below Python 3.12, where pip takes Megatron-Core
+#                                        0.16, on 0.19 as well, and checkpoints go from each to the other
+#   bash scripts/run_tests.sh [pytest arguments]     only pytest, with them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 environment requirements-dev.txt
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-if [ $# -gt 0 ]; then exec "$PYTHON" -m pytest "$@"; fi
+case "$*" in
+  "") selected=(-m "not matrix and not drill") ;;
+  --all) selected=(-m "") ;;
+  --fast) ;;
+  *) exec "$PYTHON" -m pytest "$@" ;;
+esac
+
+status=0 scratch=$(mktemp -d) beside=
+trap '[ -z "$beside" ] || kill -- "-$beside" 2> /dev/null; rm -rf "$scratch"' EXIT
+
+part() { # NAME COMMAND...: runs it and keeps what it prints; the next part runs too, whatever this one finds
+  local name=$1
+  shift
+  echo "== $name" >&2
+  "$@" 2>&1 | tee "$scratch/$name" || status=1
+}
+
+run_beside() { # COMMAND...: runs it at the same time; await_beside prints what it printed
+  set -m # a process group of its own, for the trap
+  ("$@"; exit "$status") > "$scratch/.beside" 2>&1 &
+  beside=$!
+  set +m
+}
+
+await_beside() {
+  wait "$beside" || status=1
+  beside=
+  cat "$scratch/.beside"
+}
+
+lint() {
+  "$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check .
+}
+
+types() {
+  "$PYTHON" -m mypy
+}
+
+distributed() {
+  part "distributed tests" "$PYTHON" -m pytest --durations=15 "${selected[@]}" tests/distributed
+}
+
+others() {
+  part "other tests" "$PYTHON" -m pytest --durations=10 "${selected[@]}" tests --ignore tests/distributed
+}
 
 on_newer_megatron_core() {
-  set -euo pipefail
   # the same packages, but for Megatron-Core: its wheel runs on Python 3.11 although its metadata asks for 3.12
   local newer=$PWD/.venv-mcore019
   if [ ! -f "$newer/.installed" ]; then
@@ -20,37 +66,39 @@ on_newer_megatron_core() {
       --only-binary=:all: megatron-core==0.19.2
     touch "$newer/.installed"
   fi
-  export PYTHONPATH=$PWD  # the first environment's editable installation is not read through beside.pth
-  # what check-parity says of a zoo of right and wrong flows has nothing of Megatron-Core's
-  "$newer/bin/python" -m pytest -p no:cacheprovider tests/distributed tests/unit/platform \
-    -k "not test_a_wrong_flow and not test_no_right_flow"
-  "$PYTHON" tests/distributed/cross_version.py save "$scratch/older"
-  "$newer/bin/python" tests/distributed/cross_version.py load "$scratch/older"
-  "$newer/bin/python" tests/distributed/cross_version.py save "$scratch/newer"
-  "$PYTHON" tests/distributed/cross_version.py load "$scratch/newer"
+  export PYTHONPATH=$PWD # the first environment's editable installation is not read through beside.pth
+  # left out: what is Megatron-Core's in no way, which is the reading of a configuration, and what check-parity says of a
+  # zoo of right and wrong flows. The other unit tests are run once for the same reason, but for those of the platform.
+  part "distributed tests on 0.19" "$newer/bin/python" -m pytest -p no:cacheprovider --durations=5 \
+    tests/distributed tests/unit/platform -k "not test_a_wrong_flow and not test_no_right_flow and not fuzz_config"
+  part "checkpoints across versions" across_versions "$newer/bin/python"
 }
 
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
-scratch=$(mktemp -d) newer_run=
-trap '[ -z "$newer_run" ] || kill -- "-$newer_run" 2> /dev/null; rm -rf "$scratch"' EXIT
-if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-  # ranks wait for each other a third of their time: two runs beside each other end sooner than one after the other
-  set -m  # a process group of its own, for the trap
-  echo "the distributed tests run on Megatron-Core 0.19 at the same time; what they say comes at the end" >&2
-  on_newer_megatron_core > "$scratch/newer.log" 2>&1 &
-  newer_run=$!
-  set +m
+across_versions() { # NEWER_PYTHON
+  local script=tests/distributed/cross_version.py
+  "$PYTHON" $script save "$scratch/.older" && "$1" $script load "$scratch/.older" &&
+    "$1" $script save "$scratch/.newer" && "$PYTHON" $script load "$scratch/.newer"
+}
+
+# ranks wait for each other a third of their time: two runs beside each other end sooner than one after the other
+if [ "$*" = --fast ]; then
+  run_beside part types types
+  part lint lint
+  part "fast tests" "$PYTHON" -m pytest --fast tests/unit
+elif [ "$*" = --all ] && "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
+  run_beside on_newer_megatron_core
+  part lint lint
+  part types types
+  distributed
+  others
+else
+  run_beside distributed
+  part lint lint
+  part types types
+  others
 fi
-status=0  # every part runs, whatever an earlier one found
-# the ranks of tests/distributed are forked: in a process of their own, before other tests start threads
-"$PYTHON" -m pytest --durations=15 tests/distributed || status=$?
-"$PYTHON" -m pytest --durations=10 tests --ignore tests/distributed || status=$?
-if [ -n "$newer_run" ]; then
-  wait "$newer_run" || status=$?
-  newer_run=
-  echo "on Megatron-Core 0.19:"
-  cat "$scratch/newer.log"
-fi
+echo "waiting for what ran at the same time" >&2
+await_beside
+echo
+"$PYTHON" scripts/test_summary.py "$scratch" "$SECONDS" || status=1
 exit "$status"
