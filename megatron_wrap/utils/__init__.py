@@ -1,4 +1,4 @@
-"""What the program says: text logs, metric loggers, the progress bar. Importing it does no work."""
+"""Text logs, metric loggers and the progress bar. Importing the package has no side effects."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,7 @@
-"""The text log of a distributed run, on loguru: `logger.info_rank_0("...")`, `logger.debug_all_ranks("...")`.
+"""Text logging for distributed runs, with loguru: `logger.info_rank_0("...")`, `logger.debug_all_ranks("...")`.
 
-Importing this module adds no sink and removes none. An entry point calls `configure_console`, usually through
-`megatron_wrap.utils.session.LoggerSession`; until then records go wherever the host program sends loguru's.
+Importing this module does not change loguru's sinks. An entry point calls `configure_console`, usually through
+`megatron_wrap.utils.session.LoggerSession`; before that, messages go to the sinks of the host program.
 """
 
 import os
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from loguru import Message, Record
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
-"""Legal values of CONSOLE_LOG_LEVEL: loguru's own levels, lowest first."""
+"""Valid values of CONSOLE_LOG_LEVEL: loguru's levels, lowest first."""
 
 
 class DistLogger:
     """`(error|warning|info|debug)_(rank_0|all_ranks)(message, *args, **kwargs)`.
 
-    The message is formatted with `str.format` when arguments are given, as loguru does. Lines of `_rank_0` come from
-    global rank 0 only and cost one comparison elsewhere; lines of `_all_ranks` carry the rank.
+    With arguments, the message is formatted with `str.format`, as in loguru. `_rank_0` methods log on global rank 0 and
+    cost one comparison on other ranks; `_all_ranks` methods add the rank to the line.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class DistLogger:
 
     @property
     def rank(self) -> int:
-        """Global rank of this process: the one given to `set_rank`, else torchrun's RANK, else 0."""
+        """Global rank of this process: from `set_rank`, else torchrun's RANK, else 0."""
         if self._rank is not None:
             return self._rank
         value = os.environ.get("RANK", "")
         return int(value) if value.isdecimal() else 0
 
     def set_rank(self, rank: int | None) -> None:
-        """Fixes the global rank of this process (for processes started without RANK); None: follow RANK again."""
+        """Set the global rank of this process, for processes started without RANK; None: use RANK again."""
         self._rank = rank
 
     def error_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
@@ -75,25 +75,25 @@ class DistLogger:
         self._write("DEBUG", True, message, args, kwargs)
 
     def _write(
-        self, level: str, all_ranks: bool, message: str, args: tuple[Any, ...], kwargs: dict[str, Any], above: int = 1
+        self, level: str, all_ranks: bool, message: str, args: tuple[Any, ...], kwargs: dict[str, Any], depth: int = 1
     ) -> None:
-        """`above` counts the frames between this one and the line that the record should name, less one."""
+        """`depth` is the number of stack frames between this one and the caller to report, minus one."""
         if all_ranks:
-            _loguru.bind(rank=self.rank).opt(depth=above + 1).log(level, message, *args, **kwargs)
+            _loguru.bind(rank=self.rank).opt(depth=depth + 1).log(level, message, *args, **kwargs)
         elif self.rank == 0:
-            _loguru.opt(depth=above + 1).log(level, message, *args, **kwargs)
+            _loguru.opt(depth=depth + 1).log(level, message, *args, **kwargs)
 
 
 logger = DistLogger()
 
 
-class _Consoles:
-    """The console sinks asked for, innermost last; only the innermost is live, so no line appears twice."""
+class _ConsoleStack:
+    """Nested console configurations; only the innermost (last) has a sink, so no line appears twice."""
 
     def __init__(self) -> None:
         self._levels: list[tuple[object, str]] = []
         self._sink: int | None = None
-        self._default_sink = 0  # the one on stderr that loguru itself starts with
+        self._default_sink = 0  # id of loguru's initial sink on stderr
         self._removed_default = False
 
     def push(self, level: str) -> Callable[[], None]:
@@ -102,9 +102,9 @@ class _Consoles:
         self._refresh()
 
         def undo() -> None:
-            kept = [entry for entry in self._levels if entry[0] is not token]
-            if len(kept) != len(self._levels):
-                self._levels = kept
+            remaining = [entry for entry in self._levels if entry[0] is not token]
+            if len(remaining) != len(self._levels):
+                self._levels = remaining
                 self._refresh()
 
         return undo
@@ -114,7 +114,7 @@ class _Consoles:
             _remove(self._sink)
             self._sink = None
         if self._levels:
-            # Only loguru's default gives way; sinks that the host program added stay.
+            # Replace only loguru's default sink; keep sinks that the host program added.
             self._removed_default = _remove(self._default_sink) or self._removed_default
             self._sink = _add_console(self._levels[-1][1])
         elif self._removed_default:
@@ -123,30 +123,30 @@ class _Consoles:
                 self._default_sink = _loguru.add(sys.stderr)
 
 
-_consoles = _Consoles()
+_console_stack = _ConsoleStack()
 
 
 def configure_console(level: str | None = None) -> Callable[[], None]:
-    """Sends loguru's records to this process's stderr in our format, in place of loguru's default sink.
+    """Replace loguru's default sink by one that writes to stderr in this package's format.
 
-    Sinks that the host program added itself stay as they are. For entry points and `initialize()` only.
+    Sinks that the host program added are unchanged. For entry points and `initialize()` only.
 
     Args:
-        level: lowest level shown; default: CONSOLE_LOG_LEVEL of the environment, else INFO. At DEBUG and below each
-            line also names the file and line that wrote it.
+        level: lowest level shown; default: environment variable CONSOLE_LOG_LEVEL, else INFO. At DEBUG and below, each
+            line includes the file and line of its call.
 
     Returns:
-        A function that takes our sink away and puts loguru's default one back where it was taken; calling it twice
-        is harmless. Calls may nest: the innermost console that is not undone is the live one.
+        A function that removes the sink and restores loguru's default one; calling it twice is harmless. Calls may be
+        nested: the innermost configuration that is not undone is active.
 
     Raises:
-        ConfigError: the level is none of `LEVELS`.
+        ConfigError: the level is not in `LEVELS`.
     """
     chosen = level or os.environ.get("CONSOLE_LOG_LEVEL") or "INFO"
     if chosen.upper() not in LEVELS:
         where = "console log level" if level else "CONSOLE_LOG_LEVEL"
-        raise ConfigError(f"{where} {chosen!r} is unknown; choose one of {', '.join(LEVELS)}")
-    return _consoles.push(chosen.upper())
+        raise ConfigError(f"unknown {where} {chosen!r}; choose one of {', '.join(LEVELS)}")
+    return _console_stack.push(chosen.upper())
 
 
 def _add_console(level: str) -> int:
@@ -159,18 +159,18 @@ def _add_console(level: str) -> int:
             f"<dim>{{time:MM-DD HH:mm:ss}}</dim> <level>{{level:<7}}</level> {source}{rank}{{message}}\n{{exception}}"
         )
 
-    colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    color = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     return _loguru.add(
-        _write_to_stderr, level=level, format=line_format, colorize=colour, backtrace=False, diagnose=False
+        _write_to_stderr, level=level, format=line_format, colorize=color, backtrace=False, diagnose=False
     )
 
 
 def _write_to_stderr(message: "Message") -> None:
-    """One write for each record, to the stderr of that moment, above any progress bar that tqdm is drawing."""
+    """Write a record to the current stderr, above a tqdm progress bar if there is one."""
     stream = sys.stderr
     if stream is None:
         return
-    bar_class = getattr(sys.modules.get("tqdm"), "tqdm", None)  # no bar can exist where tqdm was never imported
+    bar_class = getattr(sys.modules.get("tqdm"), "tqdm", None)  # without tqdm imported there is no bar
     if bar_class is not None:
         bar_class.write(str(message), file=stream, end="")
     else:
@@ -181,6 +181,6 @@ def _write_to_stderr(message: "Message") -> None:
 def _remove(sink: int) -> bool:
     try:
         _loguru.remove(sink)
-    except ValueError:  # the host program removed it already
+    except ValueError:  # already removed by the host program
         return False
     return True

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, which any strict reader takes and a resumed run continues."""
+"""`metrics.jsonl`: one strict JSON object per step; a resumed run continues the file."""
 
 import json
 import math
@@ -12,17 +12,17 @@ from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 
 class JsonLinesLogger:
-    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl`, flushed line by line.
+    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl` and flushes each line.
 
-    JSON has no NaN and no infinity, and strict readers refuse Python's spelling of them; both are written as `null`.
+    NaN and infinity are written as `null`, because strict JSON has neither.
 
     Args:
-        output_dir: made if missing.
-        resume_from: iteration of the checkpoint that the run goes on from. Objects of later iterations, and a line that
-            a killed process left unfinished, are dropped by an atomic rewrite; what the file already has for
-            `resume_from` itself (an evaluation done before the stop) is kept and not written twice. None: a new run; a
-            `metrics.jsonl` of an earlier one is moved to `metrics.1.jsonl` (or the next free number).
-        rank: global rank; only rank 0 touches the disk. Default: the rank that `logger` knows.
+        output_dir: created if missing.
+        resume_from: iteration of the checkpoint from which the run resumes. An atomic rewrite removes the objects of
+            later iterations and an incomplete last line; existing metrics of `resume_from` itself (an evaluation before
+            the stop) are kept and not written twice. None: a new run; an existing `metrics.jsonl` is renamed to
+            `metrics.1.jsonl` (or the next free number).
+        rank: global rank; only rank 0 writes. Default: `logger.rank`.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
@@ -43,14 +43,14 @@ class JsonLinesLogger:
                 if resume_from is None:
                     self.path.rename(_free_name(self.path))
                 else:
-                    self._known = _drop_after(self.path, resume_from)
-            self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - open as long as the run
+                    self._known = _remove_after(self.path, resume_from)
+            self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by `close`
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one object; an `iteration` within `metrics` is replaced by `step`."""
+        """Write one object; `step` replaces an `iteration` in `metrics`."""
         if self._file is None:
             return
-        values = {name: _plain(value) for name, value in metrics.items() if name != "iteration"}
+        values = {name: _json_number(value) for name, value in metrics.items() if name != "iteration"}
         if step == self._resume_from and values and self._known.issuperset(values):
             return
         self._file.write(json.dumps({"iteration": step, **values}, allow_nan=False, ensure_ascii=False) + "\n")
@@ -63,8 +63,8 @@ class JsonLinesLogger:
             self._file = None
 
 
-def _plain(value: Any) -> int | float | None:
-    """A number that JSON can say; tensors and numpy scalars of one element count as numbers."""
+def _json_number(value: Any) -> int | float | None:
+    """A JSON number, or None for NaN and infinity; accepts tensors and numpy arrays of one element."""
     if isinstance(value, int):
         return value
     number = float(value)
@@ -78,11 +78,11 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _drop_after(path: Path, iteration: int) -> set[str]:
-    """Rewrites `path` without later objects and broken lines; returns the metric names present at `iteration`."""
+def _remove_after(path: Path, iteration: int) -> set[str]:
+    """Rewrite `path` without later objects and invalid lines; returns the metric names present at `iteration`."""
     kept: list[bytes] = []
     known: set[str] = set()
-    broken = 0
+    invalid = 0
     content = path.read_bytes()
     for line in content.splitlines():
         try:
@@ -90,21 +90,21 @@ def _drop_after(path: Path, iteration: int) -> set[str]:
             written_at = entry["iteration"]
             later = written_at > iteration
         except (ValueError, KeyError, TypeError):
-            broken += 1
+            invalid += 1
             continue
         if later:
             continue
         if written_at == iteration:
             known.update(entry)
         kept.append(line + b"\n")
-    if broken:
-        logger.warning_rank_0(f"{path}: {broken} unfinished or foreign lines dropped on resume")
+    if invalid:
+        logger.warning_rank_0(f"{path}: removed {invalid} incomplete or invalid lines on resume")
     if b"".join(kept) != content:
-        # Written aside, then renamed: a process killed here leaves the old file or the new one, both whole.
-        aside = path.with_name(path.name + ".tmp")
-        with open(aside, "wb") as file:
+        # Write a temporary file and rename it: a process killed here leaves the complete old or new file.
+        temporary = path.with_name(path.name + ".tmp")
+        with open(temporary, "wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     return known

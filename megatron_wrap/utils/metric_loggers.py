@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: the protocol of a metric logger, the shipped ones, and how others are added.
+"""Metric loggers: the protocol, the built-in loggers, and the registry for others.
 
     from megatron_wrap.utils.metric_loggers import MetricLoggerEntry
 
@@ -8,7 +8,7 @@
         def log(self, step, metrics): ...
         def close(self): ...
 
-An installed package may offer one through the entry point group `megatron_wrap.metric_loggers`, and a YAML may name
+An installed package can register one through the entry point group `megatron_wrap.metric_loggers`, and a YAML can name
 `my_package.my_module:MyLogger`.
 """
 
@@ -42,26 +42,26 @@ class MetricLogger(Protocol):
     """Receives global metrics, on rank 0."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records the metrics of iteration `step`; a step may come twice (its training and its evaluation)."""
+        """Record the metrics of iteration `step`; may be called twice for a step (training and evaluation)."""
 
     def close(self) -> None:
-        """Ends the recording; a second call must do nothing."""
+        """Stop recording; a second call must do nothing."""
 
 
 @dataclass(frozen=True)
 class MetricLoggerContext:
-    """What a metric logger may need to know of the run."""
+    """Information about the run for metric loggers."""
 
     output_dir: Path
-    """Folder of the run's files."""
+    """Output folder of the run."""
     run_config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration tree."""
     resume_from: int | None = None
-    """Iteration of the checkpoint that the run goes on from; None for a run from the start."""
+    """Iteration of the checkpoint from which the run resumes; None for a new run."""
 
 
 MetricLoggerFactory = Callable[..., MetricLogger]
-"""Called as `factory(context, **options)` with the options of the YAML."""
+"""Called as `factory(context, **options)` with the options from the YAML."""
 
 MetricLoggerEntry: Registry[MetricLoggerFactory] = Registry(
     "metric logger",
@@ -75,18 +75,18 @@ MetricLoggerEntry: Registry[MetricLoggerFactory] = Registry(
 
 
 class MetricLoggers:
-    """Several metric loggers as one; empty on every rank but 0."""
+    """A list of metric loggers with their interface; empty on ranks other than 0."""
 
     def __init__(self, loggers: Sequence[MetricLogger]) -> None:
         self.loggers = list(loggers)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Hands a copy of the metrics to each logger."""
+        """Pass a copy of the metrics to each logger."""
         for metric_logger in self.loggers:
             metric_logger.log(step, dict(metrics))
 
     def close(self) -> None:
-        """Closes each logger, also when one fails, and then raises the first failure; a second call does nothing."""
+        """Close all loggers, even if one fails, then raise the first error; a second call does nothing."""
         loggers, self.loggers = self.loggers, []
         failures = []
         for metric_logger in loggers:
@@ -101,39 +101,39 @@ class MetricLoggers:
 def build_metric_loggers(
     selected: Mapping[str, Mapping[str, Any] | None], context: MetricLoggerContext
 ) -> MetricLoggers:
-    """The metric loggers of a run.
+    """Build the metric loggers of a run.
 
     Args:
-        selected: key of `MetricLoggerEntry` (or `module:Attribute`) -> its options.
-        context: handed to each.
+        selected: key of `MetricLoggerEntry` (or `module:Attribute`) -> options.
+        context: passed to each logger.
 
     Returns:
-        All of them on rank 0, none on other ranks (which therefore never import what a logger needs).
+        All loggers on rank 0; none on other ranks, which therefore do not import the loggers' packages.
 
     Raises:
-        ConfigError: an unknown key, options that the logger does not take, or what the logger itself raises; the
-            loggers made before it are closed.
+        ConfigError: an unknown key, unknown options, or an error of the logger itself. Loggers that were already built
+            are closed.
     """
     if logger.rank != 0:
         return MetricLoggers([])
-    made = MetricLoggers([])
+    built = MetricLoggers([])
     try:
         for key, options in selected.items():
             factory = MetricLoggerEntry.resolve(key)
-            made.loggers.append(_make(key, factory, context, dict(options or {})))
+            built.loggers.append(_build(key, factory, context, dict(options or {})))
     except BaseException:
-        made.close()
+        built.close()
         raise
-    return made
+    return built
 
 
-def _make(
+def _build(
     key: str, factory: MetricLoggerFactory, context: MetricLoggerContext, options: dict[str, Any]
 ) -> MetricLogger:
     try:
         inspect.signature(factory).bind(context, **options)
     except TypeError as error:
-        raise ConfigError(f"metric logger {key!r} does not take these options: {error}") from error
+        raise ConfigError(f"invalid options of metric logger {key!r}: {error}") from error
     return factory(context, **options)
 
 

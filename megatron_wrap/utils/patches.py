@@ -1,4 +1,4 @@
-"""What a run may change in the host program, and its undo: `patch_print`, `remove_logging`, `ignore_warning`."""
+"""Optional, reversible changes of the host program: `patch_print`, `remove_logging`, `ignore_warning`."""
 
 import builtins
 import logging
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class HostPatches:
-    """What a run changes in the process around it; nothing happens before `apply`, and `undo` puts everything back.
+    """Changes of the host process that take effect in `apply` and are reverted by `undo`.
 
-    Both may be called twice; `with HostPatches(...):` calls them.
+    Both can be called twice; `with HostPatches(...):` calls them.
 
     Args:
-        patch_print: builtin `print` goes to `logger.debug_all_ranks`. `print` to a file other than the process's
-            stdout, or under `contextlib.redirect_stdout`, keeps its meaning.
-        remove_logging: the handlers of the root logger of `logging` are removed.
-        ignore_warning: FutureWarning and UserWarning are hidden.
+        patch_print: redirect the builtin `print` to `logger.debug_all_ranks`, except `print` to a file other than the
+            process's stdout or inside `contextlib.redirect_stdout`.
+        remove_logging: remove the handlers of `logging`'s root logger.
+        ignore_warning: hide FutureWarning and UserWarning.
     """
 
     def __init__(self, patch_print: bool = False, remove_logging: bool = False, ignore_warning: bool = False) -> None:
@@ -39,12 +39,12 @@ class HostPatches:
         self._undo: list[Callable[[], None]] | None = None
 
     def apply(self) -> None:
-        """Makes the changes, once."""
+        """Apply the changes; a second call does nothing."""
         if self._undo is None:
             self._undo = [step() for step in self._steps]
 
     def undo(self) -> None:
-        """Puts back what `apply` found; what others added since stays."""
+        """Restore the state before `apply`, and keep what others have added since."""
         steps, self._undo = self._undo or [], None
         for step in reversed(steps):
             step()
@@ -59,21 +59,21 @@ class HostPatches:
         self.undo()
 
 
-class _Inside(threading.local):
-    """Whether this thread is within a sink of the logger."""
+class _InSink(threading.local):
+    """Whether this thread is inside a sink of the logger."""
 
-    now = False
+    active = False
 
 
 class _PrintToLogger:
-    """Stands in for builtin `print`: one record for each finished line, per thread."""
+    """Replacement for the builtin `print`: logs one record per complete line, per thread."""
 
     def __init__(self, real_print: Callable[..., None]) -> None:
         self.real_print = real_print
         self.active = True
         self._stdout = sys.stdout
-        self._unfinished: dict[int, str] = {}
-        self._inside = _Inside()
+        self._incomplete: dict[int, str] = {}
+        self._in_sink = _InSink()
 
     def __call__(
         self,
@@ -84,44 +84,45 @@ class _PrintToLogger:
         flush: bool = False,
     ) -> None:
         target = sys.stdout if file is None else file
-        # A sink that prints must not come back here: loguru refuses to log from within a sink.
-        if not self.active or target is not self._stdout or self._inside.now:
+        # If a sink prints, use the real print: loguru cannot log inside a sink.
+        if not self.active or target is not self._stdout or self._in_sink.active:
             self.real_print(*values, sep=sep, end=end, file=file, flush=flush)
             return
         ending = "\n" if end is None else end
         text = (" " if sep is None else sep).join(str(value) for value in values)
         thread = threading.get_ident()
-        text = self._unfinished.pop(thread, "") + text
+        text = self._incomplete.pop(thread, "") + text
         if ending.endswith(("\n", "\r")):
             self._emit(text + ending[:-1])
         else:
-            self._unfinished[thread] = text + ending
+            self._incomplete[thread] = text + ending
 
     def finish(self) -> None:
-        """Writes lines that never got their end, then steps aside for good."""
-        for text in self._unfinished.values():
+        """Log incomplete lines, then pass all calls to the real `print`."""
+        for text in self._incomplete.values():
             self._emit(text)
-        self._unfinished.clear()
+        self._incomplete.clear()
         self.active = False
 
     def _emit(self, text: str) -> None:
         if not text:
             return
-        self._inside.now = True
+        self._in_sink.active = True
         try:
-            logger._write("DEBUG", True, text, (), {}, above=2)
+            logger._write("DEBUG", True, text, (), {}, depth=2)
         finally:
-            self._inside.now = False
+            self._in_sink.active = False
 
 
 def _send_print_to_logger() -> Callable[[], None]:
-    stand_in = _PrintToLogger(builtins.print)
+    redirected = _PrintToLogger(builtins.print)
     replacements = Replacements()
-    replacements.set(builtins, "print", stand_in)
+    replacements.set(builtins, "print", redirected)
 
     def undo() -> None:
-        stand_in.finish()
-        if vars(builtins)["print"] is stand_in:  # if someone wrapped it since, it now passes everything on
+        redirected.finish()
+        # If another program has wrapped it since, keep the wrapper: `finish` made it forward to the real print.
+        if vars(builtins)["print"] is redirected:
             replacements.undo()
 
     return undo
@@ -147,12 +148,12 @@ def _hide_warnings() -> Callable[[], None]:
     before = list(warnings.filters)
     for category in (FutureWarning, UserWarning):
         warnings.simplefilter("ignore", category)
-    ours = warnings.filters[:2]
+    own = warnings.filters[:2]
 
     def undo() -> None:
-        # Not `catch_warnings`: leaving it would drop filters that libraries imported meanwhile have added.
-        added_since = [entry for entry in warnings.filters if entry not in before and entry not in ours]
-        warnings.resetwarnings()  # also tells the interpreter that remembered decisions are void
+        # `catch_warnings` would also remove the filters that libraries have added since.
+        added_since = [entry for entry in warnings.filters if entry not in before and entry not in own]
+        warnings.resetwarnings()  # also invalidates the interpreter's cache of filter decisions
         warnings.filters.extend(added_since + before)  # type: ignore[attr-defined]
 
     return undo

@@ -1,4 +1,4 @@
-"""A step for the human eye: one line of text, and a progress bar with the time left where someone is watching."""
+"""A step's metrics as one line of text, and a progress bar with the remaining time on terminals."""
 
 import sys
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def format_step(metrics: Mapping[str, float], train_iters: int | None = None) -> str:
-    """One readable line of a step's (or an evaluation's) metrics.
+    """One line with the metrics of a step or an evaluation.
 
     `iteration 12/100 | loss 5.1234 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | 12.3k tokens/s | skipped 0`
 
-    The flow's own metrics come after the loss, in their order. Left out: what is absent, a loss scale of 1, a rate
-    below 0.1 TFLOP/s, memory of 0 GiB, and counts that follow from the iteration.
+    The flow's metrics follow the loss, in their order. Omitted: missing metrics, a loss scale of 1, less than 0.1
+    TFLOP/s, memory of 0 GiB, and counts that follow from the iteration.
 
     Args:
-        metrics: by the names and in the units of metrics/declared.py, which also declares order and format.
-        train_iters: number of steps of the whole run, shown behind the iteration.
+        metrics: names and units as in metrics/declared.py, which also declares order and format.
+        train_iters: number of steps of the run, shown after the iteration.
     """
     parts = []
     for name in console_order(metrics):
@@ -35,12 +35,12 @@ def format_step(metrics: Mapping[str, float], train_iters: int | None = None) ->
 
 
 class ProgressBar:
-    """tqdm's bar over the steps of a run, with the time left; on rank 0 of a terminal only. Log lines appear above it.
+    """A tqdm bar over the steps of a run with the remaining time, on rank 0 of a terminal. Log lines appear above it.
 
     Args:
-        total: number of steps of the whole run.
-        initial: steps done before (a resumed run).
-        enabled: default: this is rank 0 and stderr is a terminal.
+        total: number of steps of the run.
+        initial: completed steps (of a resumed run).
+        enabled: default: rank is 0 and stderr is a terminal.
     """
 
     def __init__(self, total: int, initial: int = 0, enabled: bool | None = None) -> None:
@@ -54,11 +54,11 @@ class ProgressBar:
 
     @property
     def enabled(self) -> bool:
-        """True while a bar is drawn."""
+        """Whether the bar is shown."""
         return self._bar is not None
 
     def update(self, iteration: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Moves the bar to `iteration` steps done and shows the loss of `metrics` behind it."""
+        """Set the number of completed steps, and show the loss from `metrics` after the bar."""
         if self._bar is None:
             return
         if metrics and "loss" in metrics:
@@ -66,7 +66,7 @@ class ProgressBar:
         self._bar.update(iteration - self._bar.n)
 
     def close(self) -> None:
-        """Leaves the bar's last state on the screen; a second call does nothing."""
+        """Stop updating; the bar's last state stays on the screen. A second call does nothing."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Everything a run does to the process's own logging, opened by `initialize()` or a command and closed after it."""
+"""All changes of a run to the process's logging, applied by `initialize()` or a command and reverted afterwards."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LoggerSession:
-    """The console of `configure_console`, the process's rank and `HostPatches`, as one thing to open and to close.
+    """Combines `configure_console`, the logger's rank and `HostPatches`; reverts them in `close`.
 
     Args:
         level: lowest level on the console; default: CONSOLE_LOG_LEVEL, else INFO.
@@ -35,10 +35,10 @@ class LoggerSession:
         self._previous_rank: int | None = None
 
     def open(self) -> "Self":
-        """Applies everything; a second call does nothing.
+        """Apply all changes; a second call does nothing.
 
         Raises:
-            ConfigError: the level is unknown; then nothing was changed.
+            ConfigError: unknown level; nothing is changed.
         """
         if self._undo_console is None:
             self._undo_console = configure_console(self._level)
@@ -49,7 +49,7 @@ class LoggerSession:
         return self
 
     def close(self) -> None:
-        """Puts everything back in reverse order; a second call does nothing."""
+        """Revert all changes in reverse order; a second call does nothing."""
         if self._undo_console is not None:
             undo, self._undo_console = self._undo_console, None
             self._patches.undo()

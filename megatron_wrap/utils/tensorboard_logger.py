@@ -9,16 +9,16 @@ from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
 
 
 class TensorBoardLogger:
-    """Writes one scalar a metric to `output_dir/tensorboard`.
+    """Writes each metric as a scalar to `output_dir/tensorboard`.
 
     Args:
-        output_dir: made if missing.
-        resume_from: iteration of the checkpoint that the run goes on from; TensorBoard then forgets later points. None:
-            a new run, and TensorBoard forgets all points of earlier runs in this folder.
-        rank: global rank; only rank 0 touches the disk. Default: the rank that `logger` knows.
+        output_dir: created if missing.
+        resume_from: iteration of the checkpoint from which the run resumes; TensorBoard discards later points. None: a
+            new run; TensorBoard discards all points of earlier runs in this folder.
+        rank: global rank; only rank 0 writes. Default: `logger.rank`.
 
     Raises:
-        ConfigError: the tensorboard package is not installed, or the folder cannot be written.
+        ConfigError: the tensorboard package is not installed, or the folder is not writable.
     """
 
     folder_name = "tensorboard"
@@ -39,7 +39,7 @@ class TensorBoardLogger:
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one point to each metric's curve; `iteration` is the x axis and no curve."""
+        """Add one point per metric; `iteration` is the x axis, not a metric."""
         if self._writer is None:
             return
         for name, value in metrics.items():
@@ -47,7 +47,7 @@ class TensorBoardLogger:
                 self._writer.add_scalar(name, float(value), global_step=step)
 
     def close(self) -> None:
-        """Flushes and closes the event file; a second call does nothing."""
+        """Flush and close the event file; a second call does nothing."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

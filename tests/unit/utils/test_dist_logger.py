@@ -16,7 +16,7 @@ TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
 
 @pytest.fixture
 def stderr(monkeypatch, capsys):
-    """Reads what the console shows; rank and level come from nothing but the test."""
+    """Returns the console output; removes rank and level from the environment."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("CONSOLE_LOG_LEVEL", raising=False)
     yield lambda: capsys.readouterr().err
@@ -36,7 +36,7 @@ def run_python(code, **environment):
     return done
 
 
-def test_importing_the_utils_adds_no_sink_and_no_torch():
+def test_import_adds_no_sink_and_loads_no_heavy_package():
     done = run_python(
         "import sys, loguru\n"
         "before = repr(loguru.logger)\n"
@@ -53,7 +53,7 @@ def test_importing_the_utils_adds_no_sink_and_no_torch():
     assert done.stderr == ""
 
 
-def test_console_replaces_the_default_sink_and_undo_puts_it_back():
+def test_console_replaces_the_default_sink_until_undo():
     done = run_python(
         "import sys, loguru\n"
         "from megatron_wrap.utils import logger\n"
@@ -72,14 +72,14 @@ def test_console_replaces_the_default_sink_and_undo_puts_it_back():
     assert re.search(r"\| DEBUG +\| __main__:<module>:9 - outside$", outside)
 
 
-def test_a_host_without_the_default_sink_does_not_get_one():
+def test_default_sink_is_not_restored_if_the_host_removed_it():
     done = run_python(
         "import loguru\n"
         "loguru.logger.remove()\n"
         "from megatron_wrap.utils.session import LoggerSession\n"
         "with LoggerSession() as session:\n"
         "    loguru.logger.info('from the host')\n"
-        "loguru.logger.info('unheard')\n"
+        "loguru.logger.info('not logged')\n"
     )
     assert re.fullmatch(TIME + r" INFO    from the host\n", done.stderr)
 
@@ -101,7 +101,7 @@ def test_every_level_on_rank_0_and_on_all_ranks(stderr, level):
         assert re.fullmatch(rf"{TIME} {level.upper():<7} test_dist_logger.py:\d+ {re.escape(text)}", line), line
 
 
-def test_debug_names_the_line_that_logged(stderr):
+def test_debug_lines_name_their_source_line(stderr):
     with LoggerSession(level="DEBUG", patch_print=True):
         logger.info_rank_0("here")
         loguru_logger.info("plain")
@@ -111,7 +111,7 @@ def test_debug_names_the_line_that_logged(stderr):
     assert numbers == [first, first + 1, first + 2]
 
 
-def test_level_comes_from_the_environment_and_text_is_not_reformatted(stderr, monkeypatch):
+def test_level_is_read_from_the_environment_and_plain_text_is_not_formatted(stderr, monkeypatch):
     monkeypatch.setenv("CONSOLE_LOG_LEVEL", "warning")
     undo = configure_console()
     logger.info_rank_0("hidden")
@@ -120,13 +120,13 @@ def test_level_comes_from_the_environment_and_text_is_not_reformatted(stderr, mo
     assert re.fullmatch(TIME + r" WARNING a \{dict\} and a <red>tag</red>\n", stderr())
 
 
-def test_an_unknown_level_is_refused_by_name(monkeypatch):
+def test_unknown_level_is_refused(monkeypatch):
     monkeypatch.setenv("CONSOLE_LOG_LEVEL", "LOUD")
-    with pytest.raises(ConfigError, match=r"CONSOLE_LOG_LEVEL 'LOUD' is unknown; choose one of TRACE, DEBUG, INFO"):
+    with pytest.raises(ConfigError, match=r"CONSOLE_LOG_LEVEL 'LOUD'; choose one of TRACE, DEBUG, INFO"):
         configure_console()
 
 
-def test_rank_is_torchruns_unless_set(monkeypatch):
+def test_rank_is_read_from_torchrun_unless_set(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     assert logger.rank == 5
     with LoggerSession(rank=2):
@@ -139,14 +139,14 @@ def test_nested_consoles_write_each_line_once(stderr):
     inner = configure_console("ERROR")
     logger.info_rank_0("hidden by the inner one")
     logger.error_rank_0("once")
-    outer()  # out of order on purpose: the inner one stays live
+    outer()  # out of order: the inner console stays active
     logger.error_rank_0("still once")
     inner()
     texts = [line.split(" ERROR   ")[-1] for line in stderr().splitlines()]
     assert texts == ["once", "still once"]
 
 
-def test_an_exception_shows_its_traceback(stderr):
+def test_exception_is_logged_with_its_traceback(stderr):
     with LoggerSession():
         try:
             1 / 0  # noqa: B018
@@ -157,7 +157,7 @@ def test_an_exception_shows_its_traceback(stderr):
     assert shown.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_colour_only_on_a_terminal(monkeypatch):
+def test_color_is_used_only_on_a_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

@@ -14,14 +14,14 @@ from megatron_wrap.utils.patches import HostPatches
 
 @pytest.fixture
 def records():
-    """(level, message) of each record while the test runs."""
+    """(level, message) of each log record of the test."""
     seen = []
     sink = loguru_logger.add(lambda message: seen.append((message.record["level"].name, message.record["message"])))
     yield seen
     loguru_logger.remove(sink)
 
 
-def test_print_goes_to_the_log_and_comes_back(records, capsys):
+def test_print_is_redirected_to_the_log_until_undo(records, capsys):
     real = builtins.print
     patches = HostPatches(patch_print=True)
     patches.apply()
@@ -48,7 +48,7 @@ def test_print_goes_to_the_log_and_comes_back(records, capsys):
     assert capsys.readouterr().out == "after\n"
 
 
-def test_print_to_another_file_is_still_print(records, capsys, tmp_path):
+def test_print_to_another_file_is_unchanged(records, capsys, tmp_path):
     with HostPatches(patch_print=True):
         print("to stderr", file=sys.stderr)
         with open(tmp_path / "out.txt", "w") as file:
@@ -62,7 +62,7 @@ def test_print_to_another_file_is_still_print(records, capsys, tmp_path):
     assert records == [("DEBUG", "explicit stdout")]
 
 
-def test_a_sink_that_prints_does_not_come_back_to_the_log(capsys):
+def test_print_inside_a_sink_is_not_redirected(capsys):
     sink = loguru_logger.add(lambda message: print("sink:", message.record["message"]))
     with HostPatches(patch_print=True):
         print("hello")
@@ -70,7 +70,7 @@ def test_a_sink_that_prints_does_not_come_back_to_the_log(capsys):
     assert capsys.readouterr().out == "sink: hello\n"
 
 
-def test_unfinished_lines_of_threads_do_not_mix(records):
+def test_incomplete_lines_of_threads_are_separate(records):
     def other():
         print("other", end=" ")
         print("thread")
@@ -84,12 +84,12 @@ def test_unfinished_lines_of_threads_do_not_mix(records):
     assert [message for _, message in records] == ["other thread", "main thread"]
 
 
-def test_print_wrapped_by_someone_else_is_left_to_them(records, capsys):
+def test_wrapper_of_the_redirected_print_is_kept(records, capsys):
     real = builtins.print
     patches = HostPatches(patch_print=True)
     patches.apply()
-    ours = builtins.print
-    builtins.print = wrapper = lambda *values: ours("wrapped", *values)
+    redirected = builtins.print
+    builtins.print = wrapper = lambda *values: redirected("wrapped", *values)
     try:
         patches.undo()
         assert builtins.print is wrapper
@@ -100,7 +100,7 @@ def test_print_wrapped_by_someone_else_is_left_to_them(records, capsys):
     assert records == []
 
 
-def test_root_handlers_are_removed_and_come_back_in_order():
+def test_root_handlers_are_removed_and_restored_in_order():
     root = logging.getLogger()
     before = root.handlers[:]
     first, second, later = logging.NullHandler(), logging.NullHandler(), logging.NullHandler()
@@ -120,8 +120,8 @@ def test_root_handlers_are_removed_and_come_back_in_order():
             root.removeHandler(handler)
 
 
-def test_future_and_user_warnings_are_hidden_and_come_back():
-    def heard():
+def test_future_and_user_warnings_are_hidden_until_undo():
+    def shown_categories():
         with warnings.catch_warnings(record=True) as caught:
             for category in (FutureWarning, UserWarning, RuntimeWarning):
                 warnings.warn("text", category, stacklevel=1)
@@ -130,21 +130,21 @@ def test_future_and_user_warnings_are_hidden_and_come_back():
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         filters, before = warnings.filters, list(warnings.filters)
-        assert heard() == [FutureWarning, UserWarning, RuntimeWarning]
+        assert shown_categories() == [FutureWarning, UserWarning, RuntimeWarning]
         patches = HostPatches(ignore_warning=True)
         patches.apply()
         patches.apply()
-        assert heard() == [RuntimeWarning]
+        assert shown_categories() == [RuntimeWarning]
         warnings.filterwarnings("ignore", message="added by a library")
         added = warnings.filters[0]
         patches.undo()
         patches.undo()
-        assert heard() == [FutureWarning, UserWarning, RuntimeWarning]
+        assert shown_categories() == [FutureWarning, UserWarning, RuntimeWarning]
         assert warnings.filters is filters
         assert list(filters) == [added, *before]
 
 
-def test_a_filter_that_was_there_before_stays():
+def test_existing_warning_filters_are_kept():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("error", RuntimeWarning)
@@ -154,7 +154,7 @@ def test_a_filter_that_was_there_before_stays():
         assert list(warnings.filters) == before
 
 
-def test_nothing_asked_changes_nothing():
+def test_default_arguments_change_nothing():
     state = (builtins.print, logging.getLogger().handlers[:], list(warnings.filters))
     with HostPatches():
         assert (builtins.print, logging.getLogger().handlers[:], list(warnings.filters)) == state

@@ -32,14 +32,14 @@ STEP = {
 }
 
 
-def test_the_line_of_a_cpu_step():
+def test_console_line_of_a_step_on_cpu():
     assert format_step(STEP, train_iters=100) == (
         "iteration 12/100 | loss 5.1234 | accuracy 0.7500 | num_pairs 8 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | "
         "12.3k tokens/s | skipped 0"
     )
 
 
-def test_the_line_of_a_gpu_step_in_fp16():
+def test_console_line_of_a_step_in_fp16_on_gpu():
     metrics = {
         **STEP,
         "loss_scale": 65536.0,
@@ -58,7 +58,7 @@ def test_the_line_of_a_gpu_step_in_fp16():
     )
 
 
-def test_the_line_of_an_evaluation():
+def test_console_line_of_an_evaluation():
     line = format_step({"iteration": 20, "eval/validation/loss": 4.5, "eval/validation/num_tokens": 4096}, 100)
     assert line == "iteration 20/100 | eval/validation/loss 4.5000 | eval/validation/num_tokens 4096"
 
@@ -77,11 +77,11 @@ def test_the_line_of_an_evaluation():
         ({}, ""),
     ],
 )
-def test_extreme_values_stay_readable(metrics, line):
+def test_extreme_values_are_readable(metrics, line):
     assert format_step(metrics) == line
 
 
-def test_no_bar_in_a_pipe_and_none_off_rank_0(capsys, monkeypatch):
+def test_bar_is_disabled_in_a_pipe_and_on_other_ranks(capsys, monkeypatch):
     with ProgressBar(10) as bar:
         bar.update(3, {"loss": 1.0})
         assert not bar.enabled
@@ -92,7 +92,7 @@ def test_no_bar_in_a_pipe_and_none_off_rank_0(capsys, monkeypatch):
 
 
 def render(text):
-    """What a terminal shows of the text: carriage returns go back to the line's start, escapes show nothing."""
+    """Terminal output: applies carriage returns and removes escape sequences."""
     screen = []
     for line in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).replace("\r\n", "\n").split("\n"):
         shown = []
@@ -102,7 +102,7 @@ def render(text):
     return screen
 
 
-def test_a_terminal_shows_whole_log_lines_above_the_bar():
+def test_log_lines_appear_above_the_bar_on_a_terminal():
     code = (
         "from megatron_wrap.utils import logger\n"
         "from megatron_wrap.utils.session import LoggerSession\n"
@@ -121,7 +121,7 @@ def test_a_terminal_shows_whole_log_lines_above_the_bar():
     while True:
         try:
             chunk = os.read(terminal, 65536)
-        except OSError:  # Linux's way to say that the other end is closed and all is read
+        except OSError:  # Linux: the other end is closed and everything has been read
             break
         if not chunk:
             break

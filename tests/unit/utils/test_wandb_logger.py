@@ -14,7 +14,7 @@ from megatron_wrap.utils.wandb_logger import WandbLogger, has_key
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch, tmp_path):
-    """No key, no login and no server: nothing listens on the discard port."""
+    """No API key, no login and no server: nothing listens on port 9."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -23,7 +23,7 @@ def no_account(monkeypatch, tmp_path):
 
 
 def history(folder):
-    """The steps of the closed offline run below `folder`; wandb's own process writes them shortly after the close."""
+    """The steps of a closed offline run in `folder`; wandb's process writes them shortly after `close`."""
     deadline = time.monotonic() + 10
     while not (rows := read_history(folder)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -31,7 +31,7 @@ def history(folder):
 
 
 def read_history(folder):
-    """wandb's records, in LevelDB's log format."""
+    """Parse wandb's records, which have LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -56,21 +56,21 @@ def read_history(folder):
     return rows
 
 
-def test_without_a_key_the_run_is_recorded_offline(tmp_path):
+def test_run_without_a_key_is_recorded_offline(tmp_path):
     run = WandbLogger("project", "name", {"model": {"num_layers": 2}}, tmp_path / "out", rank=0)
     run.log(1, {"iteration": 1, "loss": 2.0})
     run.log(1, {"eval/validation/loss": 3.0})
     run.log(2, {"loss": 1.0})
     run.close()
     run.close()
-    run.log(3, {"loss": 0.0})  # after the end: nothing to do, nothing to raise
+    run.log(3, {"loss": 0.0})  # after close: ignored
     rows = history(tmp_path / "out")
     assert [row["_step"] for row in rows] == [1, 2]
     assert [row["loss"] for row in rows] == [2.0, 1.0]
     assert rows[0]["eval/validation/loss"] == 3.0
 
 
-def test_a_server_out_of_reach_costs_a_warning(tmp_path, monkeypatch, capsys):
+def test_unreachable_server_logs_a_warning_and_records_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for resume_from in (None, 1):
         folder = tmp_path / str(resume_from)
@@ -84,7 +84,7 @@ def test_a_server_out_of_reach_costs_a_warning(tmp_path, monkeypatch, capsys):
         assert "recorded offline; `wandb sync " in shown
 
 
-def test_a_malformed_key_costs_a_warning(tmp_path, monkeypatch):
+def test_malformed_key_records_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     run = WandbLogger("project", None, {}, tmp_path, rank=0)
     run.log(1, {"loss": 2.0})
@@ -92,7 +92,7 @@ def test_a_malformed_key_costs_a_warning(tmp_path, monkeypatch):
     assert [row["loss"] for row in history(tmp_path)] == [2.0]
 
 
-def test_wandb_failing_in_mid_run_does_not_stop_training(tmp_path, monkeypatch):
+def test_error_of_wandb_during_a_run_does_not_stop_training(tmp_path, monkeypatch):
     run = WandbLogger("project", None, {}, tmp_path, rank=0)
 
     def fail(*args, **kwargs):
@@ -104,7 +104,7 @@ def test_wandb_failing_in_mid_run_does_not_stop_training(tmp_path, monkeypatch):
     run.close()
 
 
-def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
+def test_resumed_run_continues_the_wandb_run(tmp_path):
     ids = []
     for resume_from in (None, 3, None):
         run = WandbLogger("project", None, {}, tmp_path, resume_from=resume_from, rank=0)
@@ -113,7 +113,7 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path):
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_no_rank_but_0_starts_wandb(tmp_path, monkeypatch):
+def test_other_ranks_do_not_start_wandb(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     run = WandbLogger("project", None, {}, tmp_path / "out")
     run.log(1, {"loss": 1.0})
@@ -121,7 +121,7 @@ def test_no_rank_but_0_starts_wandb(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_where_a_key_is_found(tmp_path, monkeypatch):
+def test_key_is_found_in_the_environment_or_netrc(tmp_path, monkeypatch):
     assert not has_key()
     (tmp_path / "netrc").write_text("machine 127.0.0.1:9 login user password " + "b" * 40 + "\n")
     (tmp_path / "netrc").chmod(0o600)
@@ -133,7 +133,7 @@ def test_where_a_key_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "key", "mode"),
+    ("requested", "key", "mode"),
     [
         ("", False, "offline"),
         ("", True, "online"),
@@ -144,32 +144,32 @@ def test_where_a_key_is_found(tmp_path, monkeypatch):
         ("disabled", True, "disabled"),
     ],
 )
-def test_the_mode_never_needs_an_answer(monkeypatch, asked, key, mode):
-    monkeypatch.setenv("WANDB_MODE", asked)
+def test_mode_never_requires_a_prompt(monkeypatch, requested, key, mode):
+    monkeypatch.setenv("WANDB_MODE", requested)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "d" * 40)
     assert wandb_logger._mode() == mode
 
 
-def test_a_disabled_run_takes_everything(tmp_path, monkeypatch):
+def test_disabled_run_accepts_all_calls(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = WandbLogger("project", None, {}, tmp_path, rank=0)
     run.log(1, {"loss": 1.0})
     run.close()
 
 
-def test_what_cannot_be_recorded_is_a_config_error(tmp_path, monkeypatch):
+def test_run_that_cannot_be_recorded_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"wandb files cannot be written to .*file/out: Not a directory"):
+    with pytest.raises(ConfigError, match=r"wandb files .*file/out: Not a directory"):
         WandbLogger("project", None, {}, tmp_path / "file" / "out", rank=0)
-    with pytest.raises(ConfigError, match="wandb cannot record the run under"):
+    with pytest.raises(ConfigError, match=f"wandb .* {tmp_path}: "):
         WandbLogger("a/b", None, {}, tmp_path, rank=0)
     monkeypatch.setattr(wandb_logger.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="not installed; run `pip install wandb`"):
+    with pytest.raises(ConfigError, match="`pip install wandb`"):
         WandbLogger("project", None, {}, tmp_path, rank=0)
 
 
-def test_the_module_does_not_import_wandb():
+def test_module_does_not_import_wandb():
     import subprocess
 
     code = "import sys, megatron_wrap.utils.wandb_logger; assert 'wandb' not in sys.modules"
