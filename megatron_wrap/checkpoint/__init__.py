@@ -1,7 +1,7 @@
-"""Checkpoints: `store` keeps folders, `precheck` looks at them without torch, `save_load` moves a run's state, `resume`
-chooses what a run starts from.
+"""Checkpoints: `store` manages the folders, `precheck` validates them without torch, `save_load` writes and reads a
+run's state, `resume` chooses the checkpoint that a run starts from.
 
-The names below are resolved on first use, so that looking at a folder imports neither torch nor Megatron-Core.
+The names below are resolved on first use, so that inspecting a folder imports neither torch nor Megatron-Core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_HOMES = {
+_SUBMODULES = {
     "CheckpointStore": "store",
     "LoadReport": "save_load",
     "RunCheckpoints": "resume",
@@ -41,6 +41,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_SUBMODULES[name]}"), name)

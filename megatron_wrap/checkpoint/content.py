@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a run, in Megatron-Core's terms: which tensors and objects, under which names.
+"""Content of a checkpoint as Megatron-Core's sharded state: which tensors and objects, under which names.
 
 Names are those of Megatron-LM (megatron/training/checkpointing.py): `model`, `optimizer`, `opt_param_scheduler`. Each
-tensor is described by its place in the whole model, so any layout can read what any other wrote.
+shard is described by its position in the unsharded tensor, so a checkpoint can be loaded on any layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.state import ParallelState
 
 CONTENT_METADATA: dict[str, Any] = {
-    # the default of Megatron-Core, fully_sharded_model_space, cannot be saved any more (dist_checkpointing/mapping.py)
+    # Megatron-Core no longer supports saving its default, fully_sharded_model_space (dist_checkpointing/mapping.py)
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -31,7 +31,7 @@ OPTIMIZER_PREFIX = "optimizer.state."
 
 
 def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, dict[str, Any]]:
-    """Sharded state of each model chunk; `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline."""
     metadata = _metadata(parallel)
     names = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
     return {
@@ -42,25 +42,27 @@ def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, d
 def optimizer_entry(
     optimizer: Any, models: dict[str, dict[str, Any]], parallel: ParallelState, is_loading: bool, distributed: bool
 ) -> Any:
-    """Sharded state of the optimizer over the `model_entries` of the same call. Collective.
+    """Sharded state of the optimizer. Collective.
 
     Args:
-        distributed: the optimizer's state is sharded over replicas.
+        models: from `model_entries`, for the same save or load.
+        distributed: the distributed optimizer is used.
     """
     for part in optimizer_parts(optimizer):
         _allocate_state(part)
-    # the state is allocated: a plain optimizer has nothing more to do for a load, and for SGD it would fail
+    # the state is allocated above; without the distributed optimizer is_loading would allocate it again, and fail for
+    # SGD
     return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one is made of, those without parameters on this rank left out."""
+    """The optimizers in a chained one, without those that have no parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if getattr(part, "optimizer", None) is not None]
 
 
-def optimizer_form(config: RunConfig) -> tuple[str, str]:
-    """How a run's optimizer keeps its state: (distributed | half precision | fp32, adam | sgd)."""
+def optimizer_kind(config: RunConfig) -> tuple[str, str]:
+    """Format of a run's optimizer state: (distributed | half precision | fp32, adam | sgd)."""
     if config.optimizer.use_distributed_optimizer:
         kind = "distributed"
     else:
@@ -68,8 +70,8 @@ def optimizer_form(config: RunConfig) -> tuple[str, str]:
     return kind, config.optimizer.optimizer
 
 
-def saved_optimizer_form(tensor_names: set[str]) -> tuple[str, str] | None:
-    """The form of a saved optimizer, from the names of its tensors; None: it has none."""
+def saved_optimizer_kind(tensor_names: set[str]) -> tuple[str, str] | None:
+    """Format of a saved optimizer state, as in `optimizer_kind`, from the names of its tensors; None if it has none."""
     kinds = {name.split(".")[2] for name in tensor_names if name.startswith(OPTIMIZER_PREFIX)}
     if not kinds:
         return None
@@ -78,12 +80,12 @@ def saved_optimizer_form(tensor_names: set[str]) -> tuple[str, str] | None:
 
 
 def common_entries(progress: Progress) -> dict[str, Any]:
-    """What is the same on all ranks: counters, and Megatron-LM's names for them."""
+    """Entries that are the same on all ranks: the counters, and `iteration` under Megatron-LM's name."""
     return {"checkpoint_version": 3.0, "iteration": progress.iteration, "progress": asdict(progress)}
 
 
 def saved_progress(common: dict[str, Any]) -> Progress:
-    """The counters of a checkpoint, also of one that Megatron-LM wrote."""
+    """The counters of a checkpoint, including one written by Megatron-LM."""
     if "progress" in common:
         return Progress(**common["progress"])
     samples = getattr(common.get("args"), "consumed_train_samples", 0)
@@ -91,13 +93,13 @@ def saved_progress(common: dict[str, Any]) -> Progress:
 
 
 def layout_facts(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
-    """The layout as it stands in the manifest; random generators are restored only into the same one."""
+    """The layout as recorded in the manifest; random generator states are restored only on the same layout."""
     sizes = {name: getattr(parallel, name).size for name in ("tp", "pp", "cp", "dp", "ep")}
     return {**sizes, "virtual": parallel.virtual_size, "platform": platform_name}
 
 
 def rng_entry(parallel: ParallelState, device: torch.device, is_loading: bool) -> Any:
-    """The random generators of this rank as a sharded object, one for each place (pp, tp, dp x cp) of the layout."""
+    """The random generator states of this rank as a sharded object, indexed by (pp, tp, dp x cp) rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     axes = (parallel.pp, parallel.tp, parallel.dp_cp)
@@ -111,7 +113,8 @@ def rng_entry(parallel: ParallelState, device: torch.device, is_loading: bool) -
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """States of Python's, numpy's, torch's, the device's and Megatron-Core's generators, plain values and tensors."""
+    """States of Python's, numpy's, torch's, the device's and Megatron-Core's random generators, as plain values and
+    tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
@@ -125,7 +128,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(device: torch.device, saved: dict[str, Any]) -> None:
-    """Set what `random_states` gave, on the same kind of platform."""
+    """Restore states from `random_states`, taken on the same kind of platform."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     version, internal, gauss_next = saved["python"]
@@ -139,17 +142,20 @@ def restore_random_states(device: torch.device, saved: dict[str, Any]) -> None:
 
 
 def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
-    """Put the loaded `model_entries` into the chunks.
+    """Load the `model_entries` of a checkpoint into the chunks.
 
     Raises:
-        CheckpointError: a parameter is missing or unknown.
+        CheckpointError: a parameter is missing or unexpected.
     """
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
         missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
-        # Transformer Engine's extra states are not in what the torch implementation saved
+        # a checkpoint of the torch implementation lacks Transformer Engine's extra states
         wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
         if wrong:
-            raise CheckpointError(f"the checkpoint is of another model: {wrong[0]} is in only one of the two")
+            raise CheckpointError(
+                f"the checkpoint is from another model: {wrong[0]} is only in the "
+                f"{'model' if wrong[0] in missing else 'checkpoint'}; use the architecture of the checkpoint"
+            )
 
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:
@@ -157,12 +163,12 @@ def _metadata(parallel: ParallelState) -> dict[str, Any]:
 
 
 def _allocate_state(part: Any) -> None:
-    """Give every parameter its optimizer state, zeros where no step was taken yet: Megatron-Core saves and loads only
-    what is there (optimizer/optimizer.py)."""
+    """Allocate the optimizer state of every parameter, zeros before the first step: Megatron-Core saves and loads only
+    allocated state (optimizer/optimizer.py)."""
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
         return
-    for group in part.optimizer.param_groups:  # SGD, for which Megatron-Core has no such function
+    for group in part.optimizer.param_groups:  # SGD, for which Megatron-Core defines no init_state_fn
         for parameter in group["params"]:
             if group.get("momentum") and "momentum_buffer" not in part.optimizer.state[parameter]:
                 part.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

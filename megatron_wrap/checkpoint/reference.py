@@ -1,4 +1,4 @@
-"""The reference model beside a run's checkpoints: saved once, since it never changes. All functions are collective."""
+"""Checkpoint of the reference model, saved once per run, because it never changes. All functions are collective."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
 FOLDER = "reference"
-"""In the folder of the checkpoints; it holds one checkpoint of iteration 0 with weights alone."""
+"""Subfolder of the run's checkpoint folder; it contains one checkpoint, of iteration 0, with weights only."""
 
 
 def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None:
-    """Save the reference model beside the checkpoints of `folder`.
+    """Save the reference model in the checkpoint folder `folder`.
 
     Raises:
-        CheckpointError: on every rank, when any could not write.
+        CheckpointError: on every rank, if any rank could not write.
     """
     reference = _of(state)
     publish(
@@ -42,16 +42,16 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
-    """Load the reference model that stands beside the checkpoints of `folder`, whatever layout it was saved on.
+    """Load the reference model from the checkpoint folder `folder`; it may have been saved on another layout.
 
     Args:
-        folder: a run's folder, or one checkpoint in it.
+        folder: a run's checkpoint folder, or one checkpoint in it.
 
     Returns:
-        False where there is none.
+        False if there is none.
 
     Raises:
-        CheckpointError: on every rank: it is not whole, or of another model.
+        CheckpointError: on every rank, if it is incomplete or from another model.
     """
     reference = _of(state)
     beside = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
@@ -67,7 +67,7 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
 
 
 def copy_policy(reference: ReferenceModel, policy: Sequence[Any]) -> None:
-    """Give the reference model the weights of the policy's model chunks, which are synchronized."""
+    """Copy the policy's weights into the reference model; the policy's parameters must be synchronized."""
     with torch.no_grad():
         for target, source in zip(reference.chunks, policy, strict=True):
             bare_model(target).load_state_dict(bare_model(source).state_dict())

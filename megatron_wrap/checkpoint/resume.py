@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes or starts from, and what it has saved already."""
+"""Which checkpoint a run resumes or starts from, and which state it has saved."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ class RunCheckpoints:
     """The checkpoints of one run. All methods are collective over all ranks.
 
     Args:
-        state: of the run, whose model is built.
+        state: of the run, with its model built.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._saved: tuple[Path, int] | None = None
-        """Folder and iteration of the checkpoint that holds this very state."""
+        """Folder and iteration of the checkpoint that contains the current state."""
         self._reference_folder: str | None = None
-        """Folder of checkpoints beside which this reference model stands."""
+        """Checkpoint folder that contains this reference model."""
 
     def restore(self, weights_only: bool = False) -> int | None:
-        """Resume from the newest checkpoint of `save`, else start from `load`, where there are any.
+        """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
 
         Args:
-            weights_only: leave all but the weights as it is.
+            weights_only: load only the weights.
 
         Returns:
-            The iteration from which the run resumes; None for a run that begins.
+            The iteration from which the run resumes; None for a new run.
 
         Raises:
-            CheckpointError: see `load`; or `resume: never` and there is one; or it lacks the reference model.
+            CheckpointError: see `load`; or there is a checkpoint to resume and `resume` is never; or it lacks the
+                reference model.
         """
         state, train = self._state, self._state.config.train
         resumed_from, with_reference = None, False
@@ -55,8 +56,8 @@ class RunCheckpoints:
         if found is not None and train.save is not None:
             if state.config.checkpoint.resume == "never":
                 raise CheckpointError(
-                    f"{train.save} holds a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
-                    "folder, or resume: auto"
+                    f"{train.save} contains a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
+                    "folder, or set resume: auto"
                 )
             with_reference = self.load(train.save, weights_only)
             resumed_from = state.progress.iteration
@@ -66,26 +67,26 @@ class RunCheckpoints:
         if state.reference is not None and not with_reference:
             if resumed_from is not None:
                 raise CheckpointError(
-                    f"{train.save} holds no reference model to resume with: it was saved without "
-                    "megatron_wrap.models.reference; set that to null, or start a new save folder from these weights "
-                    "with train.common.load and finetune: true"
+                    f"{train.save} contains no reference model, because it was saved without "
+                    "megatron_wrap.models.reference; set that key to null, or start from these weights in a new save "
+                    "folder with train.common.load and finetune: true"
                 )
             synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
             copy_policy(state.reference, state.chunks)
         return resumed_from
 
     def load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
-        """Load a checkpoint, and the reference model beside it.
+        """Load a checkpoint, and the reference model saved with it.
 
         Args:
-            folder: a folder of checkpoints (its newest is taken) or one checkpoint.
-            weights_only: leave iteration, optimizer, schedule, random generators and reference model as they are.
+            folder: a checkpoint folder (the newest checkpoint is loaded) or one checkpoint.
+            weights_only: do not load iteration, optimizer, schedule, random generators and reference model.
 
         Returns:
             Whether a reference model was loaded.
 
         Raises:
-            CheckpointError: missing, of an unknown form, or of another model.
+            CheckpointError: the checkpoint is missing, in an unsupported format, or from another model.
         """
         state, train = self._state, self._state.config.train
         self._saved = None
@@ -101,8 +102,8 @@ class RunCheckpoints:
             self._reference_folder = str(folder)
         parts = [*report.loaded, *(["reference model"] if with_reference else [])]
         skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
-        layout = " saved on another layout" if report.other_layout else ""
-        logger.info_rank_0(f"loaded {', '.join(parts)} of {folder}{layout}{skipped}")
+        layout = ", saved on another layout" if report.other_layout else ""
+        logger.info_rank_0(f"loaded {', '.join(parts)} from {folder}{layout}{skipped}")
         return with_reference
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -112,7 +113,7 @@ class RunCheckpoints:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: on every rank, when any could not write; earlier checkpoints are as they were.
+            CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
         """
         state, iteration = self._state, self._state.progress.iteration
         if state.reference is not None and self._reference_folder != str(folder):
@@ -120,7 +121,7 @@ class RunCheckpoints:
             self._reference_folder = str(folder)
         final = CheckpointStore(folder).folder_of(iteration)
         if self._saved == (final, iteration) and on_rank_0(lambda: missing_part(final) is None):
-            logger.debug_rank_0(f"checkpoint of iteration {iteration} is there already: {final}")
+            logger.debug_rank_0(f"checkpoint of iteration {iteration} exists already: {final}")
             return final
         self._saved = None
         save_checkpoint(state, folder, keep=state.config.checkpoint.keep)

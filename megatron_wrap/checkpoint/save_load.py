@@ -1,4 +1,4 @@
-"""Save and load a run's state, on any layout. Every function here is collective over all ranks."""
+"""Saving and loading of a run's state, on any layout. Every function here is collective over all ranks."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ from megatron_wrap.utils.dist_logger import logger
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did; the same on every rank."""
+    """Result of a load; the same on every rank."""
 
     iteration: int
     """Iteration at which the checkpoint was saved."""
     loaded: tuple[str, ...]
-    """weights, optimizer, schedule, random generators: those that were set."""
+    """The parts that were loaded: weights, optimizer and schedule, random generators."""
     skipped: tuple[str, ...]
-    """Those that were not, with the reason."""
+    """Requested parts that were not loaded, with the reason."""
     other_layout: bool
     """The checkpoint was saved on another parallel layout or platform."""
 
 
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: int | None = None) -> Path:
-    """Save everything that a resumed run needs as the checkpoint of the present iteration. Collective.
+    """Save everything that a resumed run needs as the checkpoint of the current iteration. Collective.
 
-    It becomes visible when it is whole, and not before; what was there stays valid until then.
+    The checkpoint becomes visible only when it is complete; an earlier one of the same iteration stays valid until
+    then.
 
     Args:
         folder: the run's checkpoint folder, on a file system that all ranks share.
-        keep: checkpoints to keep, older ones are removed; None: all.
+        keep: number of checkpoints to keep, older ones are removed; None keeps all.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank, when any could not write; earlier checkpoints are as they were.
+        CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
     """
     iteration = state.progress.iteration
     store = CheckpointStore(folder)
-    publish(state, store, iteration, lambda: _whole_state(state))
+    publish(state, store, iteration, lambda: _full_state(state))
     on_rank_0(lambda: store.prune(keep), f"{store.folder}: older checkpoints cannot be removed: {{}}")
     return store.folder_of(iteration)
 
@@ -69,19 +70,19 @@ def load_checkpoint(
     with_optimizer: bool = True,
     with_rng: bool = True,
 ) -> LoadReport:
-    """Load a checkpoint of this model into a run, whatever layout it was saved on. Collective.
+    """Load a checkpoint of this model into a run; it may have been saved on another layout. Collective.
 
-    Random generators are restored only on the layout and platform that saved them.
+    Random generators are restored only on the layout and platform on which they were saved.
 
     Args:
-        folder: a run's folder (its newest whole checkpoint is taken) or one checkpoint.
-        weights_only: leave iteration, optimizer, schedule and random generators as they are.
+        folder: a run's checkpoint folder (the newest complete checkpoint is loaded) or one checkpoint.
+        weights_only: do not load iteration, optimizer, schedule and random generators.
         with_optimizer: load optimizer and schedule too.
         with_rng: restore the random generators too.
 
     Raises:
-        CheckpointError: on every rank: missing, not whole, of another form, of another model (naming the first
-            parameter that differs), without an optimizer or with one of another form.
+        CheckpointError: on every rank, if the checkpoint is missing, incomplete, in an unsupported format, from another
+            model (the message names the first parameter that differs), or without a matching optimizer.
     """
     saved: SavedContent = on_rank_0(lambda: examine(folder, state.config, state.shape.vocab_size), failures=FAILURES)
     with_optimizer = with_optimizer and not weights_only
@@ -91,10 +92,10 @@ def load_checkpoint(
     models = content.model_entries(state.chunks, state.parallel)
     request = saved.readable(models)
     if with_optimizer:
-        form = content.optimizer_form(state.config)
-        _check_optimizer(saved, form)
+        kind = content.optimizer_kind(state.config)
+        _check_optimizer(saved, kind)
         request["optimizer"] = content.optimizer_entry(
-            state.optimizer, models, state.parallel, is_loading=True, distributed=form[0] == "distributed"
+            state.optimizer, models, state.parallel, is_loading=True, distributed=kind[0] == "distributed"
         )
     with_rng = with_rng and not weights_only
     if with_rng and (other_layout or saved.layout is None or not saved.has_rng):
@@ -108,35 +109,35 @@ def load_checkpoint(
     if not weights_only:
         state.progress = content.saved_progress(loaded)
     parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
-    return LoadReport(saved.iteration, tuple(name for name, yes in parts if yes), tuple(skipped), other_layout)
+    return LoadReport(saved.iteration, tuple(name for name, done in parts if done), tuple(skipped), other_layout)
 
 
 def publish(
     state: TrainingState, store: CheckpointStore, iteration: int, sharded_state: Callable[[], dict[str, Any]]
 ) -> None:
-    """Write a checkpoint aside and give it its name once it is whole. Collective.
+    """Write a checkpoint into a hidden folder and rename the folder once it is complete. Collective.
 
     Args:
-        sharded_state: what to write, in Megatron-Core's terms; called once the folder is seen by all ranks.
+        sharded_state: returns Megatron-Core's sharded state to write; called once all ranks see the folder.
 
     Raises:
-        CheckpointError: on every rank, when any could not write; nothing is visible then.
+        CheckpointError: on every rank, if any rank could not write; no new checkpoint is visible then.
     """
-    saying = cannot_write(store.folder, "{}")
-    partial = Path(on_rank_0(lambda: str(store.begin(iteration)), saying))
+    message = cannot_write(store.folder, "{}")
+    partial = Path(on_rank_0(lambda: str(store.begin(iteration)), message))
     try:
-        unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 has made"
-        agree(None if partial.is_dir() else f"{unseen}; megatron_lm.train.common.save must be on a shared file system")
+        unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 created"
+        agree(None if partial.is_dir() else f"{unseen}; set megatron_lm.train.common.save to a shared file system")
         content_metadata = dict(content.CONTENT_METADATA)
         write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        on_rank_0(lambda: _finish(state, store, iteration, partial), saying, FAILURES)
+        on_rank_0(lambda: _finish(state, store, iteration, partial), message, FAILURES)
     except BaseException:
         if state.parallel.world.rank == 0:
             store.abandon(iteration)
         raise
 
 
-def _whole_state(state: TrainingState) -> dict[str, Any]:
+def _full_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
     train, optim = state.config.train, state.config.optimizer
     models = content.model_entries(state.chunks, state.parallel)
@@ -152,7 +153,7 @@ def _whole_state(state: TrainingState) -> dict[str, Any]:
 
 
 def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partial: Path) -> None:
-    """What is left for rank 0 after all tensors are written: the last small files, and the name."""
+    """The last part of a save, on rank 0 after all tensors are written: small files, then the rename."""
     versions.common_state_file(partial)
     write_resolved(state.config, partial / RESOLVED)
     facts = {
@@ -167,12 +168,12 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
 
 @dataclass(frozen=True)
 class SavedContent:
-    """What a checkpoint holds, as rank 0 found it."""
+    """Content of a checkpoint, read on rank 0."""
 
     path: Path
     iteration: int
     shapes: dict[str, tuple[int, ...]]
-    """Name of each tensor -> its whole shape."""
+    """Name of each tensor -> its unsharded shape."""
     objects: set[str]
     layout: dict[str, Any] | None
     has_optimizer: bool
@@ -183,7 +184,7 @@ class SavedContent:
         return any(name.startswith(content.RNG_KEY + "/") for name in self.objects)
 
     def readable(self, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The `model_entries` without extra states (of Transformer Engine) that the checkpoint lacks."""
+        """The `model_entries` without the extra states of Transformer Engine that the checkpoint lacks."""
         return {
             name: {key: entry for key, entry in entries.items() if self._has_extra_state(entry)}
             for name, entries in models.items()
@@ -195,30 +196,35 @@ class SavedContent:
 
 
 def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) -> SavedContent:
-    """Look at a checkpoint without reading its tensors; on rank 0.
+    """Find a checkpoint and read its metadata without its tensors; for rank 0.
 
     Args:
-        folder: a run's folder, or one checkpoint.
-        config: of this run, whose model must be that of the checkpoint.
-        vocab_size: entries of this run's vocabulary, without padding.
+        folder: a run's checkpoint folder, or one checkpoint.
+        config: of this run; its model must be that of the checkpoint.
+        vocab_size: of this run, without padding.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or from another model.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     path = find_checkpoint(folder)
     if path is None:
-        raise CheckpointError(f"there is no checkpoint in {folder}; name a folder with one, or the iter_ folder itself")
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}; set it to a folder with checkpoints, or to one iter_ folder"
+        )
     tracked = CheckpointStore(folder).tracked()
     if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
-        logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or not whole; taking {path}")
+        logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or incomplete; loading {path}")
     if (path / RESOLVED).is_file():
         compare_models(load_resolved(path / RESOLVED), config)
     facts = read_facts(path)
     vocabulary = facts.get("vocab_size", vocab_size)
     if vocabulary != vocab_size:
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: embedding.word_embeddings.weight has {vocabulary} entries there "
-            f"and {vocab_size} here; take its tokenizer, or set megatron_lm.model.arch.vocab_size"
+            f"{path} is a checkpoint of another model: embedding.word_embeddings.weight has {vocabulary} rows there "
+            f"and {vocab_size} here; use the checkpoint's tokenizer, or set megatron_lm.model.arch.vocab_size"
         )
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
     common = dist_checkpointing.load_common_state_dict(str(path))
@@ -235,18 +241,22 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
 def _check_optimizer(saved: SavedContent, wanted: tuple[str, str]) -> None:
     hint = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
     if not saved.has_optimizer:
-        raise CheckpointError(f"{saved.path} holds no optimizer (no_save_optim); choose another checkpoint, {hint}")
-    found = content.saved_optimizer_form(set(saved.shapes))
+        raise CheckpointError(f"{saved.path} contains no optimizer (no_save_optim); choose another checkpoint, {hint}")
+    found = content.saved_optimizer_kind(set(saved.shapes))
     if found is not None and found != wanted:
         raise CheckpointError(
-            f"{saved.path} holds the state of a {found[0]} {found[1]} optimizer, this run has a {wanted[0]} "
-            f"{wanted[1]} one; take the precision, optimizer and use_distributed_optimizer that it was saved with, "
+            f"{saved.path} contains the state of a {found[0]} {found[1]} optimizer, but this run has a {wanted[0]} "
+            f"{wanted[1]} one; use the precision, optimizer and use_distributed_optimizer that it was saved with, "
             + hint
         )
 
 
 def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
-    """Hold every tensor that any rank wants against the checkpoint, before one is read. Collective."""
+    """Compare every tensor that any rank requests with the checkpoint, before any is read. Collective.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not in this model.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -262,7 +272,7 @@ def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
     everywhere = {name: entry for part in gather_objects(wanted) for name, entry in part.items()}
     for name, (shape, flexible) in everywhere.items():
         found = saved.shapes.get(name)
-        # an embedding is padded to the tensor-parallel size: rows may differ, columns may not
+        # an embedding's rows are padded to a multiple of the tensor-parallel size, so their number may differ
         same = found == shape or (found is not None and flexible and found[1:] == shape[1:])
         if not same:
             there = "is missing" if found is None else f"has shape {_words(name, found)}"
@@ -277,7 +287,7 @@ def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
 def _other_model(saved: SavedContent, name: str, difference: str) -> CheckpointError:
     beside = f" ({RESOLVED} in it)" if (saved.path / RESOLVED).is_file() else ""
     return CheckpointError(
-        f"{saved.path} is a checkpoint of another model: {name} {difference}; take the architecture of the checkpoint"
+        f"{saved.path} is a checkpoint of another model: {name} {difference}; use the architecture of the checkpoint"
         f"{beside}, or another load or save folder"
     )
 

@@ -1,4 +1,4 @@
-"""The saved schedule of learning rate and weight decay, compared with this run's before it is loaded."""
+"""Loading of the schedule of learning rate and weight decay, after a comparison with this run's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEYS = {
     "wd_incr_style": f"{_OPTIMIZER}.weight_decay_incr_style",
     "wd_incr_steps": f"{_TRAIN}.train_iters",
 }
-"""Value of Megatron-Core's `OptimizerParamScheduler` -> the YAML key that it comes from."""
+"""Value of Megatron-Core's `OptimizerParamScheduler` -> the YAML key that sets it."""
 
 _OLDER_NAMES = {
     "start_lr": "max_lr",
@@ -32,29 +32,30 @@ _OLDER_NAMES = {
     "decay_style": "lr_decay_style",
     "num_iters": "num_steps",
 }
-"""Names in checkpoints of earlier Megatron-LMs (optimizer_param_scheduler.py, load_state_dict)."""
+"""Name in checkpoints of earlier Megatron-LM versions -> current name (optimizer_param_scheduler.py,
+load_state_dict)."""
 
 
 def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: int) -> None:
     """Continue this run's schedule where the saved one stopped.
 
-    Values that do not change the schedule may differ: the length of a constant one, for example. With
+    Values that have no effect on the schedule may differ, for example the length of a constant one. With
     `override_opt_param_scheduler` or `use_checkpoint_opt_param_scheduler` nothing is compared.
 
     Args:
-        scheduler: Megatron-Core's OptimizerParamScheduler; its unit is the sample.
-        saved: its `state_dict` at the checkpoint.
+        scheduler: Megatron-Core's OptimizerParamScheduler, which counts samples.
+        saved: its `state_dict` in the checkpoint.
         global_batch_size: samples of an iteration, for messages.
 
     Raises:
-        CheckpointError: the two schedules have other values; the message names the YAML keys.
+        CheckpointError: the two schedules differ; the message names the YAML keys.
     """
     saved = {_OLDER_NAMES.get(name, name): value for name, value in saved.items()}
     own = scheduler.state_dict()
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
         _compare(saved, own, global_batch_size)
         saved |= {name: own[name] for name in _KEYS if name in saved}
-    # Megatron-Core adds the saved samples to those that the scheduler has counted
+    # Megatron-Core adds num_steps to the samples that the scheduler has counted so far
     scheduler.load_state_dict({**saved, "num_steps": saved["num_steps"] - scheduler.num_steps})
 
 
@@ -70,13 +71,13 @@ def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], global_batch_size
     ]
     raise CheckpointError(
         f"the learning-rate or weight-decay schedule differs from that of the checkpoint: {'; '.join(parts)}; set "
-        f"these keys back, or set {_OPTIMIZER}.override_opt_param_scheduler: true to take this run's, or "
-        f"{_OPTIMIZER}.use_checkpoint_opt_param_scheduler: true to take the checkpoint's"
+        f"these keys back, or set {_OPTIMIZER}.override_opt_param_scheduler: true to use this run's, or "
+        f"{_OPTIMIZER}.use_checkpoint_opt_param_scheduler: true to use the checkpoint's"
     )
 
 
 def _effective(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that change what the schedule returns (optimizer_param_scheduler.py, get_lr and get_wd)."""
+    """The values that affect the schedule (optimizer_param_scheduler.py, get_lr and get_wd)."""
     found = {name: value for name, value in values.items() if name in _KEYS}
     if found.get("lr_decay_style") == "constant":
         found.pop("lr_decay_steps", None)

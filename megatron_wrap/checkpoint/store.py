@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: one folder for each iteration, visible only when whole, and a tracker.
+"""The checkpoint folder of a run: one subfolder for each iteration, visible only when complete, and a tracker file.
 
 Names are Megatron-LM's (megatron/training/checkpointing.py): `iter_0000010/` and `latest_checkpointed_iteration.txt`.
-A checkpoint grows in a hidden folder, is made durable, and gets its name with one rename; the tracker follows, written
-aside and renamed too. So whatever moment a process dies at, the newest visible checkpoint is whole. Nothing here needs
-torch, and one process (global rank 0) alone may write.
+A checkpoint is written into a hidden folder, flushed to disk, and published with one rename; then the tracker is
+replaced, also by a rename. So the newest visible checkpoint is complete at any moment, also if a process is killed.
+Nothing here needs torch, and only one process (global rank 0) may write.
 """
 
 from __future__ import annotations
@@ -22,67 +22,67 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "megatron_wrap.json"
 """Facts about the checkpoint and the size of each of its files; written last, before the rename."""
 FORMAT_FILES = ("metadata.json", ".metadata")
-"""What Megatron-Core's distributed checkpoint has when its own save came to the end."""
+"""Files that Megatron-Core writes at the end of a distributed checkpoint."""
 RESOLVED = "resolved.yaml"
-"""The run's whole configuration, beside the tensors."""
+"""The run's resolved configuration."""
 
 _VISIBLE = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]+")
 
 
 class CheckpointStore:
-    """The checkpoints in one folder, which need not exist yet."""
+    """The checkpoints in one folder; the folder need not exist yet."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
         self._partials: dict[int, Path] = {}
 
     def folder_of(self, iteration: int) -> Path:
-        """Where the checkpoint of `iteration` is, or will be."""
+        """Path of the checkpoint of `iteration`, whether it exists or not."""
         return self.folder / f"iter_{iteration:07d}"
 
     def find(self, iteration: int) -> Path | None:
-        """The whole checkpoint of `iteration`.
+        """Path of the complete checkpoint of `iteration`; None if there is none.
 
-        Normally that is `folder_of`; where a process died while it replaced a checkpoint by a newer one of the same
-        iteration, it is the hidden older one.
+        Normally this is `folder_of`. If a process was killed while it replaced a checkpoint of the same iteration, it
+        is the hidden older one.
         """
         candidates = [self.folder_of(iteration)]
         candidates += [path for path, of, kind in self._hidden() if kind == "replaced" and of == candidates[0].name]
         return next((path for path in candidates if missing_part(path) is None), None)
 
     def iterations(self) -> list[int]:
-        """Iterations with a whole checkpoint, ascending."""
+        """Iterations with a complete checkpoint, ascending."""
         return [iteration for iteration in self.present() if self.find(iteration) is not None]
 
     def present(self) -> list[int]:
-        """Iterations with a folder, whole or not, ascending."""
+        """Iterations with a folder, complete or not, ascending."""
         names = {path.name for path in self._entries()}
         names |= {of for _, of, kind in self._hidden() if kind == "replaced"}
         return sorted(int(match[1]) for name in names if (match := _VISIBLE.fullmatch(name)))
 
     def tracked(self) -> str | None:
-        """What the tracker says: an iteration or `release`; None: there is no tracker."""
+        """Content of the tracker: an iteration or `release`; None if there is no tracker."""
         try:
             return (self.folder / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return None
 
     def latest(self) -> int | None:
-        """The newest whole checkpoint: the tracker's, else (no tracker, or its checkpoint is missing or not whole)
-        that of the largest iteration; None: there is none."""
+        """Iteration of the newest complete checkpoint: the tracker's, or the largest one if there is no tracker or its
+        checkpoint is missing or incomplete; None if there is none."""
         tracked = self.tracked()
         if tracked is not None and tracked.isdecimal() and self.find(int(tracked)) is not None:
             return int(tracked)
         return max(self.iterations(), default=None)
 
     def begin(self, iteration: int) -> Path:
-        """A new empty hidden folder to write the checkpoint of `iteration` into; what dead processes left is removed.
+        """Create an empty hidden folder for the checkpoint of `iteration`, and remove what killed processes left.
 
-        Its name is new each time: a writer process that outlived its killed run cannot write into a later save.
+        Its name is unique, so a writer process that outlives its killed run cannot write into a later save.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._clean()
@@ -92,15 +92,15 @@ class CheckpointStore:
         return partial
 
     def commit(self, iteration: int, facts: Mapping[str, Any]) -> Path:
-        """Make what `begin` gave durable and visible as the checkpoint of `iteration`, and point the tracker to it.
+        """Flush the folder from `begin` to disk, publish it as the checkpoint of `iteration`, and update the tracker.
 
-        An older checkpoint of the same iteration stays valid until the new one has its name.
+        An older checkpoint of the same iteration stays valid until the new one is renamed.
 
         Args:
-            facts: written into the manifest, JSON.
+            facts: JSON values for the manifest.
 
         Raises:
-            OSError: the disk refuses; earlier checkpoints are as they were.
+            OSError: a write failed; earlier checkpoints are unchanged.
         """
         partial, final = self._partials[iteration], self.folder_of(iteration)
         sizes = {name: _make_durable(partial / name) for name in sorted(_files(partial))}
@@ -122,18 +122,18 @@ class CheckpointStore:
         return final
 
     def abandon(self, iteration: int) -> None:
-        """Remove what `begin` gave."""
+        """Remove the folder from `begin`."""
         partial = self._partials.pop(iteration, None)
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune(self, keep: int | None) -> list[int]:
-        """Remove all but the `keep` (at least one) newest whole checkpoints up to the latest one.
+        """Remove all but the `keep` (at least one) newest complete checkpoints up to the latest one.
 
-        What is newer than the latest (a run that was set back by hand) and what is not whole stays.
+        Checkpoints newer than `latest` (after the tracker was set back by hand) and incomplete ones are kept.
 
         Returns:
-            The iterations removed; none with keep None.
+            The iterations removed; none if keep is None.
         """
         latest = self.latest()
         if keep is None or latest is None:
@@ -141,12 +141,12 @@ class CheckpointStore:
         candidates = [iteration for iteration in self.iterations() if iteration <= latest]
         removed = []
         for iteration in candidates[: -max(1, keep)]:
-            # hidden first: a checkpoint that is half removed must not look like one
+            # rename first: a partly removed checkpoint must not be visible
             hidden = self._hidden_name(iteration, "removed")
             try:
                 self.folder_of(iteration).rename(hidden)
             except OSError:
-                continue  # it is only in the way
+                continue  # an extra checkpoint does no harm
             shutil.rmtree(hidden, ignore_errors=True)
             removed.append(iteration)
         return removed
@@ -176,10 +176,10 @@ class CheckpointStore:
 
 
 def missing_part(checkpoint: Path) -> str | None:
-    """What a checkpoint's folder lacks to be whole, in words; None: it is whole.
+    """Why a checkpoint's folder is incomplete, as text; None if it is complete.
 
-    With a manifest every file must be there with its size, so a copy that was cut short is found. Without one (saved
-    by Megatron-LM) Megatron-Core's own last files must be there.
+    With a manifest every file must exist with its size, which detects an interrupted copy. Without one (saved by
+    Megatron-LM) the files that Megatron-Core writes last must exist.
     """
     if not checkpoint.is_dir():
         return "the folder is missing"
@@ -199,12 +199,13 @@ def missing_part(checkpoint: Path) -> str | None:
         except OSError:
             return f"{name} is missing"
         if found != size:
-            return f"{name} has {found} bytes and not {size}"
+            return f"{name} has {found} bytes instead of {size}"
     return None
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """What `commit` was given; empty where there is no manifest (saved by Megatron-LM)."""
+    """The manifest: the facts passed to `commit`, the iteration and the file sizes; empty if there is none (saved by
+    Megatron-LM)."""
     try:
         return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -223,11 +224,11 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _make_durable(path: Path) -> int:
-    """Wait until a file or folder is on the disk; returns its size in bytes."""
+    """Flush a file or folder to disk; returns its size in bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if path.is_dir():
-            with contextlib.suppress(OSError):  # some network file systems know no fsync of a folder
+            with contextlib.suppress(OSError):  # some network file systems do not support fsync of a folder
                 os.fsync(descriptor)
         else:
             os.fsync(descriptor)

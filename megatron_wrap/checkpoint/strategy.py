@@ -1,7 +1,7 @@
-"""Writing and reading with Megatron-Core's distributed format so that all ranks end alike, also when one fails.
+"""Writing and reading of Megatron-Core's distributed format, such that a failure on one rank raises on all ranks.
 
-Megatron-Core's own save agrees on failures of its writers, but what fails on global rank 0 alone (the common state, the
-metadata) leaves the others waiting in the next collective. Here rank 0 then answers that collective first.
+Megatron-Core's save reports failures of its writers to all ranks. But if only global rank 0 fails (writing the common
+state or the metadata), the other ranks wait in the next collective; here rank 0 takes part in it before it raises.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform import versions
 
 FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
-"""How a disk that refuses or a damaged file shows. torch's CheckpointException is no Exception."""
+"""Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""
 
 
 def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch.device, content: Any) -> None:
-    """`dist_checkpointing.save` into an empty folder, the writing shared over `group`. Collective over the world.
+    """`dist_checkpointing.save` into an empty folder, the writing shared by the ranks of `group`. Collective over all
+    ranks.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write.
+        CheckpointError: on every rank, if any rank could not write.
     """
     strategy = _SharedSave(group)
     error: str | None = None
@@ -48,41 +49,40 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch
     except (*FAILURES, CheckpointError) as failure:
         error, cause = describe(failure), failure
         if error and not isinstance(failure, OSError | CheckpointError):
-            # torch's and Megatron-Core's writers do not pass on the system's own words
+            # torch's and Megatron-Core's writers do not pass on the operating system's message
             error = f"not all data could be written; is the disk or the quota full? ({error})"
-        if not strategy.entered:  # the others wait there, for this rank too
+        if not strategy.entered:  # the other ranks wait in its first collective
             with contextlib.suppress(CheckpointError):
                 agree(error)
     errors = [text for text in gather_objects(error) if text is not None]
-    if errors:  # a rank without a failure of its own has no words
+    if errors:  # the text is empty on ranks that failed only because another did
         raise CheckpointError(cannot_write(folder.parent, next(filter(None, errors), "a rank failed"))) from cause
 
 
 def cannot_write(folder: Path, cause: str) -> str:
     """The message for a failed save."""
-    return f"no checkpoint could be written to {folder}: {cause}; earlier checkpoints there are as they were"
+    return f"no checkpoint could be written to {folder}: {cause}; earlier checkpoints there are unchanged"
 
 
 def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, Any]:
-    """`dist_checkpointing.load`, the reading shared over `group`. Collective over the world.
+    """`dist_checkpointing.load`, the reading shared by the ranks of `group`. Collective over all ranks.
 
     Returns:
-        The state with tensors in place of their descriptions; tensors of the model are written in place.
+        The state with tensors instead of their descriptions; the model's tensors are overwritten in place.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not read.
+        CheckpointError: on every rank, if any rank could not read.
     """
-    # the factory refuses what is no such checkpoint; the class itself is the same in both Megatron-Cores
+    # only validates the format; the strategy below is the same class in both Megatron-Core versions
     get_default_load_sharded_strategy(str(folder))
-    saying = f"checkpoint {folder} cannot be read: {{}}; restore it, or load an older one"
-    strategy: Any = _AgreedRead(saying)
+    strategy: Any = _AgreedRead(f"checkpoint {folder} cannot be read: {{}}; restore it, or load an older one")
     if group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     return dist_checkpointing.load(sharded_state, str(folder), strategy)
 
 
 class _SharedSave(FullyParallelSaveStrategyWrapper):
-    """Replicas share the writing; all ranks meet before the first collective of the planning."""
+    """Replicas share the writing; all ranks check for failures before the first collective of the planning."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(versions.save_strategy(), group)
@@ -95,25 +95,29 @@ class _SharedSave(FullyParallelSaveStrategyWrapper):
 
 
 class _AgreedRead(TorchDistLoadShardedStrategy):
-    """A rank that cannot read its part stops all of them."""
+    """Raises on all ranks if one cannot read its part.
 
-    def __init__(self, saying: str) -> None:
+    Args:
+        message: of the CheckpointError; {} is replaced by the cause.
+    """
+
+    def __init__(self, message: str) -> None:
         super().__init__()
-        self._saying = saying
+        self._message = message
 
     def load(self, *arguments: Any, **named: Any) -> Any:
         result = None
-        with agreed(self._saying, FAILURES):
+        with agreed(self._message, FAILURES):
             result = super().load(*arguments, **named)
         return result
 
 
 def _execute(request: Any, device: torch.device) -> None:
-    """Run an asynchronous save's request here and now.
+    """Run an asynchronous save's request synchronously.
 
-    Its parts end in a collective each (strategies/async_utils.py, state_dict_saver.py, serialization.py): a barrier
-    after the writing, rank 0's word whether all succeeded, a barrier after the last file. A rank that fails before one
-    takes part in it, so that none waits for ever.
+    Each of its parts ends in a collective (strategies/async_utils.py, state_dict_saver.py, serialization.py): a barrier
+    after the writing, rank 0's broadcast of the result, a barrier after the last file. A rank that fails before one of
+    them still takes part in it, so that the others do not hang.
     """
     written = None
     try:
@@ -130,7 +134,7 @@ def _execute(request: Any, device: torch.device) -> None:
         try:
             finish()
         except CheckpointException:
-            raise  # on all ranks
+            raise  # raised on all ranks
         except FAILURES:
             answer()
             raise

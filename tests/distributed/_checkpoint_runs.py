@@ -1,4 +1,4 @@
-"""What a rank does for the checkpoint tests."""
+"""Functions that the checkpoint tests run on each rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 def started(folder: str | Path, overrides: tuple[str, ...] = ()) -> AbstractContextManager[Any]:
-    """A run with checkpoints in `folder`, resumed when it holds one."""
+    """A run with checkpoints in `folder`, resumed if it contains one."""
     common = (
         f"{ARCH}.vocab_size={VOCAB}",
         f"{TRAIN}.global_batch_size={BATCH}",
@@ -82,7 +82,7 @@ def train(
 
 
 def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
-    """The message with which a run on `folder` is refused."""
+    """The message of the CheckpointError that a run on `folder` raises."""
     from megatron_wrap.errors import CheckpointError
 
     try:
@@ -94,7 +94,7 @@ def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
 
 
 def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The result of `function` on each of `count` ranks that live for this call alone."""
+    """The result of `function` on each of `count` ranks, in new processes that end with this call."""
     from megatron_wrap.testing.ranks import RankPool
 
     warm_up()
@@ -107,7 +107,7 @@ def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) 
 
 @functools.cache
 def warm_up() -> None:
-    """Import in this process what forked ranks need."""
+    """Import in this process the modules that forked ranks need."""
     import megatron_wrap.core.wrap
     import megatron_wrap.engine.build
     from megatron_wrap.platform import choose_platform

@@ -1,4 +1,4 @@
-"""A checkpoint saved under one Megatron-Core goes on under another: run `save` with one Python, `load` with the other.
+"""A checkpoint saved with one Megatron-Core resumes with another: run `save` with one Python, `load` with the other.
 
 python tests/distributed/cross_version.py save FOLDER
 other/python tests/distributed/cross_version.py load FOLDER
@@ -22,14 +22,14 @@ LAYOUTS = {
 
 
 def save(folder: Path) -> None:
-    """Train ten steps in each layout with a checkpoint after five, and note the last five."""
+    """Train ten steps in each layout with a checkpoint after five, and record the last five."""
     for name, (processes, overrides) in LAYOUTS.items():
         steps = runs.in_new_processes(processes, runs.train, folder / name, overrides, 10, (5,))[0]
         (folder / name / "expected.json").write_text(json.dumps({"steps": steps[5:]}))
 
 
 def load(folder: Path) -> list[str]:
-    """Resume each layout and hold its five steps against the noted ones; the differences in words."""
+    """Resume each layout and compare its five steps with the recorded ones; returns descriptions of differences."""
     wrong = []
     for name, (processes, overrides) in LAYOUTS.items():
         expected = json.loads((folder / name / "expected.json").read_text())["steps"]

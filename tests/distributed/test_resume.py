@@ -1,4 +1,5 @@
-"""Ten steps equal five, a checkpoint, new processes and five more: to the bit on one layout, closely into another."""
+"""Ten steps equal five steps, a checkpoint, new processes and five more steps: bit for bit on the same layout, within
+rounding on another."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ OTHER_LAYOUT = {
 
 
 @pytest.mark.parametrize("name", covering(SAME_LAYOUT))
-def test_same_layout_resumes_to_the_bit_with_dropout(tmp_path: Path, name: str) -> None:
+def test_the_same_layout_resumes_bit_for_bit_with_dropout(tmp_path: Path, name: str) -> None:
     processes, overrides = SAME_LAYOUT[name]
     overrides = (*overrides, *DROPOUT)
     straight = in_new_processes(processes, runs.train, tmp_path, overrides, 10, (5,))
@@ -67,20 +68,20 @@ def test_same_layout_resumes_to_the_bit_with_dropout(tmp_path: Path, name: str) 
     assert [steps[5:] for steps in straight] == resumed
 
 
-def test_without_random_states_dropout_goes_another_way(tmp_path: Path) -> None:
+def test_without_random_states_dropout_differs(tmp_path: Path) -> None:
     straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 7, (5,))[0]
     without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 7)[0]
     assert [step[0] for step in without] != [step[0] for step in straight[5:]]
 
 
-def test_a_save_changes_nothing_of_the_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:
     overrides = (*DISTRIBUTED, *OVERLAP, *DROPOUT)
     saving = in_new_processes(2, runs.train, tmp_path / "a", overrides, 4, (1, 2, 3))
     assert saving == in_new_processes(2, runs.train, tmp_path / "b", overrides, 4)
 
 
 @pytest.mark.parametrize("name", covering(OTHER_LAYOUT))
-def test_other_layout_resumes_closely(tmp_path: Path, name: str) -> None:
+def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
     straight = in_new_processes(before, runs.train, tmp_path, saved, 10, (5,))[0]
     rest = in_new_processes(after, runs.train, tmp_path, resumed)[0]

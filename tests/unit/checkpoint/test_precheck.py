@@ -1,4 +1,4 @@
-"""What is said about a checkpoint before a process starts."""
+"""Validation of checkpoints before a process starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 def save(folder: Path, iteration: int, backend: str = "torch_dist") -> Path:
     store = CheckpointStore(folder)
     partial = store.begin(iteration)
-    (partial / ".metadata").write_text("which tensor is where")
+    (partial / ".metadata").write_text("tensor metadata")
     (partial / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
     return store.commit(iteration, {})
 
@@ -49,9 +49,9 @@ def test_release_of_megatron_lm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".", "iter_0000010", "release"])
-def test_old_form_names_the_way(tmp_path: Path, place: str) -> None:
+def test_megatron_lm_torch_format_is_refused_with_the_conversion(tmp_path: Path, place: str) -> None:
     (tmp_path / place / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"mp_rank_00.*old form.*Hugging Face folder"):
+    with pytest.raises(CheckpointError, match=r"mp_rank_00.*convert\.py.*--ckpt-format torch_dist"):
         find_checkpoint(tmp_path)
 
 
@@ -61,15 +61,14 @@ def test_other_format_is_refused(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_only_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_with_only_an_incomplete_checkpoint_is_an_error(tmp_path: Path) -> None:
     (save(tmp_path, 1) / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"iter_0000001 is not whole: \.metadata is missing"):
-        find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="not whole"):
-        find_checkpoint(tmp_path / "iter_0000001")
+    for folder in (tmp_path, tmp_path / "iter_0000001"):
+        with pytest.raises(CheckpointError, match=r"iter_0000001 .*incomplete.*\.metadata is missing"):
+            find_checkpoint(folder)
 
 
-def test_save_that_died_first_leaves_nothing_to_find(tmp_path: Path) -> None:
+def test_a_killed_first_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).begin(1)
     assert find_checkpoint(tmp_path) is None
 
@@ -79,7 +78,7 @@ def config() -> RunConfig:
     return load_run_config(CONFIG)
 
 
-def test_same_model_passes_through_the_file(tmp_path: Path, config: RunConfig) -> None:
+def test_the_same_model_is_accepted(tmp_path: Path, config: RunConfig) -> None:
     write_resolved(config, tmp_path / "resolved.yaml")
     compare_models(load_resolved(tmp_path / "resolved.yaml"), config)
 
@@ -97,23 +96,25 @@ def test_same_model_passes_through_the_file(tmp_path: Path, config: RunConfig) -
         ("untie_embeddings_and_output_weights", False, "output_layer.weight"),
     ],
 )
-def test_other_model_is_named_with_both_values(config: RunConfig, key: str, value: Any, parameter: str) -> None:
+def test_another_model_is_refused_with_key_values_and_parameter(
+    config: RunConfig, key: str, value: Any, parameter: str
+) -> None:
     saved = getattr(config.arch, key)
     other = replace(config, arch=replace(config.arch, **{key: value}))
-    with pytest.raises(CheckpointError) as said:
+    with pytest.raises(CheckpointError) as refused:
         compare_models(config.resolved, other)
-    assert f"megatron_lm.model.arch.{key} was {saved} when it was saved and is {value} here" in str(said.value)
-    assert parameter in str(said.value)
+    for part in (f"megatron_lm.model.arch.{key}", f"was {saved}", f"is {value}", parameter, "resolved.yaml"):
+        assert part in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("rotary_base", 5e5), ("max_position_embeddings", 8192), ("ffn_hidden_size", None)]
 )
-def test_what_no_parameter_depends_on_may_differ(config: RunConfig, key: str, value: Any) -> None:
+def test_keys_that_affect_no_parameter_may_differ(config: RunConfig, key: str, value: Any) -> None:
     compare_models(config.resolved, replace(config, arch=replace(config.arch, **{key: value})))
 
 
-def test_looking_takes_no_torch(tmp_path: Path) -> None:
+def test_find_checkpoint_imports_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1)
     program = (
         "import sys; from megatron_wrap.checkpoint import find_checkpoint, CheckpointStore, compare_models; "

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: visible when whole, never less than one, whatever a process left behind."""
+"""Checkpoint folders: visible only when complete, and never fewer than before, also after a killed process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, m
 
 
 def fill(folder: Path, text: str = "tensors") -> None:
-    """What Megatron-Core's save leaves, as far as a store looks at it."""
+    """The files of a Megatron-Core checkpoint that a store checks."""
     (folder / "__0_0.distcp").write_text(text)
-    (folder / ".metadata").write_text("which tensor is where")
+    (folder / ".metadata").write_text("tensor metadata")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
 
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "runs" / "checkpoints")
 
 
-def test_folder_that_is_not_there_is_empty(store: CheckpointStore) -> None:
+def test_a_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.latest() is None
     assert store.iterations() == []
     assert store.prune(1) == []
@@ -61,7 +61,7 @@ def test_manifest_holds_facts_and_sizes(store: CheckpointStore) -> None:
     assert facts["files"]["__0_0.distcp"] == len("tensors")
 
 
-def test_stale_partial_folders_go_at_the_next_save(store: CheckpointStore) -> None:
+def test_stale_partial_folders_are_removed_at_the_next_save(store: CheckpointStore) -> None:
     fill(store.begin(1))
     dead = store.begin(1)
     assert [path.name for path in store.folder.iterdir()] == [dead.name]
@@ -73,7 +73,7 @@ def test_a_new_partial_folder_has_a_new_name(store: CheckpointStore) -> None:
     assert store.begin(1) != store.begin(1)
 
 
-def test_abandon_leaves_earlier_checkpoints(store: CheckpointStore) -> None:
+def test_abandon_keeps_earlier_checkpoints(store: CheckpointStore) -> None:
     save(store, 1)
     store.begin(2)
     store.abandon(2)
@@ -81,7 +81,7 @@ def test_abandon_leaves_earlier_checkpoints(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing folder", "missing file", "short file", "no metadata", "garbled tracker"])
-def test_latest_never_names_a_checkpoint_that_is_not_whole(store: CheckpointStore, damage: str) -> None:
+def test_latest_is_never_an_incomplete_checkpoint(store: CheckpointStore, damage: str) -> None:
     save(store, 5)
     newest = save(store, 10)
     if damage == "missing folder":
@@ -98,14 +98,14 @@ def test_latest_never_names_a_checkpoint_that_is_not_whole(store: CheckpointStor
     assert store.iterations() == ([5, 10] if damage == "garbled tracker" else [5])
 
 
-def test_tracker_set_back_by_hand_is_followed(store: CheckpointStore) -> None:
+def test_a_tracker_set_back_by_hand_determines_the_latest(store: CheckpointStore) -> None:
     for iteration in (5, 10, 15):
         save(store, iteration)
     (store.folder / TRACKER).write_text("5\n")
     assert store.latest() == 5
 
 
-def test_without_tracker_the_largest_iteration_counts(store: CheckpointStore) -> None:
+def test_without_tracker_the_largest_iteration_is_the_latest(store: CheckpointStore) -> None:
     save(store, 10)
     save(store, 9)
     (store.folder / TRACKER).unlink()
@@ -119,7 +119,9 @@ def test_saving_an_iteration_again_replaces_it(store: CheckpointStore) -> None:
     assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
 
 
-def test_death_while_replacing_keeps_the_older_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_replacing_keeps_the_older_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     final = save(store, 1, "old")
     fill(store.begin(1), "new")
     renames = []
@@ -158,7 +160,7 @@ def test_prune_keeps_the_newest(store: CheckpointStore, keep: int | None, remove
     assert store.iterations() == left
 
 
-def test_prune_counts_whole_checkpoints_only(store: CheckpointStore) -> None:
+def test_prune_counts_only_complete_checkpoints(store: CheckpointStore) -> None:
     for iteration in (1, 2, 3):
         save(store, iteration)
     (store.folder_of(3) / ".metadata").unlink()
@@ -166,7 +168,7 @@ def test_prune_counts_whole_checkpoints_only(store: CheckpointStore) -> None:
     assert store.iterations() == [2]
 
 
-def test_prune_after_a_set_back_keeps_what_was_just_saved(store: CheckpointStore) -> None:
+def test_prune_after_a_set_back_tracker_keeps_the_last_save(store: CheckpointStore) -> None:
     for iteration in (10, 20, 30, 12):
         save(store, iteration)
     assert store.prune(1) == [10]
@@ -174,7 +176,7 @@ def test_prune_after_a_set_back_keeps_what_was_just_saved(store: CheckpointStore
     assert store.iterations() == [12, 20, 30]
 
 
-def test_failing_disk_leaves_the_earlier_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_earlier_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     fill(store.begin(2))
 
@@ -190,7 +192,7 @@ def test_failing_disk_leaves_the_earlier_checkpoint(store: CheckpointStore, monk
     assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
 
 
-def test_megatron_lm_folder_without_manifest_is_whole(store: CheckpointStore) -> None:
+def test_a_megatron_lm_folder_without_manifest_is_complete(store: CheckpointStore) -> None:
     final = save(store, 4)
     (final / MANIFEST).unlink()
     assert missing_part(final) is None
