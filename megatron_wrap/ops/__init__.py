@@ -1,7 +1,7 @@
-"""What a loss needs from vocabulary-parallel logits, without gathering them; and the `torch` layers' own operations.
+"""Operations on vocabulary-parallel logits for losses, without gathering the logits; attention and norms of the model.
 
-The losses' operations are found here on first use. `ops.attention` and `ops.norm` belong to the model and are imported
-from there. Importing this package imports neither torch nor Megatron-Core.
+The operations for losses are imported on first use. `ops.attention` and `ops.norm` are used by the model and must be
+imported from their modules. Importing this package imports neither torch nor Megatron-Core.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TopK", "entropy", "gather_log_probs", "kl_divergence", "token_log_probs", "top_k", "vocabulary_max"]
 
-# No module may have the name of a function here: once imported, the module would stand in the function's place.
+# A module must not have the name of a function: importing it would overwrite the function in this namespace.
 _MODULES = {
     "TopK": "ranking",
     "entropy": "entropies",

@@ -1,8 +1,8 @@
 """Core attention of the `torch` implementation: `scaled_dot_product_attention` behind Megatron-Core's interface.
 
-It takes the place of `DotProductAttention` (`transformer/dot_product_attention.py`), which knows neither context
-parallelism nor packed sequences nor values of another width than keys. Importing this imports Megatron-Core, so
-`Platform.install` comes first.
+It replaces `DotProductAttention` (`transformer/dot_product_attention.py`), which supports neither context parallelism
+nor packed sequences nor different head sizes of keys and values. This module imports Megatron-Core, so call
+`Platform.install` first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-# Queries at least this many at a time under a sliding window: smaller blocks waste less work but start more kernels.
-_WINDOW_BLOCK = 512
+# Minimum queries per block under a sliding window: smaller blocks waste less compute but launch more kernels.
+_MIN_WINDOW_BLOCK = 512
 
 
 def attend(
@@ -46,17 +46,17 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(query key^T * scale) value, each group of heads / groups query heads sharing one key and value head.
+    """softmax(query key^T * scale) value, with grouped-query attention: heads / groups query heads share a key head.
 
     Args:
-        query: [s_q, b, heads, d]; the queries are the last s_q of the s_k positions.
+        query: [s_q, b, heads, d]; the queries have the last s_q of the s_k positions.
         key: [s_k, b, groups, d].
         value: [s_k, b, groups, d_v].
-        causal: a query attends its own position and those before.
-        window: (left, right): a query attends at most so many positions before and after its own; negative: no bound.
-        mask: bool, broadcastable to [b, heads, s_q, s_k], True = may not attend, on top of `causal` and `window`. A
-            query that may attend nothing attends everything: its result is finite and means nothing.
-        dropout: probability with which an attention weight becomes zero; torch's generator of the device decides.
+        causal: a query attends its own and earlier positions.
+        window: (left, right): a query attends at most so many positions before and after its own; negative: unlimited.
+        mask: bool, broadcastable to [b, heads, s_q, s_k], True = masked, in addition to `causal` and `window`. The
+            result of a query whose keys are all masked is finite but meaningless.
+        dropout: dropout probability of the attention weights, with torch's generator of the device.
 
     Returns:
         [s_q, b, heads, d_v].
@@ -70,16 +70,16 @@ def attend(
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, s_q, s_k)))
     if left < s_k - 1 or (not causal and right < s_k - 1):
-        output = _windowed(call, query, key, value, left, right, mask)
+        output = _sliding_window(call, query, key, value, left, right, mask)
     elif mask is not None:
-        masked = mask | _outside(s_q, s_k, left, right, mask.device) if causal else mask
-        output = call(query, key, value, attn_mask=_allowed(masked))
+        masked = mask | _outside_window(s_q, s_k, left, right, mask.device) if causal else mask
+        output = call(query, key, value, attn_mask=_sdpa_mask(masked))
     elif not causal or s_q == 1:
         output = call(query, key, value)
     elif s_q == s_k:
         output = call(query, key, value, is_causal=True)
     else:
-        # Flash kernels align a causal mask with the last key where torch's is_causal aligns it with the first.
+        # is_causal aligns the mask with the first key; the queries here are aligned with the last key.
         output = call(query, key, value, attn_mask=causal_lower_right(s_q, s_k))
     return output.permute(2, 0, 1, 3)
 
@@ -87,8 +87,8 @@ def attend(
 def _scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **named: Any
 ) -> Tensor:
-    """torch's, with groups. Of its kernels on a GPU the one that takes a mask knows none: without copies of the keys
-    torch would take the way that keeps all scores."""
+    """torch's function with grouped-query attention. On a GPU, its only fused kernel that takes a mask does not support
+    groups, so keys and values are repeated; otherwise torch would use the implementation that stores all scores."""
     copies = query.shape[1] // key.shape[1]
     if copies > 1 and query.is_cuda and type(attn_mask) is Tensor:
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
@@ -96,37 +96,38 @@ def _scaled_dot_product_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
 
 
-def _windowed(
+def _sliding_window(
     call: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, left: int, right: int, mask: Tensor | None
 ) -> Tensor:
-    """Blocks of queries against the keys that they reach, so work and masks grow with s_q * window, not s_q * s_k."""
+    """Attention by blocks of queries, each with the keys in its window: O(s_q * window) compute and mask memory."""
     s_q, s_k = query.shape[2], key.shape[2]
     offset = s_k - s_q
     outputs = []
-    block = max(min(left + right, s_k), _WINDOW_BLOCK)
+    block = max(min(left + right, s_k), _MIN_WINDOW_BLOCK)
     for start in range(0, s_q, block):
         stop = min(start + block, s_q)
         low, high = max(offset + start - left, 0), min(offset + stop + right, s_k)
-        masked = _outside(stop - start, high - low, left, right, query.device, query_offset=offset + start - low)
+        masked = _outside_window(stop - start, high - low, left, right, query.device, query_offset=offset + start - low)
         if mask is not None:
             masked = masked | mask[:, :, start:stop, low:high]
         outputs.append(
-            call(query[:, :, start:stop], key[:, :, low:high], value[:, :, low:high], attn_mask=_allowed(masked))
+            call(query[:, :, start:stop], key[:, :, low:high], value[:, :, low:high], attn_mask=_sdpa_mask(masked))
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _outside(
+def _outside_window(
     s_q: int, s_k: int, left: int, right: int, device: torch.device, query_offset: int | None = None
 ) -> Tensor:
-    """bool [s_q, s_k], True where the key is more than `left` before or `right` after the query's position."""
+    """bool [s_q, s_k], True if the key is more than `left` positions before or `right` after the query."""
     offset = s_k - s_q if query_offset is None else query_offset
     distance = torch.arange(s_k, device=device) - (torch.arange(s_q, device=device) + offset)[:, None]
     return (distance < -left) | (distance > right)
 
 
-def _allowed(masked: Tensor) -> Tensor:
-    """SDPA's convention (True = attends) from Megatron-Core's. A row without any key would give NaN gradients."""
+def _sdpa_mask(masked: Tensor) -> Tensor:
+    """Convert Megatron-Core's convention (True = masked) to SDPA's (True = attend). Fully masked rows become unmasked,
+    because they would give NaN gradients."""
     return ~masked | masked.all(dim=-1, keepdim=True)
 
 
@@ -143,35 +144,36 @@ def attend_over_context(
     windowed: bool,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """Attention inside each of the documents that follow one another, cut over context-parallel ranks or whole.
+    """Attention within each of several consecutive documents, with or without context parallelism.
 
-    Each rank holds chunks r and 2 * cp_size - 1 - r of every document (`parallel/context.py`). It gathers the keys and
-    values of all ranks; a causal chunk of queries then attends the keys up to its own end, so no explicit mask is
-    needed and the fast kernels serve.
+    Each rank has chunks r and 2 * cp_size - 1 - r of every document (`parallel/context.py`) and gathers the keys and
+    values of all ranks. A causal chunk of queries attends the keys up to the end of the chunk, so it needs no explicit
+    mask and can use the fast kernels.
 
     Args:
-        query: [s_local, b, heads, d], this rank's part of every document in turn.
+        query: [s_local, b, heads, d], this rank's part of each document, concatenated.
         key: [s_local, b, groups, d].
         value: [s_local, b, groups, d_v].
-        lengths: length of each whole document, in tokens; each a multiple of 2 * cp_size when cp_size > 1.
-        gather: every rank's tensor in rank order along dimension 0; its backward reduce-scatters.
-        causal, windowed: what `attend` does.
-        attend: (query, key, value) -> output, aligned as the function `attend` is.
+        lengths: global length of each document, in tokens; multiples of 2 * cp_size if cp_size > 1.
+        gather: differentiable all-gather in rank order along dimension 0, whose backward is a reduce-scatter.
+        causal, windowed: whether `attend` is causal and has a sliding window.
+        attend: (query, key, value) -> output; the last query has the position of the last key, as in `attend`.
 
     Returns:
         [s_local, b, heads, d_v].
 
     Raises:
-        LayoutError: the lengths do not fit the tensors or the ranks, or a window without causality over several ranks.
+        LayoutError: the lengths do not match the tensors or the ranks, or non-causal sliding-window attention with
+            cp_size > 1.
     """
     if cp_size > 1 and not causal and windowed:
-        raise LayoutError(f"a sliding window needs causal attention with context_parallel_size={cp_size}")
-    unfit = [length for length in lengths if cp_size > 1 and length % (2 * cp_size)]
-    if unfit or sum(lengths) != query.shape[0] * cp_size:
+        raise LayoutError(f"context_parallel_size={cp_size} with a sliding window requires causal attention")
+    uneven = [length for length in lengths if cp_size > 1 and length % (2 * cp_size)]
+    if uneven or sum(lengths) != query.shape[0] * cp_size:
         raise LayoutError(
-            f"documents of lengths {list(lengths)[:8]} do not fit {query.shape[0]} tokens on each of {cp_size} "
-            f"context-parallel ranks: together they must be {query.shape[0] * cp_size} tokens long"
-            + (f" and each a multiple of {2 * cp_size}" if cp_size > 1 else "")
+            f"documents of lengths {list(lengths)[:8]} do not match {query.shape[0]} tokens on each of {cp_size} "
+            f"context-parallel ranks: the total length must be {query.shape[0] * cp_size}"
+            + (f" and each length a multiple of {2 * cp_size}" if cp_size > 1 else "")
         )
     keys, values = (key,), (value,)
     if cp_size > 1:
@@ -192,7 +194,7 @@ def attend_over_context(
 
 @functools.cache
 def _packed_kernel() -> Callable[..., Tensor] | None:
-    """torch's flash attention over packed sequences: takes what `varlen_attn` does; None where this torch has none."""
+    """torch's flash attention for packed sequences with the arguments of `varlen_attn`; None if this torch lacks it."""
     try:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
@@ -201,15 +203,15 @@ def _packed_kernel() -> Callable[..., Tensor] | None:
     if not {"scale", "window_size"} <= known:
         return None
 
-    def call(query: Tensor, key: Tensor, value: Tensor, *marks: Any, **named: Any) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
         if query.shape[1] != key.shape[1]:
             if "enable_gqa" in known:
                 named["enable_gqa"] = True
-            else:  # an older torch: the copies cost memory, the kernel is the same
+            else:  # older torch: the same kernel, but the copies cost memory
                 key, value = (
                     tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
                 )
-        return kernel(query, key, value, *marks, **named)
+        return kernel(query, key, value, *lengths, **named)
 
     return call
 
@@ -218,15 +220,15 @@ class TorchCoreAttention(MegatronModule):
     """Core attention for the layer spec; Megatron-Core builds it with the arguments of `DotProductAttention`.
 
     Args:
-        config: Megatron-Core's; `kv_channels`, `window_size`, `window_attn_skip_freq`, `attention_dropout`,
-            `softmax_type` and `sequence_parallel` are read.
-        layer_number: counted from 1; decides whether the layer has a sliding window.
-        attn_mask_type: used where the call names none.
-        attention_dropout: instead of the config's.
-        softmax_scale: what the scores are multiplied by; default 1 / sqrt(width of a key).
-        k_channels, v_channels: width of a key and of a value, when not the config's `kv_channels`.
-        cp_comm_type: no effect: keys and values are always all-gathered.
-        pg_collection: its `cp` group cuts the sequence; default Megatron-Core's global one.
+        config: Megatron-Core's; reads `kv_channels`, `window_size`, `window_attn_skip_freq`, `attention_dropout`,
+            `softmax_type` and `sequence_parallel`.
+        layer_number: 1-based; determines whether the layer has a sliding window.
+        attn_mask_type: default for calls without one.
+        attention_dropout: overrides the config's.
+        softmax_scale: factor of the scores; default 1 / sqrt(key head size).
+        k_channels, v_channels: key and value head sizes, if different from the config's `kv_channels`.
+        cp_comm_type: ignored: keys and values are always all-gathered.
+        pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
     Raises:
         PlatformError: `softmax_type` is not vanilla.
@@ -253,7 +255,7 @@ class TorchCoreAttention(MegatronModule):
             )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # apply_query_key_layer_scaling divides here and multiplies before the softmax: nothing is left of it in fp32.
+        # apply_query_key_layer_scaling has no effect in fp32: it divides the scores and multiplies them again.
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
@@ -262,22 +264,22 @@ class TorchCoreAttention(MegatronModule):
             from megatron.core import parallel_state
 
             self.cp_group = parallel_state.get_context_parallel_group()
-        self.no_token: Tensor | None = None
-        """bool [b, slots], True = no token: keys that nothing attends, whatever a call says; see `masked`."""
-        self.current_max_attn_logits = None  # read by Megatron-Core's qk-clip, which needs another implementation
+        self.is_padding: Tensor | None = None
+        """bool [b, slots], True = padding: keys that are masked in every call; see `masked`."""
+        self.current_max_attn_logits = None  # Megatron-Core's qk-clip reads it; not supported here
 
     @classmethod
-    def masked(cls, attention: Any, no_token: Tensor) -> TorchCoreAttention:
-        """The core attention of an attention layer, whatever its own is, in which nothing attends some keys.
+    def masked(cls, attention: Any, is_padding: Tensor) -> TorchCoreAttention:
+        """A replacement for the core attention of a layer that also masks padding in the KV cache.
 
         Args:
             attention: Megatron-Core's `SelfAttention` or `MLASelfAttention`.
-            no_token: bool [b, slots], True = may not be attended; of s_k keys the first s_k columns count.
+            is_padding: bool [b, slots], True = masked; a call with s_k keys uses the first s_k columns.
         """
         scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
-        made = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
-        made.cp_group, made.no_token = attention.core_attention.cp_group, no_token
-        return made.train(attention.training)
+        core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
+        core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
+        return core.train(attention.training)
 
     def forward(
         self,
@@ -292,36 +294,36 @@ class TorchCoreAttention(MegatronModule):
         """Attention of this rank's query heads.
 
         Args:
-            query: [s, b, heads, d], or [t, heads, d] for packed sequences; local to the tensor- and context-parallel
-                rank, and so are the others.
+            query: [s, b, heads, d], or [t, heads, d] for packed sequences. All tensors are local to the tensor- and
+                context-parallel rank.
             key: [s_k, b, groups, d] or [t, groups, d].
             value: [s_k, b, groups, d_v] or [t, groups, d_v].
-            attention_mask: bool, broadcastable to [b, 1, s, s_k], True = may not attend (Megatron-Core's convention),
-                on top of what the mask type says; None with a causal type is the fast way.
-            packed_seq_params: with `qkv_format` "thd", documents between the marks of `cu_seqlens_q` (or of
-                `cu_seqlens_q_padded`), which count whole documents and cover all tokens.
+            attention_mask: bool, broadcastable to [b, 1, s, s_k], True = masked (Megatron-Core's convention), in
+                addition to the mask type; None with a causal type is fastest.
+            packed_seq_params: with `qkv_format` "thd", `cu_seqlens_q` (or `cu_seqlens_q_padded`) has the cumulative
+                global lengths of the documents, which cover all tokens.
 
         Returns:
             [s, b, heads * d_v], or [t, heads * d_v].
 
         Raises:
             PlatformError: an attention bias, or an explicit mask with packed sequences or context parallelism.
-            LayoutError: the documents do not fit the tokens or the ranks.
+            LayoutError: the documents do not match the tokens or the ranks.
         """
         if attention_bias is not None:
             raise PlatformError("attention_bias needs Transformer Engine's attention")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         causal = mask_type in _CAUSAL
         mask = None if mask_type == AttnMaskType.no_mask else attention_mask
-        if self.no_token is not None:
-            unattended = self.no_token[:, None, None, : key.shape[0]]
-            mask = unattended if mask is None else mask | unattended
+        if self.is_padding is not None:
+            padding = self.is_padding[:, None, None, : key.shape[0]]
+            mask = padding if mask is None else mask | padding
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if (cp_size > 1 or packed) and mask is not None:
             raise PlatformError(
-                f"packed sequences and context_parallel_size={cp_size} take attention without an explicit mask; pass "
-                "None as attention_mask (causal attention and documents need none) or set context_parallel_size to 1"
+                f"packed sequences and context_parallel_size={cp_size} do not support an explicit attention_mask; pass "
+                "None (causal attention and documents need no mask) or set context_parallel_size to 1"
             )
         with self._random_state():
             if packed_seq_params is not None and packed:
@@ -331,7 +333,8 @@ class TorchCoreAttention(MegatronModule):
         return output.reshape(*output.shape[:-2], -1)
 
     def _random_state(self) -> contextlib.AbstractContextManager[None]:
-        """Heads differ over tensor-parallel ranks, so must their dropout; sequence parallelism is in that state."""
+        """Select the RNG state for dropout, which must differ over tensor-parallel ranks because their heads differ.
+        With sequence parallelism, the caller has already selected it."""
         if self.dropout == 0.0 or not self.training or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -351,7 +354,7 @@ class TorchCoreAttention(MegatronModule):
         cp_size: int,
         mask: Tensor | None = None,
     ) -> Tensor:
-        rule = functools.partial(
+        attend_local = functools.partial(
             attend,
             causal=causal,
             scale=self.scale,
@@ -360,7 +363,7 @@ class TorchCoreAttention(MegatronModule):
             dropout=self.dropout if self.training else 0.0,
         )
         if cp_size == 1 and len(lengths) == 1:
-            return rule(query, key, value)  # keys may be more than queries: a cache of earlier positions
+            return attend_local(query, key, value)  # with a KV cache there are more keys than queries
         return attend_over_context(
             query,
             key,
@@ -371,25 +374,26 @@ class TorchCoreAttention(MegatronModule):
             gather=self._gather,
             causal=causal,
             windowed=self.window is not None,
-            attend=rule,
+            attend=attend_local,
         )
 
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, documents: PackedSeqParams, causal: bool, cp_size: int
     ) -> Tensor:
-        marks = documents.cu_seqlens_q if documents.cu_seqlens_q_padded is None else documents.cu_seqlens_q_padded
+        padded = documents.cu_seqlens_q_padded
+        cu_seqlens = documents.cu_seqlens_q if padded is None else padded
         kernel = _packed_kernel()
         fast = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] == value.shape[-1]
-        drops = self.dropout > 0.0 and self.training
-        if kernel is not None and fast and cp_size == 1 and not drops and documents.max_seqlen_q is not None:
+        has_dropout = self.dropout > 0.0 and self.training
+        if kernel is not None and fast and cp_size == 1 and not has_dropout and documents.max_seqlen_q is not None:
             left, right = self.window or (-1, -1)
             longest = int(documents.max_seqlen_q)
             return kernel(
-                *(query, key, value, marks, marks, longest, longest),
+                *(query, key, value, cu_seqlens, cu_seqlens, longest, longest),
                 scale=self.scale,
                 window_size=(left, 0 if causal else right),
             )
-        # Reading the lengths waits for the GPU; the CPU, and packed sequences under context parallelism, take this way.
-        lengths = [length for length in marks.diff().tolist() if length]
+        # Where the kernel does not apply, for example on the CPU. Reading the lengths synchronizes with a GPU.
+        lengths = [length for length in cu_seqlens.diff().tolist() if length]
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return self._over_context(query, key, value, lengths, causal, cp_size).squeeze(1)

@@ -1,4 +1,4 @@
-"""Divergence of a student's next-token distribution from a teacher's over a vocabulary that TP ranks share."""
+"""Divergence of a student's from a teacher's next-token distribution, with vocabulary-parallel logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_wrap.parallel.state import tensor_parallel_group
 
 DivergenceKind = Literal["forward", "reverse", "jensen_shannon"]
 
-_BUFFERS = 4  # of [tokens, V/tp] at a time: two log-probabilities, their middle's, one product
+_BUFFERS = 4  # temporary tensors [tokens, V/tp]: log-probabilities of both and of the mixture, one product
 
 
 def kl_divergence(
@@ -37,7 +37,7 @@ def kl_divergence(
     temperature: float = 1.0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Divergence at each token, in nats; fp32 (float64 where logits are float64).
+    """Divergence at each token, in nats; fp32 (float64 for float64 logits).
 
     With q = softmax(student_logits / temperature) and p the teacher's distribution:
 
@@ -45,41 +45,40 @@ def kl_divergence(
     - reverse: KL(q || p) = sum q (log q - log p)
     - jensen_shannon: (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2 (Lin 1991, doi 10.1109/18.61115); at most log 2
 
-    A teacher given by its logits has p = softmax(teacher / temperature) over the whole vocabulary, and gets a gradient
-    if it requires one. A teacher given as a `TopK` has p = softmax(values / temperature) over its k ids and 0 elsewhere
-    (logits and log-probabilities give the same p) and must not require a gradient. q is still the softmax over the
-    whole vocabulary, but for reverse, which would be infinite: there q too is the softmax over the k ids alone, and the
-    student's logits elsewhere get no gradient. With k = V all three equal those of the whole logits.
+    For teacher logits, p = softmax(teacher / temperature) over the whole vocabulary; the teacher gets a gradient if it
+    requires one. For a `TopK` teacher, p = softmax(values / temperature) over its k ids and 0 elsewhere (logits and
+    log-probabilities give the same p); its values must not require a gradient. q is the softmax over the whole
+    vocabulary, except for reverse, which would be infinite: there q is the softmax over the k ids, and other logits of
+    the student get no gradient. With k = V, all three equal the result for whole logits.
 
-    The result is not multiplied by temperature^2, as some distillation losses are.
+    Unlike in some distillation losses, the result is not multiplied by temperature^2.
 
     Args:
         student_logits: [B, S, V/tp], this rank's columns of the vocabulary.
         teacher: logits [B, S, V/tp] with the same columns, in any floating type; or a TopK [B, S, k] of global ids,
-            distinct within a token and inside the vocabulary, the same on every tensor-parallel rank.
-        temperature: what both are divided by, > 0.
+            distinct within a token and inside the vocabulary, equal on all tensor-parallel ranks.
+        temperature: divides the logits of both, > 0.
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.
 
     Raises:
-        FlowError: an unknown kind, a temperature that is not positive, shapes that do not fit, or a TopK that requires
-            a gradient.
+        FlowError: unknown kind, non-positive temperature, mismatched shapes, or a TopK that requires a gradient.
     """
     if kind not in get_args(DivergenceKind):
-        raise FlowError(f"kl_divergence has no kind {kind!r}; choose {', '.join(get_args(DivergenceKind))}")
+        raise FlowError(f"kl_divergence has no kind {kind!r}; choose one of {', '.join(get_args(DivergenceKind))}")
     check_temperature(temperature)
     check_logits("student_logits", student_logits)
     group = group or tensor_parallel_group()
     if isinstance(teacher, TopK):
         return top_k_divergence(student_logits, teacher, kind, temperature, group)
     if not isinstance(teacher, Tensor):
-        raise FlowError(f"the teacher is a {type(teacher).__name__}; give its logits or a TopK(values, ids)")
+        raise FlowError(f"the teacher is a {type(teacher).__name__}; pass its logits or a TopK(values, ids)")
     if teacher.shape != student_logits.shape:
         raise FlowError(
             f"teacher logits {list(teacher.shape)} and student logits {list(student_logits.shape)} differ; "
-            "both need the same tokens and the same part of the same padded vocabulary"
+            "pass the same tokens and the same shard of the same padded vocabulary"
         )
     check_logits("teacher logits", teacher)
     first, second = (student_logits, teacher) if kind == "reverse" else (teacher, student_logits)
@@ -88,12 +87,12 @@ def kl_divergence(
 
 
 class _Formula(NamedTuple):
-    """A divergence of f from s by its sums over the vocabulary, whose mean it is; callables may overwrite inputs."""
+    """A divergence of two distributions f and s: the mean of its sums. The functions may overwrite their inputs."""
 
     sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-    """log f [n, C], log s [n, C] -> this rank's share of each sum, [n]."""
-    slopes: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
-    """Gradient by the logits of f, and by those of s: (log of its own, log of the other, own sum [n, 1]) -> [n, C]."""
+    """(log f [n, C], log s [n, C]) -> this rank's part of each sum over the vocabulary, [n]."""
+    gradients: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    """Gradients by the logits of f and of s: (own log-probabilities, the other's, own sum [n, 1]) -> [n, C]."""
 
 
 def _kl_sums(log_first: Tensor, log_second: Tensor) -> tuple[Tensor, ...]:
@@ -101,32 +100,32 @@ def _kl_sums(log_first: Tensor, log_second: Tensor) -> tuple[Tensor, ...]:
     return (log_first.exp_().mul_(ratio).sum(dim=-1),)
 
 
-def _kl_slope_of_first(log_own: Tensor, log_other: Tensor, divergence: Tensor) -> Tensor:
+def _kl_gradient_first(log_own: Tensor, log_other: Tensor, divergence: Tensor) -> Tensor:
     excess = log_other.neg_().add_(log_own).sub_(divergence)
     return log_own.exp_().mul_(excess)
 
 
-def _kl_slope_of_second(log_own: Tensor, log_other: Tensor, divergence: Tensor) -> Tensor:
+def _kl_gradient_second(log_own: Tensor, log_other: Tensor, divergence: Tensor) -> Tensor:
     return log_own.exp_().sub_(log_other.exp_())
 
 
-def _log_middle(log_first: Tensor, log_second: Tensor) -> Tensor:
+def _log_mixture(log_first: Tensor, log_second: Tensor) -> Tensor:
     return torch.logaddexp(log_first, log_second).sub_(math.log(2))
 
 
 def _js_sums(log_first: Tensor, log_second: Tensor) -> tuple[Tensor, ...]:
-    log_middle = _log_middle(log_first, log_second)
-    of_first = log_first.exp().mul_(log_first.sub_(log_middle)).sum(dim=-1)
-    return of_first, log_second.exp().mul_(log_second.sub_(log_middle)).sum(dim=-1)
+    log_mixture = _log_mixture(log_first, log_second)
+    sum_first = log_first.exp().mul_(log_first.sub_(log_mixture)).sum(dim=-1)
+    return sum_first, log_second.exp().mul_(log_second.sub_(log_mixture)).sum(dim=-1)
 
 
-def _js_slope(log_own: Tensor, log_other: Tensor, from_middle: Tensor) -> Tensor:
-    excess = _log_middle(log_own, log_other).neg_().add_(log_own).sub_(from_middle)
+def _js_gradient(log_own: Tensor, log_other: Tensor, own_sum: Tensor) -> Tensor:
+    excess = _log_mixture(log_own, log_other).neg_().add_(log_own).sub_(own_sum)
     return log_own.exp_().mul_(excess).mul_(0.5)
 
 
-_KULLBACK_LEIBLER = _Formula(_kl_sums, (_kl_slope_of_first, _kl_slope_of_second))
-_JENSEN_SHANNON = _Formula(_js_sums, (_js_slope, _js_slope))
+_KULLBACK_LEIBLER = _Formula(_kl_sums, (_kl_gradient_first, _kl_gradient_second))
+_JENSEN_SHANNON = _Formula(_js_sums, (_js_gradient, _js_gradient))
 
 
 class _Divergence(torch.autograd.Function):
@@ -138,7 +137,7 @@ class _Divergence(torch.autograd.Function):
         normalizers = [log_normalizer(logits, dtype, temperature, group) for logits in (first, second)]
         sums: list[Tensor] = []
         for block in _blocks(first, dtype):
-            shares = formula.sums(*_both(first, second, normalizers, block, temperature))
+            shares = formula.sums(*_log_probs_of_both(first, second, normalizers, block, temperature))
             sums = sums or [torch.empty_like(normalizers[0]) for _ in shares]
             for total, share in zip(sums, shares, strict=True):
                 total[block] = share
@@ -161,11 +160,11 @@ class _Divergence(torch.autograd.Function):
                 continue
             grad = grads[index] = torch.empty_like(own)
             for block in _blocks(own, normalizers[0].dtype):
-                logs = _both(first, second, normalizers, block, ctx.temperature)
+                logs = _log_probs_of_both(first, second, normalizers, block, ctx.temperature)
                 own_sum = sums[min(index, len(sums) - 1)][block].unsqueeze(-1)
-                slope = ctx.formula.slopes[index](logs[index], logs[1 - index], own_sum)
-                grad[block] = slope.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
-                del logs, slope  # not held while the next block is made
+                gradient = ctx.formula.gradients[index](logs[index], logs[1 - index], own_sum)
+                grad[block] = gradient.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
+                del logs, gradient  # free the memory before the next block
         return grads[0], grads[1], None, None, None
 
 
@@ -173,7 +172,7 @@ def _blocks(logits: Tensor, dtype: torch.dtype) -> Iterator[Block]:
     return token_blocks(logits.shape[:-1], _BUFFERS * logits.shape[-1] * dtype.itemsize)
 
 
-def _both(
+def _log_probs_of_both(
     first: Tensor, second: Tensor, normalizers: list[Tensor], block: Block, temperature: float
 ) -> tuple[Tensor, Tensor]:
     return (

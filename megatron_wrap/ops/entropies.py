@@ -1,4 +1,4 @@
-"""Entropy of the next token under vocabulary-parallel logits; `vocabulary.py` says what bounds the memory."""
+"""Entropy of the next-token distribution of vocabulary-parallel logits; see `vocabulary.py` for the memory bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_wrap.ops.vocabulary import (
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
 
-_BUFFERS = 2  # of [tokens, V/tp] at a time
+_BUFFERS = 2  # temporary tensors [tokens, V/tp]
 
 
 def entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -30,7 +30,8 @@ def entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
-        [B, S], equal on every tensor-parallel rank. The gradient by logit j is -p_j (log p_j + entropy).
+        [B, S], equal on every tensor-parallel rank. The gradient with respect to logit j is -p_j (log p_j +
+        entropy).
 
     Raises:
         FlowError: the logits are not floating.
@@ -46,7 +47,7 @@ class _Entropy(torch.autograd.Function):
         normalizer = join_normalizer(*normalizer_parts(logits, dtype), group)
         result = torch.empty_like(normalizer)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * dtype.itemsize):
-            result[block] = _plain_entropy(block_log_probs(logits[block], normalizer[block], 1.0))
+            result[block] = _partial_entropy(block_log_probs(logits[block], normalizer[block], 1.0))
         reduce_in_place(result, "sum", group)
         ctx.save_for_backward(logits, normalizer, result)
         return result
@@ -57,17 +58,17 @@ class _Entropy(torch.autograd.Function):
         logits, normalizer, result = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * normalizer.dtype.itemsize):
-            slope = _slope(block_log_probs(logits[block], normalizer[block], 1.0), result[block])
-            grad[block] = slope.mul_(grad_outputs[0][block].unsqueeze(-1))
-            del slope  # not held while the next block is made
+            gradient = _entropy_gradient(block_log_probs(logits[block], normalizer[block], 1.0), result[block])
+            grad[block] = gradient.mul_(grad_outputs[0][block].unsqueeze(-1))
+            del gradient  # free the memory before the next block
         return grad, None
 
 
-def _plain_entropy(log_probs: Tensor) -> Tensor:
-    """This rank's share, [n, C] -> [n]."""
+def _partial_entropy(log_probs: Tensor) -> Tensor:
+    """This rank's part of the entropy, [n, C] -> [n]."""
     return log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
 
 
-def _slope(log_probs: Tensor, value: Tensor) -> Tensor:
+def _entropy_gradient(log_probs: Tensor, value: Tensor) -> Tensor:
     """-p (log p + entropy), [n, C] and [n] -> [n, C]; overwrites its input."""
     return log_probs.exp().mul_(log_probs.add_(value.unsqueeze(-1))).neg_()

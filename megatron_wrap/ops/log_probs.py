@@ -1,9 +1,9 @@
 """Log-probabilities and maxima of vocabulary-parallel logits, without gathering the vocabulary.
 
-Logits are [B, S, V/tp]: each tensor-parallel rank holds the columns `rank * V/tp` onwards. The loss that is made of the
-results is replicated over TP, so sums over TP have an identity backward here: each rank's gradient is that of its own
-columns. Work goes block by block over tokens; beyond inputs, outputs and the gradient it needs at most
-`CHUNK_BYTES` and `TOKEN_BYTES` for each token (`vocabulary.py`).
+Logits are [B, S, V/tp]: tensor-parallel rank r holds the V/tp columns from `r * V/tp`. The loss computed from the
+results is replicated over TP, so sums over TP have an identity backward: each rank's gradient is that of its own
+columns. Tokens are processed in blocks; besides inputs, outputs and the gradient, an operation allocates at most
+`CHUNK_BYTES` plus `TOKEN_BYTES` per token (`vocabulary.py`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron_wrap.ops.vocabulary import (
     compute_dtype,
     exponentials,
     finite_max,
+    local_indices,
     log_normalizer,
     normalizer_parts,
     owned_logits,
-    owned_places,
     token_blocks,
 )
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
 
-_ID_SET_BYTES = 40  # for each id of a set: its place, its copies, its logit, masks
+_ID_SET_BYTES = 40  # per id of a set: index, copies, logit, masks
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Log-probability of each id, fp32 (float64 for float64 logits).
+    """Log-probability of one id per token, fp32 (float64 for float64 logits).
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        ids: [B, S], global ids, the same on every tensor-parallel rank. An id outside the vocabulary (such as -100)
-            gives a finite number that means nothing: mask it.
+        ids: [B, S], global ids, equal on all tensor-parallel ranks. An id outside the vocabulary (such as -100) gives a
+            finite but meaningless result, which must be masked.
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
@@ -49,19 +49,19 @@ def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = No
 
 
 def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Log-probability of each id of a set of K ids a token, fp32 (float64 for float64 logits).
+    """Log-probabilities of K ids per token, fp32 (float64 for float64 logits).
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        id_sets: [B, S, K], global ids, the same on every tensor-parallel rank, in any order; an id may come twice.
-            The result of an id outside the vocabulary means nothing.
+        id_sets: [B, S, K], global ids, equal on all tensor-parallel ranks, in any order and possibly repeated. The
+            result of an id outside the vocabulary is meaningless.
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
         [B, S, K], equal on every tensor-parallel rank.
 
     Raises:
-        FlowError: `id_sets` does not have the tokens of `logits`.
+        FlowError: the leading dimensions of `id_sets` and `logits` differ.
     """
     check_logits("logits", logits, ("id_sets", id_sets))
     return _GatherLogProbs.apply(logits, id_sets, group or tensor_parallel_group())
@@ -70,7 +70,7 @@ def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None
 def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Largest logit of each token over the whole vocabulary: [B, S, V/tp] -> [B, S], equal on every TP rank.
 
-    The gradient goes to the first column (lowest id) that has the maximum.
+    The gradient goes to the lowest id among equal maxima.
     """
     return _VocabularyMax.apply(logits, group or tensor_parallel_group())
 
@@ -88,14 +88,14 @@ class _TokenLogProbs(torch.autograd.Function):
         else:
             dtype = compute_dtype(logits)
             if ctx.needs_input_grad[0] and logits.dtype == dtype and logits.nbytes <= CHUNK_BYTES:
-                # small enough to stay: they become the gradient, which spares the backward its own
+                # small enough to keep: the backward turns them into the gradient without another allocation
                 highest = finite_max(logits, dtype)
                 kept = exponentials(logits, highest)
                 total = kept.sum(dim=-1)
             else:
                 highest, total = normalizer_parts(logits, dtype, limit=CHUNK_BYTES)
-            places, owned = owned_places(ids.unsqueeze(-1), columns, group)
-            picked = owned_logits(logits, places, owned, dtype).squeeze(-1)
+            indices, owned = local_indices(ids.unsqueeze(-1), columns, group)
+            picked = owned_logits(logits, indices, owned, dtype).squeeze(-1)
         highest_anywhere = highest.clone()
         reduce_in_place(highest_anywhere, "max", group)
         sums = torch.stack((total * (highest - highest_anywhere).exp(), picked))
@@ -115,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
             flat = logits.detach().view(-1, logits.shape[-1])
             rows = (tensor.reshape(-1).contiguous() for tensor in (local_ids, log_normalizer, grad_out))
             return kernels.log_prob_gradient(flat, *rows).view(logits.shape), None, None
-        kept, ctx.kept = ctx.kept, None  # a second backward through the same graph makes its own
+        kept, ctx.kept = ctx.kept, None  # a second backward through the same graph recomputes it
         factor = (highest - log_normalizer).exp_().mul_(-grad_out)
         if kept is not None:
             return _add_one_hot(kept.mul_(factor.unsqueeze(-1)), local_ids, grad_out), None, None
@@ -123,7 +123,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _kernels(logits: Tensor) -> Any:
-    """The Triton kernels where they can run, else None: the torch code is the same, a little slower."""
+    """The Triton kernels if they support the logits, else None: the equivalent torch code is a little slower."""
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not logits.is_contiguous():
         return None
     if not importlib.util.find_spec("triton"):
@@ -134,21 +134,21 @@ def _kernels(logits: Tensor) -> Any:
 
 
 def _log_prob_gradient(logits: Tensor, local_ids: Tensor, highest: Tensor, factor: Tensor, grad_out: Tensor) -> Tensor:
-    """onehot * g - softmax * g, for this rank's columns, where exp(logit - highest) * factor is the second part."""
+    """onehot * g - softmax * g for this rank's columns, where -softmax * g = exp(logit - highest) * factor."""
     grad = torch.empty_like(logits)
     for block in token_blocks(local_ids.shape, logits.shape[-1] * factor.dtype.itemsize, CHUNK_BYTES):
         part = exponentials(logits[block], highest[block]).mul_(factor[block].unsqueeze(-1))
         grad[block] = _add_one_hot(part, local_ids[block], grad_out[block])
-        del part  # not held while the next block is made
+        del part  # free the memory before the next block
     return grad
 
 
 def _add_one_hot(part: Tensor, local_ids: Tensor, values: Tensor) -> Tensor:
-    """In place: add each token's value in the column of its id, where this rank has it."""
+    """Add each token's value to the column of its id, in place, if this rank owns the id."""
     columns = part.shape[-1]
     owned = (local_ids >= 0) & (local_ids < columns)
-    places = local_ids.clamp(0, columns - 1).unsqueeze(-1)
-    return part.scatter_add_(-1, places, values.masked_fill(~owned, 0.0).unsqueeze(-1))
+    indices = local_ids.clamp(0, columns - 1).unsqueeze(-1)
+    return part.scatter_add_(-1, indices, values.masked_fill(~owned, 0.0).unsqueeze(-1))
 
 
 class _GatherLogProbs(torch.autograd.Function):
@@ -158,9 +158,9 @@ class _GatherLogProbs(torch.autograd.Function):
         normalizer = log_normalizer(logits, dtype, 1.0, group)
         result = torch.empty(id_sets.shape, dtype=dtype, device=logits.device)
         for block in token_blocks(normalizer.shape, id_sets.shape[-1] * _ID_SET_BYTES):
-            places, owned = owned_places(id_sets[block], columns, group)
-            result[block] = owned_logits(logits[block], places, owned, dtype)
-            del places, owned
+            indices, owned = local_indices(id_sets[block], columns, group)
+            result[block] = owned_logits(logits[block], indices, owned, dtype)
+            del indices, owned
         reduce_in_place(result, "sum", group)
         ctx.save_for_backward(logits, id_sets, normalizer)
         ctx.group = group
@@ -174,11 +174,11 @@ class _GatherLogProbs(torch.autograd.Function):
         grad = torch.empty_like(logits)
         token_bytes = columns * dtype.itemsize + id_sets.shape[-1] * _ID_SET_BYTES
         for block in token_blocks(normalizer.shape, token_bytes):
-            outer = grad_outputs[0][block].to(dtype)
-            places, owned = owned_places(id_sets[block], columns, ctx.group)
-            part = exponentials(logits[block], normalizer[block]).mul_(-outer.sum(dim=-1, keepdim=True))
-            grad[block] = part.scatter_add_(-1, places, outer.masked_fill(~owned, 0.0))
-            del outer, places, owned, part  # not held while the next block is made
+            grad_out = grad_outputs[0][block].to(dtype)
+            indices, owned = local_indices(id_sets[block], columns, ctx.group)
+            part = exponentials(logits[block], normalizer[block]).mul_(-grad_out.sum(dim=-1, keepdim=True))
+            grad[block] = part.scatter_add_(-1, indices, grad_out.masked_fill(~owned, 0.0))
+            del grad_out, indices, owned, part  # free the memory before the next block
         return grad, None, None
 
 
@@ -199,8 +199,8 @@ class _VocabularyMax(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         index, owned = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=grad_outputs[0].dtype, device=index.device)
-        outer = torch.where(owned, grad_outputs[0], 0).unsqueeze(-1)
-        # on a CPU torch's scatter works on an fp32 copy of half-precision tensors
+        grad_out = torch.where(owned, grad_outputs[0], 0).unsqueeze(-1)
+        # in blocks, because torch's scatter on the CPU makes an fp32 copy of half-precision tensors
         for block in token_blocks(index.shape, ctx.shape[-1] * 4, CHUNK_BYTES):
-            grad[block].scatter_(-1, index[block].unsqueeze(-1), outer[block])
+            grad[block].scatter_(-1, index[block].unsqueeze(-1), grad_out[block])
         return grad, None

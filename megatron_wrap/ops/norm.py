@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm of the `torch` implementation, for Megatron-Core's layer spec.
 
-Megatron-Core's own torch norms refuse sequence parallelism (`transformer/torch_norm.py`). Under it each tensor-parallel
-rank normalises other tokens, so a norm's gradient is whole only after a sum over the tensor-parallel group;
-`distributed/finalize_model_grads.py` does that for parameters whose `sequence_parallel` attribute is true.
+Megatron-Core's own torch norms do not support sequence parallelism (`transformer/torch_norm.py`), where tensor-parallel
+ranks normalize different tokens and the gradients of the parameters must be summed over the tensor-parallel group.
+`distributed/finalize_model_grads.py` does this for parameters whose `sequence_parallel` attribute is true.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Norm(nn.Module):
-    """What both norms share: the weight, its `sequence_parallel` mark and arithmetic in fp32."""
+    """Base of both norms: parameters with their `sequence_parallel` attribute, and fp32 arithmetic."""
 
     bias: nn.Parameter | None
 
@@ -34,13 +34,13 @@ class _Norm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the norm an identity up to its statistics: gamma 1 (stored as 0 when zero-centred), beta 0."""
+        """Set gamma to 1 (stored as 0 if zero-centered) and beta to 0."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def _scale_for(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Input, gamma and beta in one dtype: the kernels hold half precision in fp32 inside only if all agree."""
+    def _to_common_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Input, gamma and beta in one dtype, as torch's kernels require for fp32 arithmetic on half precision."""
         if not self.zero_centered_gamma and x.dtype == self.weight.dtype:
             return x, self.weight, self.bias
         gamma = self.weight.float()
@@ -58,19 +58,19 @@ class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * gamma over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        config: Megatron-Core's; `params_dtype`, `sequence_parallel` and `layernorm_zero_centered_gamma` are read.
-        hidden_size: length of the last dimension: the hidden size, or a head's width for query and key norms.
+        config: Megatron-Core's; reads `params_dtype`, `sequence_parallel` and `layernorm_zero_centered_gamma`.
+        hidden_size: size of the last dimension: the hidden size, or the head size for query and key norms.
         eps: added to the mean square.
 
-    What else Megatron-Core passes by name is ignored. The parameters are made on torch's default device.
+    Other keyword arguments of Megatron-Core are ignored. The parameters are created on torch's default device.
     """
 
     def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
         super().__init__(config, hidden_size, eps, with_bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] in any floating dtype to the same shape in the parameters' dtype; fp32 inside."""
-        value, gamma, _ = self._scale_for(x)
+        """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
+        value, gamma, _ = self._to_common_dtype(x)
         return F.rms_norm(value, self.shape, gamma, self.eps).to(self.weight.dtype)
 
 
@@ -84,16 +84,16 @@ class LayerNorm(_Norm):
         super().__init__(config, hidden_size, eps, with_bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] in any floating dtype to the same shape in the parameters' dtype; fp32 inside."""
-        value, gamma, beta = self._scale_for(x)
+        """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
+        value, gamma, beta = self._to_common_dtype(x)
         return F.layer_norm(value, self.shape, gamma, beta, self.eps).to(self.weight.dtype)
 
 
 def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
-    """The norm of `TransformerConfig.normalization`, "RMSNorm" or "LayerNorm".
+    """The class for `TransformerConfig.normalization`, "RMSNorm" or "LayerNorm".
 
     Raises:
-        ConfigError: another name.
+        ConfigError: unknown name.
     """
     known: dict[str, type[RMSNorm] | type[LayerNorm]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
     if normalization not in known:

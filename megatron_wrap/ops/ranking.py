@@ -1,4 +1,4 @@
-"""The most likely ids of each token over a vocabulary that tensor-parallel ranks share."""
+"""Top-k ids of vocabulary-parallel logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wrap.errors import FlowError
-from megatron_wrap.ops.vocabulary import check_logits, compute_dtype, owned_places, token_blocks
+from megatron_wrap.ops.vocabulary import check_logits, compute_dtype, local_indices, token_blocks
 from megatron_wrap.parallel.collectives import ProcessGroup, gather_tensors
 from megatron_wrap.parallel.state import tensor_parallel_group
 
@@ -17,7 +17,7 @@ _ID_BYTES = 8
 
 
 class TopK(NamedTuple):
-    """Some ids of each token with their values, equal on every tensor-parallel rank."""
+    """k ids per token with their values, equal on all tensor-parallel ranks."""
 
     values: Tensor
     """[B, S, k] logits or log-probabilities."""
@@ -26,10 +26,10 @@ class TopK(NamedTuple):
 
 
 def top_k(logits: Tensor, k: int, group: ProcessGroup | None = None) -> TopK:
-    """The k largest logits of each token over the whole vocabulary, in falling order, and their ids.
+    """The k largest logits of each token over the whole vocabulary, in descending order, and their ids.
 
-    Between equal logits torch's `topk` chooses. The columns of a padded vocabulary come last: k must not be larger than
-    the true vocabulary. log_probs = values - logsumexp of all logits; `gather_log_probs(logits, ids)` gives them.
+    Ties are resolved as in torch's `topk`. Padding of the vocabulary ranks last, so k must not exceed the unpadded
+    vocabulary size. `gather_log_probs(logits, ids)` returns the log-probabilities of the ids.
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
@@ -37,7 +37,7 @@ def top_k(logits: Tensor, k: int, group: ProcessGroup | None = None) -> TopK:
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
-        values [B, S, k] in the logits' type, whose gradient goes to the chosen logits; ids [B, S, k], int64.
+        Differentiable values [B, S, k] in the logits' dtype; ids [B, S, k], int64.
 
     Raises:
         FlowError: k is outside 1 <= k <= V, or the logits are not floating.
@@ -46,7 +46,9 @@ def top_k(logits: Tensor, k: int, group: ProcessGroup | None = None) -> TopK:
     group = group or tensor_parallel_group()
     vocabulary = logits.shape[-1] * group.size()
     if not 1 <= k <= vocabulary:
-        raise FlowError(f"top_k of k={k} needs 1 <= k <= {vocabulary}, the (padded) vocabulary")
+        raise FlowError(
+            f"top_k with k={k} is out of range; choose 1 <= k <= {vocabulary}, the (padded) vocabulary size"
+        )
     return TopK(*_TopK.apply(logits, k, group))
 
 
@@ -57,21 +59,21 @@ class _TopK(torch.autograd.Function):
         values = logits.new_empty(*logits.shape[:-1], k)
         ids = torch.empty_like(values, dtype=torch.int64)
         local_k = min(k, columns)
-        # torch's topk may copy its input; candidates are held once by rank and once joined, then the best of them
+        # torch's topk may copy its input; then: each rank's candidates, their concatenation, and the best of them
         token_bytes = columns * logits.dtype.itemsize
         token_bytes += (2 * ranks + 3) * local_k * (logits.dtype.itemsize + _ID_BYTES)
         for block in token_blocks(logits.shape[:-1], token_bytes):
-            best, places = logits[block].topk(local_k, dim=-1)
-            places += group.rank() * columns
+            best, indices = logits[block].topk(local_k, dim=-1)
+            indices += group.rank() * columns
             if ranks > 1:
-                candidates = torch.cat(gather_tensors(places, group), dim=-1)
+                candidates = torch.cat(gather_tensors(indices, group), dim=-1)
                 best, order = torch.cat(gather_tensors(best, group), dim=-1).topk(k, dim=-1)
-                places = candidates.gather(-1, order)
-            values[block], ids[block] = best, places
-            del best, places
+                indices = candidates.gather(-1, order)
+            values[block], ids[block] = best, indices
+            del best, indices
         ctx.save_for_backward(ids)
         ctx.mark_non_differentiable(ids)
-        ctx.set_materialize_grads(False)  # else torch makes zeros of the ids' size for them
+        ctx.set_materialize_grads(False)  # else torch allocates zeros as the gradient of the ids
         ctx.columns, ctx.group = columns, group
         return values, ids
 
@@ -79,15 +81,15 @@ class _TopK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
-        outer = grad_outputs[0]
-        if outer is None:
+        grad_out = grad_outputs[0]
+        if grad_out is None:
             return None, None, None
-        grad = outer.new_empty(*ids.shape[:-1], ctx.columns)
-        # on a CPU torch's scatter_add makes copies of half-precision tensors; in fp32 it makes none
-        dtype = compute_dtype(outer)
+        grad = grad_out.new_empty(*ids.shape[:-1], ctx.columns)
+        # in fp32, because torch's scatter_add on the CPU copies half-precision tensors
+        dtype = compute_dtype(grad_out)
         for block in token_blocks(ids.shape[:-1], ctx.columns * dtype.itemsize + ids.shape[-1] * 5 * _ID_BYTES):
-            places, owned = owned_places(ids[block], ctx.columns, ctx.group)
-            part = torch.zeros(*places.shape[:-1], ctx.columns, dtype=dtype, device=outer.device)
-            grad[block] = part.scatter_add_(-1, places, outer[block].to(dtype).masked_fill(~owned, 0.0))
-            del places, owned, part  # not held while the next block is made
+            indices, owned = local_indices(ids[block], ctx.columns, ctx.group)
+            part = torch.zeros(*indices.shape[:-1], ctx.columns, dtype=dtype, device=grad_out.device)
+            grad[block] = part.scatter_add_(-1, indices, grad_out[block].to(dtype).masked_fill(~owned, 0.0))
+            del indices, owned, part  # free the memory before the next block
         return grad, None, None

@@ -1,7 +1,8 @@
-"""GPU kernels of `log_probs`: one read of the logits forward, one read and one write backward, no working memory.
+"""Triton kernels of `log_probs`: forward reads the logits once, backward reads them once and writes the gradient once,
+without temporary memory.
 
-Imported only where logits are on a GPU. A program goes over one token's columns with a running maximum and a rescaled
-running sum (the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867).
+Imported only for logits on a GPU. A program processes one token's columns with a running maximum and a rescaled running
+sum (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Columns in one pass of a program."""
+"""Columns per iteration of a program."""
 
 
 @triton.jit
@@ -49,8 +50,8 @@ def _gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block
 
 
 def normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum) and the logit of each local id (0 where the id
-    is outside this rank's columns), each [N] in fp32."""
+    """For each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), and logit of the local id (0 if
+    the id is outside this rank's columns); each [N] in fp32."""
     rows, columns = logits.shape
     highest, total, picked = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     _normalizer_kernel[(rows,)](logits, local_ids, highest, total, picked, columns, block=BLOCK, num_warps=8)
@@ -58,7 +59,7 @@ def normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor,
 
 
 def log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
-    """Gradient of the log-probabilities by the logits [N, V/tp], in their type."""
+    """Gradient of the log-probabilities with respect to the logits, [N, V/tp] in their dtype."""
     rows, columns = logits.shape
     grad = torch.empty_like(logits)
     grid = (rows, triton.cdiv(columns, BLOCK))

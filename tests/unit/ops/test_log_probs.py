@@ -21,7 +21,7 @@ class OneRank:
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("chunk_bytes", [1, 2**20])
-def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_bytes, monkeypatch):
+def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, monkeypatch):
     monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     logits = (torch.randn(2, 5, 37) * 3).to(dtype).requires_grad_()
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_b
     torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_log_probs_leave_the_logits_as_they_were():
+def test_log_probs_do_not_modify_the_logits():
     logits = torch.randn(1, 3, 8)
     before = logits.clone()
     token_log_probs(logits, torch.zeros(1, 3, dtype=torch.long), OneRank())
@@ -51,7 +51,7 @@ def test_log_probs_pass_gradcheck():
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, OneRank()), logits)
 
 
-def test_vocabulary_max_is_torchs_max():
+def test_vocabulary_max_equals_torch_max():
     logits = torch.randn(2, 3, 11, requires_grad=True)
     found = vocabulary_max(logits, OneRank())
     (found**2).sum().backward()

@@ -1,4 +1,4 @@
-"""The norms of the layer spec, against torch's modules and transformers' LlamaRMSNorm."""
+"""RMSNorm and LayerNorm against torch's modules and transformers' LlamaRMSNorm."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def value_and_gradients(norm, x):
     return [output.detach(), x.grad, *(parameter.grad for parameter in norm.parameters())]
 
 
-def test_rms_norm_is_llamas():
+def test_rms_norm_equals_that_of_llama():
     torch.manual_seed(0)
     ours, theirs = RMSNorm(config(), hidden_size=48, eps=1e-6, persist_layer_norm=True), LlamaRMSNorm(48, eps=1e-6)
     gamma = torch.randn(48)
@@ -36,7 +36,7 @@ def test_rms_norm_is_llamas():
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)])
-def test_half_precision_is_fp32_inside(ours, theirs):
+def test_half_precision_inputs_are_computed_in_fp32(ours, theirs):
     torch.manual_seed(1)
     norm, reference = ours(config(params_dtype=torch.bfloat16), 64), theirs(64, eps=1e-5)
     for mine, other in zip(norm.parameters(), reference.parameters(), strict=True):
@@ -45,12 +45,12 @@ def test_half_precision_is_fp32_inside(ours, theirs):
     x = (100 * torch.randn(7, 64)).bfloat16()
     assert norm(x).dtype == torch.bfloat16
     assert torch.equal(norm(x), reference(x.float()).bfloat16())
-    # With an fp32 residual stream the result still has the dtype that the next matrix takes.
+    # With an fp32 residual stream, the result has the parameters' dtype, which the next layer expects.
     assert torch.equal(norm(x.float()), norm(x))
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_zero_centered_gamma(kind):
+def test_zero_centered_gamma_is_stored_minus_one(kind):
     torch.manual_seed(2)
     plain, centered = kind(config(), 16), kind(config(layernorm_zero_centered_gamma=True), 16)
     x = torch.randn(4, 16)
@@ -70,8 +70,8 @@ def test_every_parameter_is_marked_for_sequence_parallelism(sequence_parallel):
         assert marks == [sequence_parallel] * (1 if kind is RMSNorm else 2)
 
 
-def test_norm_class():
+def test_norm_class_is_selected_by_name():
     assert norm_class("RMSNorm") is RMSNorm
     assert norm_class("LayerNorm") is LayerNorm
-    with pytest.raises(ConfigError, match="'L2Norm' is not supported; choose RMSNorm or LayerNorm"):
+    with pytest.raises(ConfigError, match=r"'L2Norm' .*; choose RMSNorm or LayerNorm"):
         norm_class("L2Norm")

@@ -1,6 +1,6 @@
 """Operations on vocabulary-parallel logits on one rank: gradcheck, masks, memory and errors.
 
-`tests/distributed/test_ops.py` compares values and gradients with torch's, on one rank and several.
+`tests/distributed/test_ops.py` compares values and gradients with torch, on one and several ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE = OneRank()
 
 
 def known(tokens: tuple[int, ...], columns: int, k: int, dtype: torch.dtype = torch.float64) -> ops.TopK:
-    """A teacher of whom k distinct ids a token are known, not sorted."""
+    """A TopK teacher with k distinct ids per token, not sorted."""
     ids = torch.stack([torch.randperm(columns)[:k] for _ in range(math.prod(tokens))])
     return ops.TopK(torch.randn(*tokens, k, dtype=dtype), ids.view(*tokens, k))
 
@@ -70,11 +70,11 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_strided_logits_give_the_same_and_stay_as_they_were(name):
+def test_strided_logits_give_the_same_result_and_are_not_modified(name):
     torch.manual_seed(1)
     operation, count = operations((3, 4), 7, torch.float64)[name]
     plain = [torch.randn(3, 4, 7, dtype=torch.float64, requires_grad=True) for _ in range(count)]
-    # as Megatron-Core's [S, B, V] seen as [B, S, V], without the first position and the last column
+    # like a [B, S, V] view of Megatron-Core's [S, B, V], without the first position and the last column
     stored = [F.pad(x.detach(), (0, 1, 1, 0)).transpose(0, 1).contiguous().requires_grad_() for x in plain]
     before = [x.detach().clone() for x in stored]
     found, expected = operation(*(x.transpose(0, 1)[:, 1:, :-1] for x in stored)), operation(*plain)
@@ -89,8 +89,8 @@ def test_strided_logits_give_the_same_and_stay_as_they_were(name):
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min / 2, -math.inf])
 @pytest.mark.parametrize("name", NAMES)
-def test_masked_columns_add_exactly_nothing(name, mask):
-    """Padding of the vocabulary, or a flow's own -inf, against the logits without these columns."""
+def test_masked_columns_contribute_nothing(name, mask):
+    """Vocabulary padding, or -inf set by a flow, compared with logits without these columns."""
     torch.manual_seed(2)
     operation, count = operations((2, 3), 9, torch.float32)[name]
     plain = [torch.randn(2, 3, 9, requires_grad=True) for _ in range(count)]
@@ -106,12 +106,12 @@ def test_masked_columns_add_exactly_nothing(name, mask):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
-def test_a_teacher_with_all_ids_known_is_the_whole_teacher(kind, temperature):
+def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, temperature):
     torch.manual_seed(3)
     student, teacher = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
     a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
     whole = ops.kl_divergence(a, teacher, kind, temperature, ONE)
-    shifted = teacher.log_softmax(-1)  # log-probabilities do as well as logits
+    shifted = teacher.log_softmax(-1)  # log-probabilities give the same result as logits
     of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE), kind, temperature, ONE)
     whole.sum().backward()
     of_top_k.sum().backward()
@@ -119,7 +119,7 @@ def test_a_teacher_with_all_ids_known_is_the_whole_teacher(kind, temperature):
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_divergence_of_equal_logits_is_nothing_and_jensen_shannon_is_bounded():
+def test_divergence_of_equal_logits_is_zero_and_jensen_shannon_is_bounded():
     logits = torch.randn(2, 3, 50, dtype=torch.float64) * 5
     for kind in KINDS:
         assert ops.kl_divergence(logits, logits.clone(), kind, group=ONE).abs().max() < 1e-14
@@ -129,22 +129,22 @@ def test_divergence_of_equal_logits_is_nothing_and_jensen_shannon_is_bounded():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_memory_stays_under_its_bound_at_any_length(name, monkeypatch):
-    """What torch's allocator holds at most beyond inputs and outputs, and in the backward one gradient per input."""
+def test_peak_memory_is_bounded_at_any_length(name, monkeypatch):
+    """Peak memory besides inputs and outputs, and in the backward besides one gradient per input."""
     columns, k, chunk = 1024, 96, 2**17
     monkeypatch.setattr(vocabulary, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk)
     for length in (128, 512):
         operation, count = operations((2, length), columns, torch.float32, k)[name]
         logits = [torch.randn(2, length, columns, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
-        outer = torch.ones_like(operation(*logits))
+        grad_out = torch.ones_like(operation(*logits))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
             result = operation(*logits)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
-            result.backward(outer)
+            result.backward(grad_out)
         gradients = sum(x.grad.nbytes for x in logits)
         ids = k * 8 * 2 * length if name == "top_k" else 0  # the other output
-        assert gradients > 2 * chunk  # else a whole copy would stay under the bound
+        assert gradients > 2 * chunk  # otherwise a copy of the logits would not exceed the bound
         bound = chunk + TOKEN_BYTES * 2 * length
         assert 0 < peak_bytes(forward) - result.nbytes - ids <= bound
         assert 0 < peak_bytes(backward) - gradients <= bound
@@ -152,7 +152,7 @@ def test_memory_stays_under_its_bound_at_any_length(name, monkeypatch):
 
 
 def peak_bytes(trace: profile) -> int:
-    """Largest sum of live bytes among the allocations and releases that the profiler saw."""
+    """Peak of the allocated bytes in the profiler's trace."""
     live = peak = 0
     for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -163,7 +163,7 @@ def peak_bytes(trace: profile) -> int:
 
 @pytest.mark.parametrize("shape", [(3, 5), (5,), (), (2, 3, 4), (0, 4), (4, 0)])
 @pytest.mark.parametrize("limit", [1, 20, 30, 60, 70, 10**6])
-def test_blocks_cover_each_token_once_within_the_limit(shape, limit):
+def test_token_blocks_cover_each_token_once_within_the_limit(shape, limit):
     seen = torch.zeros(shape)
     for block in token_blocks(shape, 10, limit):
         seen[block] += 1
@@ -171,35 +171,35 @@ def test_blocks_cover_each_token_once_within_the_limit(shape, limit):
     assert torch.equal(seen, torch.ones(shape))
 
 
-def test_errors_say_what_does_not_fit():
+def test_invalid_arguments_are_refused():
     logits = torch.randn(2, 3, 8)
-    with pytest.raises(FlowError, match=r"no kind 'backward'; choose forward, reverse, jensen_shannon"):
+    with pytest.raises(FlowError, match=r"'backward'; choose one of forward, reverse, jensen_shannon"):
         ops.kl_divergence(logits, logits, "backward", group=ONE)
     for temperature in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(FlowError, match="must be a positive number"):
+        with pytest.raises(FlowError, match=f"temperature={temperature}"):
             ops.kl_divergence(logits, logits, temperature=temperature, group=ONE)
-    with pytest.raises(FlowError, match=r"teacher logits \[2, 3, 7\] and student logits \[2, 3, 8\] differ"):
+    with pytest.raises(FlowError, match=r"teacher logits \[2, 3, 7\] and student logits \[2, 3, 8\]"):
         ops.kl_divergence(logits, logits[..., :7], group=ONE)
-    with pytest.raises(FlowError, match="the teacher is a tuple; give its logits or a TopK"):
+    with pytest.raises(FlowError, match=r"the teacher is a tuple; .*TopK"):
         ops.kl_divergence(logits, (logits, logits.long()), group=ONE)
-    with pytest.raises(FlowError, match="a TopK teacher gets no gradient"):
+    with pytest.raises(FlowError, match=r"TopK teacher .*; detach its values"):
         ops.kl_divergence(logits, ops.top_k(logits.clone().requires_grad_(), 2, ONE), group=ONE)
-    with pytest.raises(FlowError, match=r"k=9 needs 1 <= k <= 8"):
+    with pytest.raises(FlowError, match=r"k=9 .* 1 <= k <= 8"):
         ops.top_k(logits, 9, ONE)
-    with pytest.raises(FlowError, match=r"id_sets \[2, 3\] do not fit logits \[2, 3, 8\].*\[2, 3, 'K'\]"):
+    with pytest.raises(FlowError, match=r"id_sets \[2, 3\] .* logits \[2, 3, 8\].*\[2, 3, 'K'\]"):
         ops.gather_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), ONE)
-    with pytest.raises(FlowError, match="must be floating logits"):
+    with pytest.raises(FlowError, match=r"torch\.int64 \[2, 3, 8\]"):
         ops.entropy(logits.long(), ONE)
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_refused():
     logits = torch.randn(1, 2, 5, requires_grad=True)
     (first,) = torch.autograd.grad(ops.entropy(logits, ONE).square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 
 
-def test_names_are_found_without_importing_torch():
+def test_package_is_importable_without_torch():
     code = (
         "import sys, megatron_wrap.ops as ops; print({'torch', 'megatron'} & set(sys.modules)); "
         "import megatron_wrap.ops.divergence; print(all(callable(getattr(ops, name)) for name in ops.__all__), "
