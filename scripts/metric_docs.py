@@ -1,4 +1,4 @@
-"""Writes the tables of metrics in the READMEs from their declaration, megatron_wrap/metrics/declared.py.
+"""Writes the tables of metrics in the documentation from their declaration, megatron_wrap/metrics/declared.py.
 
 python scripts/metric_docs.py            between the markers `metrics: begin` and `metrics: end` of each page
 python scripts/metric_docs.py --check    writes nothing; exits 1 where a page differs
@@ -68,7 +68,7 @@ CHINESE = Language(
     condition="（由 `{key}` 添加）",
 )
 
-PAGES = {"README.md": ENGLISH, "README-zh.md": CHINESE}
+PAGES = {"docs/metrics.md": ENGLISH, "docs/metrics-zh.md": CHINESE}
 
 
 def table(language: Language) -> str:

@@ -92,7 +92,8 @@ class InferenceVerbs:
             max_new_tokens: most tokens of a completion.
             temperature: 0 takes the most probable token, as transformers does with do_sample=False; else logits are
                 divided by it and a token is drawn.
-            top_p, top_k: restrict what is drawn, as in transformers; None does not.
+            top_p: draw from the most probable tokens of this total probability, as in transformers; None: from all.
+            top_k: draw from the k most probable tokens, as in transformers; None: from all.
             seed: of the drawing; None: `megatron_lm.train.common.seed`. The same seed gives the same completions on
                 every layout and in every batch, so a rollout loop gives another one at each call.
             stop: texts and token ids that end a completion, beside the model's end tokens.

@@ -192,7 +192,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
             batch: `global_batch_size` samples on every rank, or on global rank 0 while the others pass None.
 
         Returns:
-            The step's metrics, the same on every rank; see the README for their names and units.
+            The step's metrics, the same on every rank; docs/metrics.md has their names and units.
 
         Raises:
             TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,

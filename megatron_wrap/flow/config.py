@@ -30,7 +30,7 @@ def decode_flow_config(
             if f"{_SECTION}.{key}" in config.undeclared:
                 raise ConfigError(
                     f"{_where(config, key)}: unknown key; {flow_class.__name__} declares no keys: give it a dataclass "
-                    f"Config with the field {key} (docs/flows.md), or declare the key in a file of the tree"
+                    f"Config with the field {key} (docs/flow-contract.md), or declare the key in a file of the tree"
                 )
         return FlowOptions(config.flow.flow_key, given)
     hints = _hints(flow_class, declared)

@@ -31,7 +31,7 @@ def check_flow_class(flow_class: type[MegatronWrapTrainingFlowBase]) -> None:
     missing = sorted(getattr(flow_class, "__abstractmethods__", ()))
     if missing:
         words = " and ".join(f"{method}(self, {', '.join(_TAKEN.get(method, ()))})" for method in missing)
-        raise FlowError(f"flow {name} does not implement {words}; see docs/flows.md for what to return")
+        raise FlowError(f"flow {name} does not implement {words}; see docs/flow-contract.md for what to return")
     for method, taken in _TAKEN.items():
         _check_arguments(name, method, getattr(flow_class, method), taken)
 

@@ -1,11 +1,13 @@
-"""What the README and the pages under docs show is run: commands, their output, the Python program, the custom flow.
+"""What the README and the pages under docs show is run: commands, their output, the Python programs, the custom flow.
 
 In a code block marked `bash` every line is run and has to succeed. In one marked `console` each `$ command` is run and
-has to print what stands below it; the line numbers of YAML files may differ. `sh` marks what takes too long here.
+has to print what is below it; the line numbers of YAML files may differ. `sh` marks what takes too long here.
+test_docs.py runs the examples of the API reference.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -15,12 +17,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / name for name in ("README.md", "README-zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/data/README.md")
 ]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+DOCS = [str(page.relative_to(ROOT)) for page in PAGES if page.parent == ROOT or ROOT / "docs" in page.parents]
+"""Pages whose commands are run; the languages show the same code."""
+SCRIPTS_ALONE = ("docs/testing.md", "CONTRIBUTING.md")
+"""Pages whose blocks marked `bash` are the test scripts themselves."""
+PROGRAM = "docs/get-started.md"
 PARALLEL = "megatron_lm.model.parallel"
 
 
@@ -69,11 +78,7 @@ def run(command: str | list[str], folder: Path, **variables: str) -> subprocess.
 
 @pytest.mark.parametrize(
     ("command", "expected"),
-    [
-        pytest.param(*transcript, id=transcript[0])
-        for page in ("README.md", "docs/configuration.md", "docs/flows.md", "docs/checkpoints.md")
-        for transcript in transcripts(page)
-    ],
+    [pytest.param(*transcript, id=transcript[0]) for page in DOCS for transcript in transcripts(page)],
 )
 def test_a_command_prints_what_the_page_shows(command, expected):
     done = run(command, ROOT)  # explanations and refusals: they write nothing
@@ -81,21 +86,89 @@ def test_a_command_prints_what_the_page_shows(command, expected):
     assert done.returncode == (2 if expected.startswith("error: ") else 0)
 
 
-@pytest.mark.parametrize("command", [line for block in blocks("README.md", "bash") for line in block.splitlines()])
-def test_a_command_of_the_readme_runs(command, checkout):
-    done = run(command, checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("page", [page for page in DOCS if page not in SCRIPTS_ALONE and blocks(page, "bash")])
+def test_the_commands_of_a_page_run(page, checkout):
+    """One after another: a later one may need what an earlier one wrote."""
+    for block in blocks(page, "bash"):
+        for command in block.splitlines():
+            done = run(command, checkout)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-def test_the_python_program_of_the_readme_runs(checkout):
+def test_the_first_program_of_the_readme_runs(checkout, tmp_path, sample_data):
+    """As it is, under torchrun; the id leads to a tiny random model in a local cache of the hub."""
     (program,) = blocks("README.md", "python")
+    assert len([line for line in program.splitlines() if line]) == 8
+    assert blocks("docs/index.md", "python") == [program]
+    repository = tmp_path / "hub/models--Qwen--Qwen3-0.6B"
+    make_model(repository / "snapshots/0", sample_data / "tokenizer")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0")
+    folder = tmp_path / "checkout"
+    (folder / "examples/data").mkdir(parents=True)
+    (folder / "examples/from_hugging_face").symlink_to(ROOT / "examples/from_hugging_face")
+    (folder / "examples/data/generated").symlink_to(sample_data)
+    (folder / "finetune.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "finetune.py"]
+    done = run(command, folder, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"iteration 20/20 \| loss [\d.]+", done.stderr)
+    weights = load_file(folder / "outputs/tuned/model.safetensors")
+    before = load_file(repository / "snapshots/0/model.safetensors")
+    assert weights.keys() == before.keys()
+    assert all(torch.isfinite(weights[name]).all() and not torch.equal(weights[name], before[name]) for name in before)
+
+
+def make_model(folder: Path, tokenizer: Path) -> None:
+    """A tiny Qwen3 of random weights, and the tokenizer of the sample data."""
+    code = """if True:
+        import sys, transformers
+        tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[2])
+        config = transformers.Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        )
+        transformers.Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
+        tokenizer.save_pretrained(sys.argv[1])
+    """
+    subprocess.run([sys.executable, "-c", code, folder, tokenizer], check=True)
+
+
+def test_the_program_of_the_first_page_runs(checkout):
+    (program,) = blocks(PROGRAM, "python")
     done = run([sys.executable, "-c", program], checkout)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (checkout / "outputs/tiny-llama-mock/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2]
-    named = re.findall(r"^\| (`[a-z_`, ]+`) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    named = re.findall(r"^\| (`[a-z_`, ]+`) \|", (ROOT / "docs/metrics.md").read_text(encoding="utf-8"), re.M)
     documented = {name for cell in named for name in re.findall(r"`([a-z_]+)`", cell)}
     assert set(lines[0]) - documented == {"mean_length"}  # the flow's own
+
+
+def test_the_tutorial_shows_the_flows_that_there_are(tmp_path):
+    """Without imports, comments, types, and docstrings where they are left out."""
+    page = "docs/tutorials/write-a-flow.md"
+    assert run("megatron-wrap new-flow focal_loss --folder .", tmp_path).returncode == 0
+    for file in (ROOT / "examples/custom_flow/max_z_flow.py", tmp_path / "focal_loss.py"):
+        (flow,) = bare_classes(file.read_text(encoding="utf-8"))
+        assert [flow] in [bare_classes(block) for block in blocks(page, "python")], file.name
+
+
+def bare_classes(source: str) -> list[str]:
+    """The classes of a source, without docstrings and types of arguments."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            for argument in node.args.args:
+                argument.annotation = None
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            node.body = [each for each in node.body if not is_text(each)]
+    return [ast.dump(node) for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
@@ -140,7 +213,7 @@ def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sa
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+% of the validation pairs are ranked right$", done.stdout, re.M)
-    assert "loaded weights of outputs/tiny-llama-sft/checkpoints" in done.stderr
+    assert re.search(r"weights\b.*\boutputs/tiny-llama-sft/checkpoints", done.stderr)
     assert (tmp_path / "outputs/tiny-llama-dpo/checkpoints/reference/iter_0000000/metadata.json").is_file()
 
 
@@ -152,8 +225,9 @@ def test_both_languages_show_the_same_code():
         rows = re.findall(r"^\|.*\|$", (ROOT / page).read_text(encoding="utf-8"), re.M)
         return [number for row in rows for number in re.findall(r"\d[\d.,e-]*\d|\d", row)]
 
-    assert code("README.md") == code("README-zh.md")
-    assert numbers("README.md") == numbers("README-zh.md")
+    for one, other in (("README.md", "README-zh.md"), ("docs/metrics.md", "docs/metrics-zh.md")):
+        assert code(one) == code(other)
+        assert numbers(one) == numbers(other)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The declaration of the metrics: complete, free of torch, and the source of the READMEs' tables."""
+"""Metric declarations: complete, importable without torch, and in sync with the documentation's tables."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ def metric_docs():
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses need their module in sys.modules
     try:
         spec.loader.exec_module(module)
         yield module
@@ -46,16 +46,16 @@ def test_each_name_is_declared_once():
     assert [*ENGINE_METRICS] == [info.name for info in METRICS if info.name == info.name.lower()]
 
 
-def test_other_names_are_the_flows_or_an_evaluations():
+def test_undeclared_names_are_metrics_of_flows_or_evaluations():
     assert metric_info("grad_norm") is ENGINE_METRICS["grad_norm"]
     assert metric_info("eval/set/loss") is EVALUATION_LOSS
     assert metric_info("eval/set/rewards/margins") is metric_info("eval/set/grad_norm") is EVALUATION_METRIC
     assert metric_info("rewards/margins") is FLOW_METRIC
 
 
-def test_the_console_shows_the_metrics_in_the_order_of_the_declaration():
+def test_console_order_is_the_declared_order():
     examples = {info.name: info.console.example for info in reversed(METRICS) if info.console is not None}
-    # names between the loss and the gradient's norm keep the order in which they come
+    # names between the loss and the gradient norm keep the given order
     middle = ["z_loss", "global_load_balancing_loss", "seq_load_balancing_loss", "load_balancing_loss"]
     middle += ["eval/NAME/METRIC", "eval/NAME/loss", "METRIC"]
     fixed = [info.name for info in METRICS if info.name in examples and info.name not in middle]
@@ -66,13 +66,13 @@ def test_the_console_shows_the_metrics_in_the_order_of_the_declaration():
     assert shown["learning_rate"] == "lr 3.0e-4"
 
 
-def test_what_the_console_leaves_out():
-    left_out = {"loss_scale": 1.0, "tflops": 0.0999, "memory_max": 0.0, "memory_reserved": 3.0, "consumed_tokens": 5}
-    assert [console_text(name, value) for name, value in left_out.items()] == [None] * 5
-    assert format_step({"iteration": 3, **left_out}, 10) == "iteration 3/10"
+def test_console_omits_uninformative_values():
+    omitted = {"loss_scale": 1.0, "tflops": 0.0999, "memory_max": 0.0, "memory_reserved": 3.0, "consumed_tokens": 5}
+    assert [console_text(name, value) for name, value in omitted.items()] == [None] * 5
+    assert format_step({"iteration": 3, **omitted}, 10) == "iteration 3/10"
 
 
-def test_a_metric_names_the_configuration_key_that_adds_it():
+def test_config_keys_of_metrics_exist_and_every_switch_is_named():
     sections = get_type_hints(RunConfig)
     keys = {
         f"{path}.{field.name}"
@@ -85,34 +85,35 @@ def test_a_metric_names_the_configuration_key_that_adds_it():
     assert {f"megatron_wrap.logger.{switch}" for switch in switches} <= named
 
 
-def test_the_declaration_loads_no_torch():
+def test_import_needs_no_torch():
     code = "import megatron_wrap.metrics.declared, sys; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_the_tables_of_the_readmes_are_those_of_the_declaration(metric_docs):
+def test_tables_in_the_documentation_are_up_to_date(metric_docs):
     assert metric_docs.main(["--check"]) == 0, "run python scripts/metric_docs.py"
 
 
-def test_each_language_has_every_meaning(metric_docs):
+def test_each_language_documents_every_metric(metric_docs):
     for language in metric_docs.PAGES.values():
         assert language.meanings.keys() == {info.name for info in METRICS}
 
 
-def test_a_page_that_differs_is_found_and_rewritten(metric_docs, tmp_path, capsys):
+def test_outdated_page_is_detected_and_rewritten(metric_docs, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
     for name in metric_docs.PAGES:
-        shutil.copy(ROOT / name, tmp_path)
-    page = tmp_path / "README.md"
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs/metrics.md"
     page.write_text(page.read_text(encoding="utf-8").replace("| `grad_norm` |", "| `gradient` |"), encoding="utf-8")
     assert metric_docs.main(["--check"], tmp_path) == 1
-    assert "README.md;" in capsys.readouterr().err
+    assert "docs/metrics.md;" in capsys.readouterr().err
     assert "| `gradient` |" in page.read_text(encoding="utf-8")
     assert metric_docs.main([], tmp_path) == 0
-    assert page.read_bytes() == (ROOT / "README.md").read_bytes()
+    assert page.read_bytes() == (ROOT / "docs/metrics.md").read_bytes()
 
 
 @pytest.mark.parametrize("page", ["no marker", "<!-- metrics: end -->\n<!-- metrics: begin -->\n"])
-def test_a_page_without_its_markers_is_refused(metric_docs, page):
+def test_page_without_markers_is_refused(metric_docs, page):
     with pytest.raises(ValueError, match="metrics: begin"):
         metric_docs.with_table(page, metric_docs.ENGLISH)
