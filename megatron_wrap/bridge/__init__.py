@@ -1,7 +1,8 @@
-"""Hugging Face checkpoints: `families` say how a family's weights and configuration relate to ours, `mapping` where
-each part of a tensor goes, `source` reads, `transfer` fills a model, `stream` gathers it again.
+"""Hugging Face checkpoints: `families` defines how a family's weights and configuration correspond to Megatron-Core's,
+`mapping` describes where each part of a tensor is stored, `source` reads a folder, `transfer` loads it into a model,
+`stream` gathers the model's weights for export.
 
-Importing this, a family or `mapping` needs neither torch nor Megatron-Core: reading a run's YAML goes through families.
+Importing this package, a family or `mapping` needs neither torch nor Megatron-Core, because reading a YAML uses them.
 """
 
 from megatron_wrap.config.hugging_face import register_bridge

@@ -1,4 +1,4 @@
-"""Which family a model is exported as, and its config.json."""
+"""Choice of the family that a model is exported as, and its config.json."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 _PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-"""Families in the order in which an architecture is offered to them; others follow by name."""
+"""Families that are tried first, in this order; the others follow by name."""
 
-_MEANING = re.compile(
+_MODEL_FIELDS = re.compile(
     r"window_.*|softmax_.*|qk_.*|multi_latent_attention|.*_lora_rank|.*head_dim|mtp_.*|num_moe_experts|no_rope.*"
     r"|moe_(router|layer|shared|ffn|input|token_drop|expert_capacity).*|.*rotary.*|.*rope.*|activation_func_.*|glu_.*"
     r"|attention_output_gate|experimental_attention_variant|heterogeneous.*|is_hybrid_model|mamba.*|use_mup|mup_.*"
     r"|.*_multiplier"
 )
-"""Further fields of TransformerConfig that change what the weights compute; others choose kernels and schedules."""
+"""Further fields of TransformerConfig that change the model's function; other fields choose kernels and schedules."""
 
 
 def choose_family(arch: ArchConfig, hf_path: str | None = None, model_type: str | None = None) -> Family:
     """The family to export as: `model_type`, else that of hf_path, else the first that can express the architecture.
 
     Args:
-        arch: of `complete`.
-        hf_path: folder or hub id that the run began from.
+        arch: from `complete`.
+        hf_path: folder or hub id that the run started from.
 
     Raises:
-        UnsupportedModel: the family cannot, or none can; the message says the first thing that stands against it.
+        UnsupportedModel: the family, or no family, can express the architecture; the message gives the first obstacle.
     """
     if model_type is None and hf_path is not None:
         model_type = read_hugging_face_config(hf_path).family.model_type
@@ -53,13 +53,13 @@ def choose_family(arch: ArchConfig, hf_path: str | None = None, model_type: str 
 
 
 def config_json(family: Family, arch: ArchConfig, dtype: str, hf_path: str | None = None) -> dict[str, Any]:
-    """The content of config.json: that of hf_path with the weights' type, else what the family makes of the
+    """The content of config.json: that of hf_path with the weights' dtype, else the family's translation of the
     architecture.
 
     Args:
-        arch: of `complete`.
-        dtype: type of the exported weights, such as "bfloat16".
-        hf_path: folder or hub id that the run began from.
+        arch: from `complete`.
+        dtype: of the exported weights, such as "bfloat16".
+        hf_path: folder or hub id that the run started from.
     """
     if hf_path is not None:
         found = read_hugging_face_config(hf_path)
@@ -67,7 +67,7 @@ def config_json(family: Family, arch: ArchConfig, dtype: str, hf_path: str | Non
             values = {key: value for key, value in found.values.items() if key != "torch_dtype"}
             return {**values, **family.exported_values, "architectures": [family.architecture], "dtype": dtype}
     values = family.config_values(arch)
-    # the defaults of transformers lie beyond a small vocabulary
+    # transformers' defaults may be outside a small vocabulary
     special = dict.fromkeys(("bos_token_id", "eos_token_id"))
     return {
         "architectures": [family.architecture],
@@ -80,11 +80,11 @@ def config_json(family: Family, arch: ArchConfig, dtype: str, hf_path: str | Non
 
 
 def complete(arch: ArchConfig, seq_length: int, vocab_size: int | None = None) -> ArchConfig:
-    """The architecture with the numbers that null stands for.
+    """The architecture with null values replaced by the derived ones.
 
     Args:
-        seq_length: of the run, tokens; for max_position_embeddings.
-        vocab_size: of the model; None: as in `arch`.
+        seq_length: of the run, in tokens; for max_position_embeddings.
+        vocab_size: of the model; None: that of `arch`.
     """
     experts: dict[str, Any] = {}
     if arch.num_experts is not None:
@@ -102,9 +102,9 @@ def complete(arch: ArchConfig, seq_length: int, vocab_size: int | None = None) -
 
 
 def what_differs(family: Family, arch: ArchConfig) -> str | None:
-    """Why a family cannot express an architecture; None: it can.
+    """Why a family cannot express an architecture; None if it can.
 
-    There and back again must give the same architecture, so no family can forget a key.
+    The translation to config.json and back must return the same architecture, so a family cannot omit a key.
     """
     try:
         back = family.arch_values(family.config_values(arch))
@@ -114,8 +114,8 @@ def what_differs(family: Family, arch: ArchConfig) -> str | None:
     for key, value in back.items():
         if key not in TRAINING_KEYS and not _same(given.get(key), value):
             return f"{key} would be {value} and is {given.get(key)}"
-    unsaid = [key for key, value in arch.upstream.items() if key not in back and value and _MEANING.fullmatch(key)]
-    return f"it has no {unsaid[0]}, which is {arch.upstream[unsaid[0]]}" if unsaid else None
+    lost = [key for key, value in arch.upstream.items() if key not in back and value and _MODEL_FIELDS.fullmatch(key)]
+    return f"it has no {lost[0]}, which is {arch.upstream[lost[0]]}" if lost else None
 
 
 def _same(ours: Any, theirs: Any) -> bool:

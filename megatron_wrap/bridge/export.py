@@ -1,4 +1,4 @@
-"""A Hugging Face folder from the model of a run. Everything here is collective over all ranks."""
+"""Export of a run's model as a Hugging Face folder. Everything here is collective over all ranks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def weight_stream(
 
     Args:
         chunks: this process's model chunks, with or without Megatron-Core's wrappers.
-        dtype: "float32", "bfloat16" or "float16"; None: as the parameters are.
+        dtype: "float32", "bfloat16" or "float16"; None: that of the parameters.
     """
     return WeightStream([bare_model(chunk) for chunk in chunks], family, arch, parallel, device, as_dtype(dtype))
 
 
 def export_weights(stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of each Hugging Face tensor on every rank, on the model's device, one at a time. Collective:
-    every rank takes all of them."""
+    """(name, full tensor) of each Hugging Face tensor on every rank, on the model's device, one at a time. Collective:
+    every rank must iterate over all of them."""
     for tensor in stream.tensors:
         yield tensor.name, stream.whole(tensor)
 
@@ -66,19 +66,19 @@ def save_pretrained(
 ) -> Path:
     """Write a folder that transformers loads. Collective.
 
-    Each shard is written by one rank, different shards by different ranks, block by block as the other ranks send their
-    parts, so a rank needs one block of memory more than its model. A file gets its name when it is whole; config.json
-    comes last.
+    Each shard is written by one rank, different shards by different ranks. The other ranks send their parts block by
+    block, so the writer needs memory for one block beside its model. A file is renamed once it is complete; config.json
+    is written last.
 
     Args:
         values: content of config.json.
         folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
-        hf_path: folder or hub id that the run began from.
-        tokenizer: written too where there is one.
-        max_shard_size: bytes, or text such as "5GB"; a tensor is never cut.
+        hf_path: folder or hub id that the run started from.
+        tokenizer: saved too, unless it is None.
+        max_shard_size: bytes, or text such as "5GB"; a tensor is never split.
 
     Raises:
-        CheckpointError: on every rank, when one could not write.
+        CheckpointError: on every rank, if any rank could not write.
     """
     target = Path(folder).expanduser()
     shards = _shards(stream, _size(max_shard_size))
@@ -87,7 +87,7 @@ def save_pretrained(
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         _prepare(target, hf_path)
     writers: dict[int, _ShardWriter] = {}
-    # a rank that cannot write goes on receiving, so that none waits for it; all learn of it at the end
+    # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         failure: OSError | None = None
         for number, (name, tensors) in enumerate(zip(names, shards, strict=True)):
@@ -106,8 +106,8 @@ def save_pretrained(
                             failure = error
         if failure is not None:
             raise failure
-        for one in writers.values():
-            one.close()
+        for open_writer in writers.values():
+            open_writer.close()
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         if rank == 0:
             _finish(target, names, shards, values, tokenizer, hf_path)
@@ -115,10 +115,10 @@ def save_pretrained(
 
 
 def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str) -> str:
-    """Upload a folder to the Hugging Face hub from global rank 0; the commit's address on every rank. Collective.
+    """Upload a folder to the Hugging Face hub from global rank 0; returns the commit's URL on every rank. Collective.
 
     Raises:
-        CheckpointError: on every rank, when the hub refuses.
+        CheckpointError: on every rank, if the upload fails.
     """
 
     def push() -> str:
@@ -128,10 +128,11 @@ def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)
-        except Exception as error:  # the hub's, the network's and the login's kinds
+        except Exception as error:  # the hub, the network and the login raise different exceptions
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise CheckpointError(
-                f"{folder} could not be uploaded to {repo_id}: {reason}; the folder is whole"
+                f"{folder} could not be uploaded to {repo_id}: {reason}; the folder is complete and can be uploaded "
+                "later"
             ) from error
         return str(commit.commit_url)
 
@@ -139,7 +140,7 @@ def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str
 
 
 def prune_exports(folder: Path, keep: int | None, parallel: ParallelState) -> None:
-    """Remove all but the `keep` newest `hf_ITERATION` folders; None keeps all. On global rank 0 alone."""
+    """Remove all but the `keep` newest `hf_ITERATION` folders, on global rank 0; None keeps all."""
     if keep is None or parallel.world.rank != 0:
         return
     exports = sorted(path for path in folder.glob("hf_*") if re.fullmatch(r"hf_\d{7,}", path.name))
@@ -151,7 +152,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from its name.
 
     Raises:
-        ConfigError: no type that weights are exported in.
+        ConfigError: weights cannot be exported in this dtype.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
@@ -163,7 +164,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class _ShardWriter:
-    """One safetensors file (huggingface.co/docs/safetensors, format), written tensor after tensor."""
+    """Writes one safetensors file (huggingface.co/docs/safetensors, format), tensor by tensor."""
 
     def __init__(self, path: Path, tensors: Sequence[WholeTensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -179,11 +180,11 @@ class _ShardWriter:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, block: Tensor) -> None:
-        """Append rows of the tensor at hand."""
+        """Append rows of the current tensor."""
         self._file.write(block.contiguous().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Give the file its name."""
+        """Flush the file and rename it to its final name."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -209,14 +210,14 @@ def _shard_name(number: int, count: int) -> str:
 def _size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"max_shard_size {text!r} is not a size; write a number of bytes, or such as 5GB or 500MB")
+        raise ConfigError(f"max_shard_size {text!r} is not a size; use a number of bytes, or text such as 5GB or 500MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _prepare(target: Path, hf_path: str | None) -> None:
     origin = None if hf_path is None else Path(hf_path).expanduser()
     if origin is not None and origin.exists() and target.exists() and target.samefile(origin):
-        raise CheckpointError(f"{target} is the folder that the run began from (hf_path); choose another")
+        raise CheckpointError(f"{target} is the folder that the run started from (hf_path); choose another folder")
     target.mkdir(parents=True, exist_ok=True)
 
 
@@ -228,7 +229,7 @@ def _finish(
     tokenizer: Any,
     hf_path: str | None,
 ) -> None:
-    """What rank 0 adds when all shards are there."""
+    """The last part of an export, on rank 0 after all shards are written: index, tokenizer and configuration files."""
     for old in target.iterdir():  # an earlier export with another number of shards
         stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX)
         if stale and old.name not in names:
@@ -244,7 +245,7 @@ def _finish(
 
 
 def generation_values(hf_path: str | None, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """generation_config.json: that of hf_path, else the special tokens of the tokenizer or of config.json."""
+    """Content of generation_config.json: that of hf_path, else the special tokens of config.json or the tokenizer."""
     if hf_path is not None:
         from megatron_wrap.config.hugging_face import resolve_folder
 

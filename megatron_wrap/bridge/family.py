@@ -1,4 +1,5 @@
-"""What a family is: its names and shapes, and its config.json in the terms of `megatron_lm.model.arch` and back."""
+"""Definition of a Hugging Face family: translation of its config.json to `megatron_lm.model.arch` and back, and the
+mapping of its weights."""
 
 from __future__ import annotations
 
@@ -12,24 +13,25 @@ from megatron_wrap.config.schema import ArchConfig
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of transformers. Both directions of the configuration are functions of values alone, so the
-    family can express an architecture exactly where `arch_values(config_values(arch))` gives it back."""
+    """One `model_type` of transformers. Both directions of the translation are pure functions of the values, so the
+    family can express an architecture if and only if `arch_values(config_values(arch))` returns it unchanged."""
 
     model_type: str
     architecture: str
     """transformers' class of the causal language model, written into `architectures`."""
     arch_values: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """config.json -> keys of `megatron_lm.model.arch`, further fields of Megatron-Core's TransformerConfig among them.
-    Raises `UnsupportedModel` for what cannot be expressed."""
+    """config.json -> keys of `megatron_lm.model.arch`, including further fields of Megatron-Core's TransformerConfig.
+    Raises `UnsupportedModel` for values that Megatron-Core cannot express."""
     config_values: Callable[[ArchConfig], dict[str, Any]]
-    """The other way, without what is the same in each (`architectures`, `model_type`, `dtype`)."""
+    """Keys of `megatron_lm.model.arch` -> config.json, without the keys that every family has (`architectures`,
+    `model_type`, `dtype`)."""
     parameters: Callable[[ArchConfig], dict[str, WeightMapping]]
-    """Global name of each parameter of the whole model -> where it comes from, in the order of the model."""
+    """Global name of each parameter of the model -> its Hugging Face tensors, in model order."""
     base_prefix: str = "model."
-    """Prefix that files written by transformers' bare model (without its head) leave out."""
+    """Prefix that is missing in files saved from transformers' base model (without the output layer)."""
     ignored: tuple[str, ...] = ()
-    """Patterns (full match) of tensors that older files hold and no model has: buffers."""
+    """Patterns (full match) of buffers that older files contain; they are not read."""
     left_out: Callable[[ArchConfig], dict[str, str]] = lambda arch: {}
-    """Patterns of tensors that belong to a part which is not built -> what a user is told of it."""
+    """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
     exported_values: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json of an export says whatever that of the beginning said."""
+    """Values of an exported config.json that replace those of the original."""

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub, each a step of its own with a line in the log."""
+"""Downloads from the Hugging Face hub; each one writes a line to the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 def read_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
-    """`load_run_config`, after the configuration files of a hub id that is not in the local cache were downloaded.
+    """`load_run_config`; if the run names a hub id that is not in the local cache, download its configuration files.
 
     Raises:
         ConfigError: see `load_run_config`; or the hub does not provide the repository.
@@ -26,7 +26,7 @@ def read_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run
 
 
 def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Path:
-    """The local folder of a path or of a hub id, whose files are downloaded first where the cache lacks them.
+    """The local folder of a path or a hub id; files of a hub id that the cache lacks are downloaded.
 
     Args:
         patterns: which files of a hub repository are needed.
@@ -38,13 +38,13 @@ def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Pat
         folder = resolve_folder(path_or_id)
     except NotDownloaded:
         return download(path_or_id, patterns)
-    # a cache may have the configuration and lack the weights: the hub's own look-up finds what is missing
+    # the cache may contain the configuration and lack the weights; snapshot_download fetches only missing files
     is_local = Path(path_or_id).expanduser().is_dir()
     return folder if is_local or tuple(patterns) == CONFIG_FILES else download(path_or_id, patterns)
 
 
 def download(repo_id: str, patterns: Sequence[str]) -> Path:
-    """Download those files of a hub repository that the local cache lacks.
+    """Download the files of a hub repository that the local cache lacks.
 
     Raises:
         ConfigError: the hub does not provide the repository.
@@ -54,7 +54,7 @@ def download(repo_id: str, patterns: Sequence[str]) -> Path:
     logger.info_rank_0(f"downloading {repo_id} from the Hugging Face hub ({', '.join(patterns)})")
     try:
         return Path(snapshot_download(repo_id, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub, the network and the cache each have their own kinds
+    except Exception as error:  # the hub, the network and the cache raise different exceptions
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
             f"no folder {repo_id!r} is here, and the Hugging Face hub did not provide it ({reason}); give a local one"

@@ -1,9 +1,9 @@
-"""Where each part of a parameter of ours lies in Hugging Face tensors: one description for both directions.
+"""Mapping between a Megatron-Core parameter and Hugging Face tensors, one description for both directions.
 
-Along one dimension (the one that tensor parallelism splits, where it splits one) a parameter is a sequence of `Run`s,
-each a range of a Hugging Face tensor. A `Mapping` says this of the whole parameter; `pieces` cuts it to what one
-tensor-parallel rank holds. Reading copies each piece's region of the file to its place, exporting copies it back.
-Only integers here: no tensor, no torch.
+Along one dimension (the one that tensor parallelism splits, if any) a parameter is a concatenation of `Run`s, each a
+contiguous range of a Hugging Face tensor. A `Mapping` describes the unsharded parameter; `pieces` restricts it to the
+shard of one tensor-parallel rank. Loading copies each piece from the file into the parameter, exporting copies it back.
+This module computes with integers only and needs no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Run:
-    """Rows (or columns) start to stop of a Hugging Face tensor, in our parameter's order."""
+    """Rows (or columns) start to stop of a Hugging Face tensor, contiguous in the parameter too."""
 
     name: str
     start: int
@@ -26,20 +26,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a Hugging Face tensor and its place in one rank's parameter."""
+    """A part of a Hugging Face tensor and its position in one rank's shard of a parameter."""
 
     name: str
-    """The Hugging Face tensor."""
+    """Name of the Hugging Face tensor."""
     region: Region
-    """The part of it, in its own dimensions."""
+    """The part, as indices of the Hugging Face tensor."""
     place: Region
-    """Where it stands in the local parameter, in the parameter's dimensions."""
+    """The part's position, as indices of the local parameter."""
     transposed: bool
-    """The tensor is stored with its two dimensions exchanged."""
+    """The Hugging Face tensor is stored transposed."""
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Number of elements."""
         size = 1
         for start, stop in self.region:
             size *= stop - start
@@ -48,17 +48,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mapping:
-    """One parameter of ours, whole, as runs of Hugging Face tensors.
+    """One unsharded parameter as runs of Hugging Face tensors.
 
     Args:
-        parts: each tensor-parallel rank holds an equal share of each part, one after the other. One part for a plain
-            split; two for a gated projection, whose rank holds its share of the gate and then its share of up.
-        other: size of the dimension that runs do not go along; None for a vector.
-        split: whether tensor parallelism splits the dimension of the runs; else every rank holds all.
-        along: dimension of our parameter that the runs go along.
-        transposed: Hugging Face stores the matrices with their dimensions exchanged (GPT-2's Conv1D).
-        padded: the parameter may be longer than its runs (vocabulary); what is left is zero and is not exported.
-        fp32: ours and theirs keep it in fp32 whatever the type of the model.
+        parts: each tensor-parallel rank's shard is the concatenation of an equal slice of each part. One part for a
+            plain split; two for a gated projection, whose shard is a slice of the gate followed by a slice of up.
+        other: size of the other dimension, which the runs cover fully; None for a vector.
+        split: tensor parallelism splits the dimension of the runs; otherwise the parameter is replicated.
+        along: dimension of the parameter along which the runs are concatenated.
+        transposed: Hugging Face stores the matrix transposed (GPT-2's Conv1D).
+        padded: the parameter may be longer than its runs (vocabulary); the padding is zero and is not exported.
+        fp32: Megatron-Core and transformers keep it in fp32 for every model dtype.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -70,26 +70,27 @@ class Mapping:
     fp32: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of each Hugging Face tensor that the parameter is made of, as far as this parameter knows."""
+        """Shape of each Hugging Face tensor of this parameter, as far as its runs cover the tensor."""
         ends: dict[str, int] = {}
         for run in (run for part in self.parts for run in part):
             ends[run.name] = max(ends.get(run.name, 0), run.stop)
         return {name: tuple(stop for _, stop in self._region(0, end)) for name, end in ends.items()}
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of one rank's parameter on a split of `size` ranks, without padding."""
+        """Shape of one rank's shard with tensor-parallel size `size`, without padding."""
         length = sum(run.stop - run.start for part in self.parts for run in part)
         return self._shape(length // size if self.split else length)
 
     def pieces(self, local_shape: Sequence[int], rank: int, size: int) -> list[Piece]:
-        """What `rank` of `size` tensor-parallel ranks holds, in the order of its parameter. A split that the
-        parameter's shape does not show was not made: some layers are cut in one implementation, whole in another.
+        """The pieces of the shard of `rank` out of `size` tensor-parallel ranks, in the shard's order. If the local
+        shape is the unsharded one, the parameter is taken as replicated: some layers are split in one implementation
+        and replicated in another.
 
         Args:
-            local_shape: shape of the parameter on this rank; with `padded` it says how much padding there is.
+            local_shape: shape of the parameter on this rank, including padding.
 
         Raises:
-            ValueError: a parameter that is not padded has another shape.
+            ValueError: the parameter is not padded and has another shape.
         """
         if not self.split or (tuple(local_shape) == self.local_shape(1) and not self.padded):
             rank, size = 0, 1
@@ -100,7 +101,7 @@ class Mapping:
         share = local_shape[self.along] // len(self.parts)
         found: list[Piece] = []
         for number, part in enumerate(self.parts):
-            before = 0  # elements of the part ahead of the run
+            before = 0  # length of the part's earlier runs
             for run in part:
                 length = run.stop - run.start
                 first, last = max(rank * share, before), min((rank + 1) * share, before + length)
@@ -128,27 +129,27 @@ class Mapping:
 
 
 def replicated(name: str, *shape: int) -> Mapping:
-    """A parameter that every tensor-parallel rank holds whole: norms, biases added after a reduction."""
+    """A parameter that is replicated over tensor-parallel ranks: norms, biases added after an all-reduce."""
     return Mapping(((Run(name, 0, shape[0]),),), shape[1] if len(shape) > 1 else None, split=False)
 
 
 def column(name: str, rows: int, columns: int | None = None) -> Mapping:
-    """A column-parallel layer: ranks hold rows of the weight [rows, columns], or parts of the bias [rows]."""
+    """A column-parallel layer: each rank holds rows of the weight [rows, columns], or a slice of the bias [rows]."""
     return Mapping(((Run(name, 0, rows),),), columns)
 
 
 def row(name: str, rows: int, columns: int) -> Mapping:
-    """A row-parallel layer: ranks hold columns of the weight [rows, columns]."""
+    """A row-parallel layer: each rank holds columns of the weight [rows, columns]."""
     return Mapping(((Run(name, 0, columns),),), rows, along=1)
 
 
 def vocabulary(name: str, vocab_size: int, columns: int) -> Mapping:
-    """Embedding or output layer: ranks hold rows, the last ones padding."""
+    """Vocabulary-parallel embedding or output layer: each rank holds rows; the last rows are padding."""
     return Mapping(((Run(name, 0, vocab_size),),), columns, padded=True)
 
 
 def gated(gate: str, up: str, rows: int, columns: int | None = None) -> Mapping:
-    """A gated projection from two tensors [rows, columns] each, or from one that holds the gate before up."""
+    """A gated projection, from two tensors [rows, columns], or from one tensor that contains the gate before up."""
     first = rows if gate == up else 0
     return Mapping(((Run(gate, 0, rows),), (Run(up, first, first + rows),)), columns)
 
@@ -156,12 +157,16 @@ def gated(gate: str, up: str, rows: int, columns: int | None = None) -> Mapping:
 def query_key_value(
     query: str, key: str, value: str, heads: int, groups: int, width: int, columns: int | None = None
 ) -> Mapping:
-    """The fused projection, whose rows go group by group: queries of the group, its key, its value (Megatron-Core's
-    transformer/attention.py, get_query_key_value_tensors). One name thrice: a tensor that holds all queries, then all
-    keys, then all values.
+    """The fused projection, whose rows are ordered by group: the group's queries, its key, its value (Megatron-Core's
+    transformer/attention.py, get_query_key_value_tensors).
 
     Args:
-        heads, groups: query heads, and key and value heads; width: of one head.
+        query, key, value: names of the tensors; the same name for one tensor of all queries, keys and values, in this
+            order.
+        heads: number of query heads.
+        groups: number of key and value heads.
+        width: size of one head.
+        columns: hidden size; None for a bias.
     """
     fused = query == key == value
     key_start = heads * width if fused else 0
@@ -176,7 +181,7 @@ def query_key_value(
 
 
 def transposed(mapping: Mapping) -> Mapping:
-    """The same parameter of Hugging Face tensors that are stored transposed; a vector stays as it is."""
+    """The same parameter, with Hugging Face tensors stored transposed; a vector is unchanged."""
     return mapping if mapping.other is None else replace(mapping, transposed=True)
 
 

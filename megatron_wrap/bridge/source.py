@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder: what is there, without reading it, and slices of it.
+"""The tensors of a Hugging Face folder: their names, shapes and dtypes from the file headers, and slices of them.
 
-safetensors is an eight-byte length, a JSON header with dtype, shape and place of each tensor, and the data
-(huggingface.co/docs/safetensors, format). The headers are read here, so that a truncated or missing shard is found
-before anything starts; slices are read by safetensors itself.
+A safetensors file is an eight-byte length, a JSON header with dtype, shape and offsets of each tensor, and the data
+(huggingface.co/docs/safetensors, format). This module parses the headers, so that a truncated or missing shard is found
+before anything starts; the safetensors package reads slices.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class WeightSource:
     """The weights of one folder by their full names.
 
     Args:
-        folder: with model.safetensors, its shards and index, or any single *.safetensors.
-        family: whose prefix is added where the file leaves it out.
-        allow_pickle: take pytorch_model.bin where there is no safetensors.
+        folder: contains model.safetensors, or its shards and index, or any single *.safetensors.
+        family: its prefix is added if the file's names lack it.
+        allow_pickle: read pytorch_model*.bin if there is no safetensors file.
 
     Raises:
-        CheckpointError: no weights, a missing, truncated or corrupt file.
+        CheckpointError: there are no weights, or a file is missing, truncated or corrupt.
     """
 
     def __init__(self, folder: Path, family: Family, allow_pickle: bool = False) -> None:
@@ -68,7 +68,7 @@ class WeightSource:
         self.tensors: Mapping[str, StoredTensor] = stored
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A part of a tensor, on the CPU; it may share the file's pages, so copy it and let it go.
+        """A slice of a tensor, on the CPU. It may be memory-mapped, so copy it and drop the reference.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -80,41 +80,43 @@ class WeightSource:
         from safetensors import SafetensorError, safe_open
 
         try:
-            # opened anew each time: what was read stays mapped, and counts as memory, until the file is closed
+            # opened for each read: pages that were read stay mapped, and count as memory, until the file is closed
             with safe_open(str(entry.file), framework="pt", device="cpu") as file:
                 return file.get_slice(entry.name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{entry.file}: {entry.name} cannot be read ({error}); fetch the file again"
+                f"{entry.file}: {entry.name} cannot be read ({error}); download the file again"
             ) from error
 
     def left_out(self, family: Family, arch: ArchConfig) -> list[str]:
-        """What a user is to be told of tensors here that are not read."""
+        """Warnings about tensors in the folder that are not read."""
         patterns = family.left_out(arch).items()
         return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
 
     def check(self, family: Family, arch: ArchConfig) -> None:
-        """Hold names, shapes and types against those of the architecture; nothing is read.
+        """Compare names, shapes and dtypes with those of the architecture, without reading tensors.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or has another shape; the first one, and how many more.
+            CheckpointError: a tensor is missing, unexpected, or has another shape; the message names the first one and
+                the number of further ones.
         """
         wanted = expected_shapes(family, arch)
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; is "
-                "this the folder of a whole model of the architecture in its config.json?"
+                f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; "
+                "check that the folder contains a complete model of the architecture in its config.json"
             )
         for name, shape in wanted.items():
             entry = self.tensors[name]
             if entry.shape != shape:
                 raise CheckpointError(
-                    f"{entry.file}: {name} has shape {_words(entry.shape)}, and config.json asks for {_words(shape)}"
+                    f"{entry.file}: {name} has shape {_shown(entry.shape)}, but config.json requires {_shown(shape)}; "
+                    "check that both are of the same model"
                 )
             if entry.dtype not in _FLOATS:
                 raise CheckpointError(
-                    f"{entry.file}: {name} has type {entry.dtype}; weights must be bf16, fp16 or fp32"
+                    f"{entry.file}: {name} has dtype {entry.dtype}; weights must be bf16, fp16 or fp32"
                 )
         tied = not arch.untie_embeddings_and_output_weights
         ignored = (*family.ignored, *((r"lm_head\.weight",) if tied else ()))
@@ -126,9 +128,9 @@ class WeightSource:
         ]
         if unknown:
             raise CheckpointError(
-                f"{self.tensors[unknown[0]].file}: {unknown[0]} has no place in a {family.model_type} model of this "
-                f"architecture{_more(unknown)}{did_you_mean(unknown[0], wanted)}; weights that "
-                "are not used would be lost"
+                f"{self.tensors[unknown[0]].file}: {unknown[0]} is not a weight of a {family.model_type} model of this "
+                f"architecture{_more(unknown)}{did_you_mean(unknown[0], wanted)}; remove unused weights from the file, "
+                "because an export would lose them"
             )
 
     def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
@@ -137,7 +139,9 @@ class WeightSource:
             return self._indexed(folder / INDEX)
         files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
         if len(files) > 1:
-            raise CheckpointError(f"{folder}: has {len(files)} safetensors files and no {INDEX}; fetch the index too")
+            raise CheckpointError(
+                f"{folder}: contains {len(files)} safetensors files and no {INDEX}; download the index too"
+            )
         if files:
             return dict(stored_tensors(files[0]))
         bins = sorted(folder.glob("pytorch_model*.bin"))
@@ -145,26 +149,30 @@ class WeightSource:
             return self._unpickle(bins)
         if bins:
             raise CheckpointError(
-                f"{folder}: holds {bins[0].name} and no safetensors; megatron_wrap.model_provider.hf_allow_pickle: "
-                "true reads it (torch.load with weights_only)"
+                f"{folder}: contains {bins[0].name} and no safetensors file; set "
+                "megatron_wrap.model_provider.hf_allow_pickle: true to read it (torch.load with weights_only)"
             )
-        raise CheckpointError(f"{folder}: holds no weights ({SINGLE}, or {INDEX} and its shards)")
+        raise CheckpointError(f"{folder}: contains no weights; download {SINGLE}, or {INDEX} and its shards")
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
         try:
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index}: is no index of safetensors files ({error!r}); fetch it again") from error
+            raise CheckpointError(
+                f"{index}: is not an index of safetensors files ({error!r}); download it again"
+            ) from error
         stored: dict[str, StoredTensor] = {}
         for file in sorted(set(files.values())):
             if os.path.basename(file) != file:
-                raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder")
+                raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder; download it again")
             if not (self.folder / file).is_file():
-                raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; fetch it")
+                raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; download it")
             stored.update(stored_tensors(self.folder / file))
         for name, file in files.items():
             if name not in stored or stored[name].file.name != file:
-                raise CheckpointError(f"{self.folder / file}: lacks {name}, which {INDEX} says it has; fetch it again")
+                raise CheckpointError(
+                    f"{self.folder / file}: lacks {name}, which {INDEX} lists for it; download both again"
+                )
         return stored
 
     def _unpickle(self, files: list[Path]) -> dict[str, StoredTensor]:
@@ -175,9 +183,9 @@ class WeightSource:
         for file in files:
             try:
                 tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            except Exception as error:  # the zip reader, the unpickler and torch each have their own kinds
+            except Exception as error:  # the zip reader, the unpickler and torch raise different exceptions
                 reason = " ".join(str(error).split())[:200]
-                raise CheckpointError(f"{file}: cannot be read ({reason}); fetch the file again") from error
+                raise CheckpointError(f"{file}: cannot be read ({reason}); download the file again") from error
             self._pickled[file] = tensors
             for name, tensor in tensors.items():
                 kind = types.get(tensor.dtype, str(tensor.dtype))
@@ -196,7 +204,7 @@ def stored_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if not 0 < length <= min(_LARGEST_HEADER, size - 8):
-                raise ValueError(f"its header would have {length} of {size} bytes")
+                raise ValueError(f"header length {length} in a file of {size} bytes")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         entries = {
@@ -206,20 +214,20 @@ def stored_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         end = max((int(offsets[1]) for _, _, offsets in entries.values()), default=0)
         for name, (dtype, shape, (start, stop)) in entries.items():
             if dtype in _BYTES and (stop - start) != math.prod(shape) * _BYTES[dtype]:
-                raise ValueError(f"{name} does not fill its place")
+                raise ValueError(f"the offsets of {name} do not match its shape and dtype")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(f"{file}: is no safetensors file ({error}); fetch it again") from error
+        raise CheckpointError(f"{file}: is not a safetensors file ({error}); download it again") from error
     if size != 8 + length + end:
-        kind = "truncated" if size < 8 + length + end else "longer than its header says"
+        kind = "truncated" if size < 8 + length + end else "too long"
         raise CheckpointError(
-            f"{file}: is {kind}: {size} bytes, and its header asks for {8 + length + end}; fetch it again"
+            f"{file}: is {kind}: {size} bytes, but its header requires {8 + length + end}; download it again"
         )
     for name, (dtype, shape, _) in entries.items():
         yield name, StoredTensor(file, name, dtype, shape)
 
 
 def expected_shapes(family: Family, arch: ArchConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every Hugging Face tensor of the architecture, in the order of the model."""
+    """Name -> shape of every Hugging Face tensor of the architecture, in model order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for mapping in family.parameters(arch).values():
         for name, shape in mapping.shapes().items():
@@ -232,5 +240,5 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _words(shape: tuple[int, ...]) -> str:
+def _shown(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "()"

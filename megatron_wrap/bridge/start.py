@@ -1,4 +1,4 @@
-"""Where a run's first weights come from: the folder of `model_provider.hf_path`, held against the architecture."""
+"""The Hugging Face folder that a run starts from (`model_provider.hf_path`), validated against the architecture."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_wrap.errors import CheckpointError
 
 
 def check_hugging_face(config: RunConfig) -> None:
-    """What can be said of a local folder's weights from their headers, before any process starts. Those of a hub id are
-    fetched and checked when the model is built.
+    """Validate the weights of a local folder from their headers, before any process starts. Weights of a hub id are
+    downloaded and validated when the model is built.
 
     Raises:
         ConfigError, CheckpointError: as `weight_source`.
@@ -25,7 +25,7 @@ def check_hugging_face(config: RunConfig) -> None:
 
 
 def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
-    """The family and the weights of `hf_path`, found and checked but not read; None: the run has no hf_path.
+    """The family and the weights of `hf_path`, validated but not read; None if the run has no hf_path.
 
     Raises:
         ConfigError, CheckpointError: a file is missing or damaged, or a tensor is missing, unexpected or of another
@@ -45,6 +45,6 @@ def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
 
 
 def weights_left_out(config: RunConfig) -> list[str]:
-    """What a user is to be told of weights of `hf_path` that are not read."""
+    """Warnings about weights of `hf_path` that are not read."""
     found = weight_source(config)
     return [] if found is None else found[1].left_out(found[0], config.arch)

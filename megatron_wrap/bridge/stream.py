@@ -1,4 +1,5 @@
-"""From the parameters of all processes to whole Hugging Face tensors, block by block. Everything here is collective."""
+"""Gathers the parameters of all processes into full Hugging Face tensors, block by block. Everything here is
+collective."""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A piece that one rank holds and answers for."""
+    """A piece and the rank that provides it."""
 
     rank: int
     """Global rank."""
     parameter: str
-    """Its key among that rank's parameters."""
+    """Key of the parameter on that rank."""
     piece: Piece
 
 
 @dataclass
 class WholeTensor:
-    """One Hugging Face tensor and who holds its parts; the same on every rank."""
+    """One Hugging Face tensor and the ranks that provide its parts; the same on every rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class WholeTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         size = 1
         for length in self.shape:
             size *= length
@@ -52,19 +53,19 @@ class WholeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 class WeightStream:
-    """The whole model as Hugging Face tensors, gathered when asked for. Collective over the world.
+    """The model as full Hugging Face tensors, gathered on demand. Collective over all ranks.
 
     Args:
         chunks: this process's bare model chunks.
-        dtype: of the tensors; None: as the parameters are.
+        dtype: of the tensors; None: that of the parameters.
 
     Raises:
-        CheckpointError: the family cannot hold this model.
+        CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class WeightStream:
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
         kinds = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
         everywhere = gather_objects((mine, kinds))
-        self.dtype = dtype or _one_dtype({kind for _, of_rank in everywhere for kind in of_rank})
-        owned = [one for of_rank, _ in everywhere for one in of_rank]
+        self.dtype = dtype or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
+        owned = [one for rank_pieces, _ in everywhere for one in rank_pieces]
         self.tensors = _whole_tensors(owned, family, arch, self.dtype)
 
     @property
     def dtype_name(self) -> str:
-        """Such as "bfloat16"."""
+        """Name of the dtype, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[Tensor | None]:
@@ -106,17 +107,17 @@ class WeightStream:
             yield block
 
     def numbered_blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[tuple[int, Tensor | None]]:
-        """`blocks`, each with the number of its first row."""
+        """`blocks`, each with the index of its first row."""
         for region in blocks(tuple((0, size) for size in tensor.shape), tensor.dtype.itemsize):
             yield region[0][0], self._gather(tensor, region, to_rank)
 
     def whole(self, tensor: WholeTensor) -> Tensor:
-        """A whole tensor on every rank, on the device of the model."""
+        """A full tensor on every rank, on the model's device."""
         region = tuple((0, size) for size in tensor.shape)
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         for owned, part in _overlaps(tensor, region):
             here = owned.rank == self._rank
-            values = self._held(owned, part, tensor.dtype) if here else self._room(part, tensor.dtype)
+            values = self._local_values(owned, part, tensor.dtype) if here else self._buffer(part, tensor.dtype)
             broadcast(values, owned.rank)
             _put(result, region, part, values)
         return result
@@ -126,25 +127,26 @@ class WeightStream:
         result = torch.empty([stop - start for start, stop in region], dtype=tensor.dtype) if here else None
         for owned, part in _overlaps(tensor, region):
             if owned.rank == self._rank:
-                values = self._held(owned, part, tensor.dtype)
+                values = self._local_values(owned, part, tensor.dtype)
                 if not here:
                     send(values, to_rank)
             elif here:
-                values = self._room(part, tensor.dtype)
+                values = self._buffer(part, tensor.dtype)
                 receive(values, owned.rank)
             if result is not None:
                 _put(result, region, part, values)
         return result
 
-    def _held(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
+    def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
         return placed(self._parameters[owned.parameter], owned.piece, part).to(dtype).contiguous()
 
-    def _room(self, part: Region, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
 
 
 def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:
-    """The pieces that have rows of `region` (which spans all other dimensions), with the part of the tensor."""
+    """The pieces that contain rows of `region`, and the part of the tensor that they provide. `region` covers the other
+    dimensions fully."""
     start, stop = region[0]
     for owned in tensor.parts:
         (low, high), *rest = owned.piece.region
@@ -158,18 +160,18 @@ def _put(result: Tensor, region: Region, part: Region, values: Tensor) -> None:
     result[place].copy_(values)
 
 
-def _one_dtype(kinds: set[torch.dtype]) -> torch.dtype:
-    """The type that holds all of them: a model may keep a router in fp32."""
+def _model_dtype(kinds: set[torch.dtype]) -> torch.dtype:
+    """The half-precision dtype if there is one, because a half-precision model may keep a router in fp32; else fp32."""
     order = (torch.float32, torch.bfloat16, torch.float16)
     half = [kind for kind in order[1:] if kind in kinds]
     return half[0] if half else order[0]
 
 
 def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dtype: torch.dtype) -> list[WholeTensor]:
-    """Every tensor of the architecture with its parts, in the order of the model.
+    """Every tensor of the architecture with its parts, in model order.
 
     Raises:
-        CheckpointError: a part that nobody holds, or that two hold.
+        CheckpointError: a part is missing on all ranks, or parts overlap.
     """
     fp32 = {name for mapping in family.parameters(arch).values() if mapping.fp32 for name in mapping.shapes()}
     whole = {
@@ -178,15 +180,15 @@ def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dt
     }
     seen: set[tuple[str, Region]] = set()
     for one in owned:
-        # tied embeddings are on the first and on the last stage, and some split layers are whole on each rank
+        # tied embeddings are on the first and the last stage, and some layers are replicated instead of split
         if (one.piece.name, one.piece.region) not in seen:
             seen.add((one.piece.name, one.piece.region))
             whole[one.piece.name].parts.append(one)
     for tensor in whole.values():
-        held = sum(one.piece.numel for one in tensor.parts)
-        if held != tensor.numel:
+        found = sum(one.piece.numel for one in tensor.parts)
+        if found != tensor.numel:
             raise CheckpointError(
-                f"{tensor.name} cannot be gathered: the ranks hold {held} of its {tensor.numel} elements; does the "
-                "model provider build the model of the configuration?"
+                f"{tensor.name} cannot be gathered: the ranks have {found} of its {tensor.numel} elements; check that "
+                "the model provider builds the model of the configuration"
             )
     return list(whole.values())

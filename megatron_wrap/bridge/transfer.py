@@ -1,4 +1,4 @@
-"""From a Hugging Face folder into the parameters of this process, slice by slice."""
+"""Loads a Hugging Face folder into the parameters of this process, slice by slice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 32 * 2**20
-"""Largest part of a tensor that is read, sent or written at once, bytes: the memory beyond the model's own."""
+"""Largest part of a tensor that is read, sent or written at once, in bytes: the memory needed beside the model."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -28,17 +28,17 @@ _FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Transformer Engine keeps a norm inside the linear layer that follows it."""
+"""Name of a norm that Transformer Engine fuses into the following linear layer -> its name in the mapping."""
 
 
 def mapped_parameters(
     chunk: torch.nn.Module, family: Family, arch: ArchConfig
 ) -> Iterator[tuple[str, Tensor, Mapping]]:
-    """Global name, tensor and mapping of each parameter of a bare model chunk, and of each router's bias for balance,
-    which is a buffer. The output layer of a tied model has the name of the embedding.
+    """Global name, tensor and mapping of each parameter of a bare model chunk, and of each router's expert bias, which
+    is a buffer. The output layer of a tied model has the name of the embedding.
 
     Raises:
-        CheckpointError: the family has no place for a parameter: the provider builds another model.
+        CheckpointError: the family lacks a parameter, because the provider builds another model.
     """
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
@@ -47,8 +47,8 @@ def mapped_parameters(
             name = name.replace(fused, own)
         if name not in table:
             raise CheckpointError(
-                f"the parameter {name} of this model has no place in Hugging Face's {family.model_type}; the model "
-                "provider builds another model than config.json describes"
+                f"the parameter {name} of this model does not exist in Hugging Face's {family.model_type}; check that "
+                "the model provider builds the model that config.json describes"
             )
         yield name, parameter, table[name]
 
@@ -57,7 +57,7 @@ def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for layer in getattr(chunk.decoder, "layers", ()):
         router: Any = getattr(layer.mlp, "router", None)
         if getattr(router, "expert_bias", None) is not None:
-            router._maintain_float32_expert_bias()  # Megatron-Core's own, which it calls only at each step
+            router._maintain_float32_expert_bias()  # Megatron-Core calls it in its forward pass and its checkpoints
             yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", router.expert_bias
 
 
@@ -65,12 +65,12 @@ def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_weights(
     chunk: torch.nn.Module, family: Family, arch: ArchConfig, source: WeightSource, parallel: ParallelState
 ) -> None:
-    """Fill every parameter of a bare model chunk from the folder; only this rank's slices are read.
+    """Load every parameter of a bare model chunk from the folder; reads only this rank's slices.
 
-    Memory beyond the parameters: one block of `BLOCK_BYTES`.
+    Needs memory for one block of `BLOCK_BYTES` beside the parameters.
 
     Raises:
-        CheckpointError: a file cannot be read, or the model is another one.
+        CheckpointError: a file cannot be read, or it is of another model.
     """
     for name, parameter, mapping in mapped_parameters(chunk, family, arch):
         if mapping.padded:
@@ -83,20 +83,23 @@ def load_weights(
 
 
 def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: ParallelState) -> list[Piece]:
-    """The pieces of a parameter of this rank.
+    """The pieces of this rank's shard of a parameter.
 
     Raises:
-        CheckpointError: its shape is not the mapping's.
+        CheckpointError: its shape does not match the mapping.
     """
     axis = parallel.expert_tp if is_expert(name) else parallel.tp
     try:
         return mapping.pieces(parameter.shape, axis.rank, axis.size)
     except ValueError as error:
-        raise CheckpointError(f"the parameter {name} cannot be filled from Hugging Face weights: {error}") from error
+        raise CheckpointError(
+            f"the parameter {name} cannot be loaded from Hugging Face weights: {error}; check that the model provider "
+            "builds the model that config.json describes"
+        ) from error
 
 
 def blocks(region: Region, element_size: int) -> Iterator[Region]:
-    """Cut a region of a Hugging Face tensor along its first dimension into parts of at most `BLOCK_BYTES`."""
+    """Split a region of a Hugging Face tensor along its first dimension into parts of at most `BLOCK_BYTES`."""
     (start, stop), *rest = region
     row = element_size
     for low, high in rest:
@@ -107,7 +110,8 @@ def blocks(region: Region, element_size: int) -> Iterator[Region]:
 
 
 def placed(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
-    """The view of the parameter that holds `block`, rows of the piece's region, laid out as Hugging Face has it."""
+    """The view of the parameter that corresponds to `block`, which are rows of the piece's region, in Hugging Face's
+    layout."""
     view = parameter[tuple(slice(start, stop) for start, stop in piece.place)]
     if piece.transposed:
         view = view.t()

@@ -1,4 +1,4 @@
-"""What a rank does for the tests of the bridge, and the transformers models that they begin from."""
+"""Functions that the bridge tests run on each rank, and the transformers models that they start from."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
     ),
 }
-"""Name -> transformers class and what of its configuration is not as in `SIZES`."""
+"""Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
 
 
 PARALLEL = "megatron_lm.model.parallel."
@@ -146,7 +146,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Name -> processes and what it takes in the configuration."""
+"""Name -> number of processes, and overrides."""
 
 EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
 VARIANTS = (
@@ -158,7 +158,7 @@ VARIANTS = (
     "llama-linear-rope",
     "qwen2-tied",
 )
-"""What layouts cannot tell from another case: on one rank, and on all splits at once."""
+"""Cases that split like another one; they run only on one rank and with all splits at once."""
 CASES = [
     (family, layout)
     for family in FAMILIES
@@ -194,7 +194,7 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
 def made_once(
     folders: Any, expected: Callable[[Path], Any], **save_arguments: Any
 ) -> Callable[[str], tuple[Path, Any]]:
-    """original(family) -> its folder and what transformers makes of it; each is made once, by pytest's `folders`."""
+    """original(family) -> its folder and `expected(folder)`; each is created once, with pytest's factory `folders`."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def original(name: str) -> tuple[Path, Any]:
@@ -207,7 +207,7 @@ def made_once(
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Every tensor of a folder's safetensors files, which its index names."""
+    """Every tensor of a folder's safetensors files; checks that the index names them."""
     import json
 
     from safetensors.torch import load_file
@@ -238,7 +238,8 @@ def expected_logits(folder: Path) -> Any:
 
 
 def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, max_shard_size: str | int) -> Any:
-    """Begin from `folder` on this rank's layout, export to `export_to`; the logits [2, 64, V] on rank 0."""
+    """Start from `folder` on the layout of `overrides`, export to `export_to`; returns the logits [2, 64, V] on rank
+    0."""
     import numpy
 
     from megatron_wrap.core import MegatronWrap
@@ -256,8 +257,8 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
 
 
 def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """The verdict on the folder's model, that on the model with one weight of layer 2 changed, and before that all
-    weights as they are streamed, name -> numpy array, on rank 0."""
+    """Verdict on the folder's model, verdict after one weight of layer 2 was changed, and the unchanged weights as
+    exported (name -> numpy array)."""
     import torch
 
     from megatron_wrap.core import MegatronWrap
@@ -281,8 +282,8 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
 
 
 def train_twice(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """Losses of steps 3 and 4 of a run that goes on from its checkpoint of step 2, those without a stop, and the last
-    weights as the model alone, set up from the second checkpoint, streams and exports them."""
+    """Losses of steps 3 and 4 of an uninterrupted run, those of a run that resumes from the checkpoint of step 2, and
+    the final weights as `setup_model` exports them from the last checkpoint."""
     import shutil
 
     from megatron_wrap.core import MegatronWrap

@@ -1,5 +1,5 @@
-"""Thirty steps of supervised fine-tuning from one Hugging Face folder: ours, and a plain transformers model with
-torch's AdamW, its gradient clipping and transformers' cosine schedule. Loss and gradient norm agree at every step."""
+"""Thirty steps of supervised fine-tuning from one Hugging Face folder, compared with a transformers model, torch's
+AdamW and gradient clipping and transformers' cosine schedule. Loss and gradient norm agree at every step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SETTINGS = (
 
 
 def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal lengths, a part of whose labels is -100."""
+    """Tokenized samples of unequal lengths; some labels are -100."""
     generator = numpy.random.default_rng(seed)
     made = []
     for _ in range(count):
-        ids = generator.integers(0, 40, int(generator.integers(20, 66)))  # a part of the vocabulary: to be learnt
+        ids = generator.integers(0, 40, int(generator.integers(20, 66)))  # part of the vocabulary, so the loss falls
         made.append(
             {"input_ids": ids.tolist(), "labels": numpy.where(generator.random(len(ids)) < 0.6, ids, -100).tolist()}
         )
@@ -47,7 +47,7 @@ def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
 
 
 def their_loss(model: Any, batch: list[dict[str, list[int]]]) -> Any:
-    """transformers' own loss of one padded batch, which shifts labels inside."""
+    """transformers' loss of one padded batch; transformers shifts the labels."""
     import torch
 
     longest = max(len(sample["input_ids"]) for sample in batch)
@@ -87,7 +87,7 @@ def train_transformers(folder: Path) -> list[tuple[float, float]]:
 
 
 def train_ours(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """(loss, gradient norm) of each step, and the loss of the evaluation set in the end; writes `outputs`/model."""
+    """(loss, gradient norm) of each step, and the final evaluation loss; writes `outputs`/model."""
     from megatron_wrap.core import MegatronWrap
 
     settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
@@ -121,14 +121,14 @@ def theirs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
 )
-def test_thirty_steps_are_those_of_transformers(family, layout, ranks, theirs, tmp_path):
+def test_thirty_steps_agree_with_transformers(family, layout, ranks, theirs, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
     folder, expected = theirs(family)
     world_size, overrides = LAYOUTS[layout]
     found, evaluation = ranks(world_size).run(train_ours, str(folder), overrides, str(tmp_path))[0]
-    assert max(norm for _, norm in expected) > CLIP  # clipping took part
+    assert max(norm for _, norm in expected) > CLIP  # gradients were clipped
     assert expected[-1][0] < 0.9 * expected[0][0]
     numpy.testing.assert_allclose(found, expected, rtol=1e-5)
 

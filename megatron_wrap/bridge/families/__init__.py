@@ -1,1 +1,1 @@
-"""One file a family: a table of names and the translation of its configuration."""
+"""One file per family: the mapping of its weights and the translation of its configuration."""

@@ -1,4 +1,4 @@
-"""What the files of the families share: sizes, the common part of config.json, the table of a Llama-like decoder."""
+"""Shared by the families: sizes, the common keys of config.json, and the weight table of a Llama-like decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_wrap.errors import UnsupportedModel
 Table = dict[str, WeightMapping]
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core fixes of Llama-3.1's scaling (embeddings/rotary_pos_embedding.py, _apply_scaling)."""
+"""Constants of Llama 3.1's RoPE scaling in Megatron-Core (embeddings/rotary_pos_embedding.py, _apply_scaling)."""
 
 PLAIN: dict[str, Any] = {
     "position_embedding_type": "rope",
@@ -39,13 +39,13 @@ PLAIN: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-"""A Llama-like decoder; a family says what differs. Every key that decides what the weights compute is here or given by
-`decoder_values`, so that no default of the tree takes part."""
+"""Values of a Llama-like decoder; a family overrides those that differ. Every key that affects the model's function is
+here or in `decoder_values`, so no default of the configuration tree is used."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers that shapes of weights are made of."""
+    """The sizes that determine the shapes of weights."""
 
     hidden: int
     ffn: int
@@ -56,7 +56,7 @@ class Sizes:
 
     @classmethod
     def of(cls, arch: ArchConfig) -> Sizes:
-        """Those of an architecture, whose vocab_size is given."""
+        """The sizes of an architecture; its vocab_size must be set."""
         assert arch.vocab_size is not None
         return cls(
             arch.hidden_size,
@@ -69,10 +69,10 @@ class Sizes:
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """A value that config.json has to give.
+    """A required value of config.json.
 
     Raises:
-        UnsupportedModel: it does not.
+        UnsupportedModel: it is missing.
     """
     if config.get(key) is None:
         raise UnsupportedModel(f"{key} is missing")
@@ -80,10 +80,10 @@ def need(config: Mapping[str, Any], key: str) -> Any:
 
 
 def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
-    """Hold values against the only ones that can be expressed; a missing one counts as right.
+    """Compare values of config.json with the only ones that are supported; a missing value is accepted.
 
     Raises:
-        UnsupportedModel: the first that differs, with both values.
+        UnsupportedModel: a value is not supported; the message has both values of the first one.
     """
     for key, value in expected.items():
         allowed = value if isinstance(value, tuple) else (value,)
@@ -92,11 +92,11 @@ def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
 
 
 def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] = ("silu",)) -> dict[str, Any]:
-    """The values that all Llama-like families name alike.
+    """Architecture keys from the config.json keys that all Llama-like families share.
 
     Args:
         tied: the family's default of tie_word_embeddings.
-        act: names of the activation that the family's MLP may have.
+        act: supported values of hidden_act.
     """
     refuse_unless(config, hidden_act=tuple(act), is_decoder=False, add_cross_attention=False)
     heads = need(config, "num_attention_heads")
@@ -120,7 +120,7 @@ def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] 
 
 
 def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding, as `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) say it."""
+    """Rotary embedding keys from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = rope.get("rope_theta", config.get("rope_theta"))
@@ -137,12 +137,12 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return {**values, "rotary_seq_len_interpolation_factor": float(need(rope, "factor"))}
     if kind != "default":
-        raise UnsupportedModel(f"rope_type is {kind!r}, and Megatron-Core's GPT has default, linear and llama3")
+        raise UnsupportedModel(f"rope_type is {kind!r}, but Megatron-Core's GPT supports default, linear and llama3")
     return values
 
 
 def decoder_config(arch: ArchConfig) -> dict[str, Any]:
-    """`decoder_values` backwards, in the keys that transformers 4.57 and 5 both read."""
+    """The inverse of `decoder_values`, with the keys that both transformers 4.57 and 5 read."""
     sizes = Sizes.of(arch)
     scaling: dict[str, Any] | None = None
     if arch.use_rope_scaling:
@@ -172,10 +172,10 @@ def decoder_config(arch: ArchConfig) -> dict[str, Any]:
 
 
 def decoder_table(arch: ArchConfig, layer: Callable[[ArchConfig, Sizes, str, str], Table]) -> Table:
-    """The table of a Llama-like model: embedding, layers, last norm, and the output layer where it is not tied.
+    """The table of a Llama-like model: embedding, layers, final norm, and the output layer unless it is tied.
 
     Args:
-        layer: (arch, sizes, our prefix, their prefix) -> one layer's table.
+        layer: (arch, sizes, Megatron-Core's prefix, Hugging Face's prefix) -> one layer's table.
     """
     sizes = Sizes.of(arch)
     table: Table = {
@@ -213,7 +213,7 @@ def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> T
 
 
 def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    """A gated MLP of inner width `ffn` from gate_proj, up_proj and down_proj."""
+    """A gated MLP of intermediate size `ffn` from gate_proj, up_proj and down_proj."""
     gate, up, down = (f"{theirs}{name}_proj" for name in ("gate", "up", "down"))
     table = {
         ours + "linear_fc1.weight": weights.gated(f"{gate}.weight", f"{up}.weight", ffn, sizes.hidden),
@@ -243,5 +243,5 @@ def llama_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table
 
 
 def llama_table(arch: ArchConfig) -> Table:
-    """The whole table of Llama, Qwen2, Qwen3 and Mistral."""
+    """The weight table of Llama, Qwen2, Qwen3 and Mistral."""
     return decoder_table(arch, llama_layer)

@@ -1,6 +1,6 @@
-"""DeepSeek V2: latent attention, shared experts, and routing within groups (transformers/models/deepseek_v2).
+"""DeepSeek V2: multi-latent attention, shared experts, and group-limited routing (transformers/models/deepseek_v2).
 
-`deepseek_v3` shares all but the router.
+`deepseek_v3` differs only in the router.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 LATENT_NORM_EPSILON = 1e-6
-"""That of the latent vectors' norms is fixed in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
+"""Epsilon of the latent vectors' norms, a constant in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
 
 _YARN = {
     "rotary_scaling_factor": ("factor", None),
@@ -36,11 +36,11 @@ _YARN = {
     "mscale": ("mscale", None),
     "mscale_all_dim": ("mscale_all_dim", None),
 }
-"""Key of ours -> theirs, and their default."""
+"""Key of `model.arch` -> (key in config.json, its default there)."""
 
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the router's keys."""
+    """All architecture keys except the router's."""
     refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1, rms_norm_eps=LATENT_NORM_EPSILON)
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -50,7 +50,7 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, first_dense = values["num_layers"], config.get("first_k_dense_replace", 0)
     width, shared = need(config, "moe_intermediate_size"), config.get("n_shared_experts") or 0
     scaling = float(config.get("routed_scaling_factor", 1.0))
-    del values["kv_channels"]  # heads have the widths below
+    del values["kv_channels"]  # replaced by the head sizes below
     return {
         **values,
         **_rope(kind, rope),
@@ -76,7 +76,9 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rope_type": "rope"}
     if kind != "yarn" or rope.get("attention_factor") is not None:
-        raise UnsupportedModel(f"rope_type is {kind!r}, and latent attention has default and yarn without a factor")
+        raise UnsupportedModel(
+            f"rope_type is {kind!r}, but multi-latent attention supports default, and yarn without attention_factor"
+        )
     missing = [theirs for theirs, default in _YARN.values() if default is None and not rope.get(theirs)]
     if missing:
         raise UnsupportedModel(f"{missing[0]} of yarn is missing")
@@ -86,16 +88,16 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent_config(arch: ArchConfig) -> dict[str, Any]:
-    """`latent_values` backwards."""
+    """The inverse of `latent_values`."""
     values = decoder_config(arch)
     del values["head_dim"]
     layers = pattern(arch)
     first_dense = sum(not experts for experts in layers)
     if list(layers) != [0] * first_dense + [1] * (len(layers) - first_dense):
-        raise UnsupportedModel(f"dense layers are the first ones, and moe_layer_freq is {list(layers)}")
+        raise UnsupportedModel(f"moe_layer_freq is {list(layers)}, but only the first layers may be dense")
     shared = (arch.moe_shared_expert_intermediate_size or 0) / (arch.moe_ffn_hidden_size or 1)
     if shared != int(shared):
-        raise UnsupportedModel("moe_shared_expert_intermediate_size is no multiple of moe_ffn_hidden_size")
+        raise UnsupportedModel("moe_shared_expert_intermediate_size is not a multiple of moe_ffn_hidden_size")
     if arch.rope_type == "yarn":
         scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in _YARN.items()}
         values["rope_scaling"] = {"rope_type": "yarn", **scaling}
@@ -117,7 +119,7 @@ def latent_config(arch: ArchConfig) -> dict[str, Any]:
 
 
 def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    """One layer, dense or with experts."""
+    """One layer, dense or MoE."""
     mine, attention = ours + "self_attention.", theirs + "self_attn."
     query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
     latent = arch.kv_lora_rank
@@ -147,7 +149,7 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
 
 
 def latent_table(arch: ArchConfig) -> Table:
-    """The whole table of DeepSeek V2 and V3."""
+    """The weight table of DeepSeek V2 and V3."""
     return decoder_table(arch, latent_layer)
 
 

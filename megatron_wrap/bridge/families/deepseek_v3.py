@@ -1,6 +1,6 @@
-"""DeepSeek V3: V2 with sigmoid scores and a bias for balance (transformers/models/deepseek_v3).
+"""DeepSeek V3: V2 with sigmoid scores and an expert bias for load balancing (transformers/models/deepseek_v3).
 
-Its layers for multi-token prediction are left out.
+The layers for multi-token prediction are not loaded.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
 
 def _left_out(arch: ArchConfig) -> dict[str, str]:
     pattern = rf"model\.layers\.{arch.num_layers}\..*"
-    return {pattern: "the layers for multi-token prediction are left out: not trained, and not in an export"}
+    return {pattern: "the layers for multi-token prediction are not loaded: not trained, and not exported"}
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""What families with experts share: keys of a softmax router, and the table of a layer with experts."""
+"""Shared by the MoE families: keys of a softmax router, and the weight table of an MoE layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ROUTER: dict[str, Any] = {
     "moe_router_group_score_experts": None,
     "moe_router_enable_expert_bias": False,
 }
-"""A plain softmax router over the chosen experts; a family says what differs."""
+"""Values of a router with a softmax over the chosen experts; a family overrides those that differ."""
 
 
 def pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 where it has experts; the architecture is complete (`bridge.choose.complete`)."""
+    """For each layer 1 if it is an MoE layer, else 0; for an architecture from `bridge.choose.complete`."""
     from megatron_wrap.config.derived import moe_layer_pattern
 
     return moe_layer_pattern(arch)
@@ -38,12 +38,12 @@ def experts_table(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
 ) -> Table:
-    """The MLP of a layer with experts: router, experts, and shared experts where there are.
+    """The MLP of an MoE layer: router, experts, and shared experts if there are any.
 
     Args:
-        ours, theirs: prefixes of the MLP.
-        names: gate, up and down projection of an expert.
-        shared: name of the shared experts, of their gate with `_gate` behind it.
+        ours, theirs: prefixes of the MLP in Megatron-Core and Hugging Face.
+        names: of an expert's gate, up and down projections.
+        shared: name of the shared experts; their gate is `{shared}_gate`.
     """
     from megatron_wrap.config.derived import moe_ffn_hidden_size
 

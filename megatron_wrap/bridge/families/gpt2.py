@@ -11,7 +11,7 @@ from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
-"""activation_function -> whether it is the tanh form."""
+"""activation_function -> whether it is the tanh approximation."""
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     )
     dropouts = {float(config.get(key, 0.1)) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
-        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, and Megatron-Core has one hidden_dropout")
+        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
     hidden, heads = need(config, "n_embd"), need(config, "n_head")
     return {
         **PLAIN,

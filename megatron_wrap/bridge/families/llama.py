@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, and what is built like it (transformers/models/llama)."""
+"""Llama 1 to 3.2, and models of the same architecture (transformers/models/llama)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     biases = bool(config.get("attention_bias", False))
     if biases != bool(config.get("mlp_bias", False)):
         raise UnsupportedModel(
-            f"attention_bias is {biases} and mlp_bias is {not biases}, and Megatron-Core has biases in both or in none"
+            f"attention_bias is {biases} and mlp_bias is {not biases}, but Megatron-Core has biases in both or neither"
         )
     return {**decoder_values(config, tied=False), "add_bias_linear": biases}
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama whose attention may see a window of the last tokens only (transformers/models/mistral)."""
+"""Mistral: Llama with optional sliding-window attention (transformers/models/mistral)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +9,18 @@ from megatron_wrap.config.schema import ArchConfig
 
 
 def window_values(window: int | None) -> dict[str, Any]:
-    """`sliding_window` counts the token itself, Megatron-Core's window_size = (left, right) what lies beside it."""
+    """`sliding_window` includes the token itself; Megatron-Core's window_size = (left, right) counts its neighbors."""
     return {"window_size": None if window is None else [window - 1, 0]}
 
 
 def window_config(arch: ArchConfig) -> dict[str, Any]:
-    """`window_values` backwards."""
+    """The inverse of `window_values`."""
     window = arch.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    # 4096 is the default of transformers: the first release's files do not say it
+    # 4096 is transformers' default, which the first release's config.json omits
     return {**decoder_values(config, tied=False), **window_values(config.get("sliding_window", 4096))}
 
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer (transformers/models/mixtral)."""
+"""Mixtral: Mistral with MoE in every layer (transformers/models/mixtral)."""
 
 from collections.abc import Mapping
 from typing import Any

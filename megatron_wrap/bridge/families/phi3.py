@@ -1,4 +1,4 @@
-"""Phi 3, the dense ones: Llama with fused projections (transformers/models/phi3)."""
+"""Phi 3 (dense models): Llama with fused projections (transformers/models/phi3)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_wrap.errors import UnsupportedModel
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     dropouts = {float(config.get(key) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
-        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, and Megatron-Core has one hidden_dropout")
+        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
     values = decoder_values(config, tied=False)
     return {**values, "hidden_dropout": dropouts.pop(), **window_values(config.get("sliding_window"))}
 
@@ -32,7 +32,7 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
         raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout)
     limits = {"original_max_position_embeddings": arch.max_position_embeddings}
-    # its own default, which lies beyond a small vocabulary
+    # transformers' default pad_token_id may be outside a small vocabulary
     return {**values, **dropouts, **limits, **window_config(arch), "pad_token_id": None}
 
 

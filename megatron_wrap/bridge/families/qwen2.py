@@ -10,14 +10,14 @@ from megatron_wrap.errors import UnsupportedModel
 
 
 def refuse_windows(config: Mapping[str, Any]) -> None:
-    """Qwen's window holds for some layers only; no published model switches it on.
+    """Qwen's sliding window applies to some layers only; no published model enables it.
 
     Raises:
-        UnsupportedModel: it is on.
+        UnsupportedModel: it is enabled.
     """
     kinds = set(config.get("layer_types") or ())
     if config.get("use_sliding_window", False) or "sliding_attention" in kinds:
-        raise UnsupportedModel("use_sliding_window is true, and windows that differ between layers cannot be built")
+        raise UnsupportedModel("use_sliding_window is true, but windows that differ between layers are not supported")
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

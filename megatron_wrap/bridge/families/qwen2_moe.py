@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts and a gated shared expert (transformers/models/qwen2_moe)."""
+"""Qwen 1.5 MoE and Qwen 2 MoE, with a gated shared expert (transformers/models/qwen2_moe)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen 3: Llama with norms of queries and keys and a head width of its own (transformers/models/qwen3)."""
+"""Qwen 3: Llama with norms of queries and keys and an explicit head size (transformers/models/qwen3)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_wrap.config.schema import ArchConfig
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_windows(config)
     refuse_unless(config, attention_bias=False)
-    # head_dim is 128 where the file does not say it, whatever the hidden size
+    # transformers' default of head_dim is 128, independent of the hidden size
     values = decoder_values({"head_dim": 128, **config}, tied=False)
     return {**values, "qk_layernorm": True}
 

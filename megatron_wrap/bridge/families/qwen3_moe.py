@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (transformers/models/qwen3_moe)."""
+"""Qwen 3 MoE (transformers/models/qwen3_moe)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,22 +22,22 @@ from megatron_wrap.config.schema import ArchConfig
 
 
 def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The keys that Qwen's families with experts name alike."""
+    """Architecture keys from the config.json keys that Qwen's MoE families share."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return {
         **ROUTER,
-        # transformers 5 writes another name for it
+        # transformers 5 writes num_local_experts
         "num_experts": config.get("num_local_experts") or need(config, "num_experts"),
         "moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in range(num_layers)],
         "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
         "moe_router_topk": need(config, "num_experts_per_tok"),
-        # theirs is a softmax over all, then divided by the sum of the chosen: a softmax over the chosen
+        # transformers divides the softmax over all experts by the sum of the chosen: a softmax over the chosen ones
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
 
 
 def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
-    """`qwen_experts` backwards."""
+    """The inverse of `qwen_experts`."""
     return {
         "num_experts": arch.num_experts,
         "num_experts_per_tok": arch.moe_router_topk,
@@ -50,7 +50,7 @@ def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
 
 
 def qwen_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    """One layer, dense or with experts."""
+    """One layer, dense or MoE."""
     number = int(ours.split(".")[2])
     if pattern(arch)[number]:
         mlp = experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.")
@@ -60,7 +60,7 @@ def qwen_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
 
 
 def qwen_table(arch: ArchConfig) -> Table:
-    """The whole table of Qwen's families with experts."""
+    """The weight table of Qwen's MoE families."""
     return decoder_table(arch, qwen_layer)
 
 

@@ -1,4 +1,4 @@
-"""Mappings against what they say in words, on tensors."""
+"""Mappings applied to tensors, compared with slicing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_a_split_takes_equal_shares_of_rows_or_columns():
+def test_a_split_takes_equal_slices_of_rows_or_columns():
     whole = random(12, 10)
     assert torch.equal(fill(weights.column("w", 12, 10), {"w": whole}, 1, 3), whole[4:8])
     assert torch.equal(fill(weights.row("w", 12, 10), {"w": whole}, 1, 2), whole[:, 5:])
@@ -33,7 +33,7 @@ def test_a_split_takes_equal_shares_of_rows_or_columns():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_rank_of_a_gated_projection_holds_parts_of_both_halves(fused):
+def test_a_shard_of_a_gated_projection_contains_slices_of_gate_and_up(fused):
     gate, up = random(8, 5), -random(8, 5)
     theirs = {"gu": torch.cat([gate, up])} if fused else {"g": gate, "u": up}
     mapping = weights.gated(*(("gu", "gu") if fused else ("g", "u")), 8, 5)
@@ -42,7 +42,7 @@ def test_a_rank_of_a_gated_projection_holds_parts_of_both_halves(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_query_key_value_go_group_by_group(fused):
+def test_query_key_value_rows_are_ordered_by_group(fused):
     heads, groups, width = 6, 2, 3
     q, k, v = random(18, 4), random(6, 4) + 10, random(6, 4) + 20
     theirs = {"qkv": torch.cat([q, k, v])} if fused else {"q": q, "k": k, "v": v}
@@ -53,11 +53,11 @@ def test_query_key_value_go_group_by_group(fused):
     assert mapping.shapes() == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
 
 
-def test_padding_of_a_vocabulary_is_left_alone():
+def test_padding_of_a_vocabulary_is_not_written():
     whole = random(7, 2)
     mapping = weights.vocabulary("w", 7, 2)
     parts = [mapping.pieces((4, 2), rank, 3) for rank in range(3)]
-    assert [[piece.region[0] for piece in of_rank] for of_rank in parts] == [[(0, 4)], [(4, 7)], []]
+    assert [[piece.region[0] for piece in rank_pieces] for rank_pieces in parts] == [[(0, 4)], [(4, 7)], []]
     local = torch.full((4, 2), 9.0)
     [piece] = parts[1]
     placed(local, piece, piece.region).copy_(whole[4:7])

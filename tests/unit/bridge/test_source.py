@@ -1,4 +1,4 @@
-"""What a Hugging Face folder can lack: each one clear error, before anything is read or started."""
+"""Incomplete or damaged Hugging Face folders: each is one clear error, before tensors are read or processes start."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def llama(**settings: Any) -> LlamaForCausalLM:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A sharded Llama of two layers; the working directory holds run.yaml."""
+    """A sharded Llama of two layers; the working directory contains run.yaml."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
     llama().save_pretrained(tmp_path / "model", max_shard_size="6KB")
     return tmp_path / "model"
 
 
-def look(folder: Path, *overrides: str) -> Any:
+def checked_source(folder: Path, *overrides: str) -> Any:
     config = load_run_config("run.yaml", [f"{HF_PATH}={folder}", *overrides])
     check_hugging_face(config)
     found = weight_source(config)
@@ -57,7 +57,7 @@ def look(folder: Path, *overrides: str) -> Any:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(CheckpointError) as raised:
-        look(folder)
+        checked_source(folder)
     assert str(raised.value).startswith(f"{HF_PATH}: ") or str(folder) in str(raised.value)
     return str(raised.value)
 
@@ -76,14 +76,14 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Non
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
-def test_sharded_and_single_files_hold_the_same(folder):
+def test_sharded_and_single_files_have_the_same_tensors(folder):
     assert len(shards(folder)) > 2
-    sharded = look(folder)
+    sharded = checked_source(folder)
     expected = {
         name: sharded.read(name, tuple((0, n) for n in at.shape)).clone() for name, at in sharded.tensors.items()
     }
     change(folder, lambda tensors: None)
-    single = look(folder)
+    single = checked_source(folder)
     assert single.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(single.read(name, tuple((0, n) for n in tensor.shape)), tensor)
@@ -94,39 +94,43 @@ def test_sharded_and_single_files_hold_the_same(folder):
 
 def test_a_shard_that_is_missing(folder):
     shards(folder)[1].unlink()
-    assert "model-00002-of-" in refusal(folder)
-    assert "is missing; fetch it" in refusal(folder)
+    message = refusal(folder)
+    assert "model-00002-of-" in message
+    assert "missing" in message
+    assert "download" in message
 
 
 @pytest.mark.parametrize("cut", [100, 1])
 def test_a_truncated_shard(folder, cut):
     file = shards(folder)[0]
     file.write_bytes(file.read_bytes()[:-cut])
-    assert f"{file.name}: is truncated: " in refusal(folder)
+    assert f"{file.name}: is truncated: {file.stat().st_size} bytes" in refusal(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"not json, really" + b"\0" * 64])
 def test_a_corrupt_shard(folder, content):
     file = shards(folder)[0]
     file.write_bytes(content)
-    assert f"{file.name}: is no safetensors file" in refusal(folder)
+    assert f"{file.name}: is not a safetensors file" in refusal(folder)
 
 
-def test_an_index_that_is_none(folder):
+def test_an_invalid_index(folder):
     (folder / INDEX).write_text("{}")
-    assert "is no index of safetensors files" in refusal(folder)
+    assert f"{INDEX}: is not an index" in refusal(folder)
 
 
 def test_an_index_that_names_another_folder(folder):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "../model-00001.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    assert "which is not a file of this folder" in refusal(folder)
+    message = refusal(folder)
+    assert INDEX in message
+    assert "'../model-00001.safetensors'" in message
 
 
 def test_shards_without_an_index(folder):
     (folder / INDEX).unlink()
-    assert "safetensors files and no model.safetensors.index.json" in refusal(folder)
+    assert f"safetensors files and no {INDEX}" in refusal(folder)
 
 
 def test_a_weight_that_is_missing(folder):
@@ -136,33 +140,37 @@ def test_a_weight_that_is_missing(folder):
 
 def test_a_weight_that_is_not_expected(folder):
     change(folder, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}))
-    assert "model.layers.1.mlp.up_proj.bias has no place in a llama model of this architecture" in refusal(folder)
+    message = refusal(folder)
+    assert "model.layers.1.mlp.up_proj.bias is not a weight of a llama model" in message
+    assert "did you mean model.layers.1.mlp.up_proj.weight" in message
 
 
 def test_a_weight_of_another_shape(folder):
     change(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(38, 16)}))
-    assert "lm_head.weight has shape 38 x 16, and config.json asks for 37 x 16" in refusal(folder)
+    message = refusal(folder)
+    assert all(part in message for part in ("lm_head.weight", "38 x 16", "config.json", "37 x 16"))
 
 
-def test_a_weight_of_another_type(folder):
+def test_a_weight_of_another_dtype(folder):
     change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}))
-    assert "model.norm.weight has type I8" in refusal(folder)
+    message = refusal(folder)
+    assert all(part in message for part in ("model.norm.weight", "I8", "bf16, fp16 or fp32"))
 
 
 def test_a_folder_without_weights(folder):
     for shard in shards(folder):
         shard.unlink()
     (folder / INDEX).unlink()
-    assert "holds no weights" in refusal(folder)
+    assert f"no weights; download {SINGLE}" in refusal(folder)
 
 
-def test_pickled_weights_are_read_behind_a_switch_only(folder):
+def test_pickled_weights_are_read_only_with_hf_allow_pickle(folder):
     expected: dict[str, torch.Tensor] = {}
     change(folder, expected.update)
     torch.save(expected, folder / "pytorch_model.bin")
     (folder / SINGLE).unlink()
-    assert "megatron_wrap.model_provider.hf_allow_pickle: true reads it" in refusal(folder)
-    source = look(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
+    assert "megatron_wrap.model_provider.hf_allow_pickle: true" in refusal(folder)
+    source = checked_source(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
     for name, tensor in expected.items():
         assert torch.equal(source.read(name, tuple((0, n) for n in tensor.shape)), tensor)
 
@@ -176,19 +184,19 @@ def test_a_pickle_that_runs_code_is_refused(folder):
     torch.save({"model.norm.weight": Harm()}, folder / "pytorch_model.bin")
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
-        look(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
+        checked_source(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
 
 
 def test_a_tied_model_may_store_its_output_layer_too(folder):
     shutil.rmtree(folder)
     llama(tie_word_embeddings=True).save_pretrained(folder)
-    assert "lm_head.weight" not in look(folder).tensors
+    assert "lm_head.weight" not in checked_source(folder).tensors
     change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    look(folder)
+    checked_source(folder)
 
 
 def test_names_without_the_prefix_and_with_old_buffers(folder):
-    """As openai-community/gpt2 has them."""
+    """As in openai-community/gpt2."""
     shutil.rmtree(folder)
     GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=4, n_positions=32, **IDS)).save_pretrained(
         folder
@@ -200,11 +208,11 @@ def test_names_without_the_prefix_and_with_old_buffers(folder):
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
 
     change(folder, strip)
-    assert "transformer.wte.weight" in look(folder).tensors
+    assert "transformer.wte.weight" in checked_source(folder).tensors
 
 
-def test_layers_for_multi_token_prediction_are_left_out_with_a_word(folder):
-    """As deepseek-ai/DeepSeek-V3 has them, behind its last layer."""
+def test_layers_for_multi_token_prediction_are_not_loaded_with_a_warning(folder):
+    """As in deepseek-ai/DeepSeek-V3, after the last layer."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     shutil.rmtree(folder)
@@ -219,10 +227,9 @@ def test_layers_for_multi_token_prediction_are_left_out_with_a_word(folder):
     assert weights_left_out(config) == []
     change(folder, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.ones(16)}))
     check_hugging_face(config)
-    assert weights_left_out(config) == [
-        "the layers for multi-token prediction are left out: not trained, and not in an export"
-    ]
+    (warning,) = weights_left_out(config)
+    assert "multi-token prediction" in warning
     arch, hf_path = complete(config.arch, config.train.seq_length), config.model_provider.hf_path
     assert config_json(choose_family(arch, hf_path), arch, "float32", hf_path)["num_nextn_predict_layers"] == 0
     change(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(16)}))
-    assert "model.layers.3.enorm.weight has no place" in refusal(folder)
+    assert "model.layers.3.enorm.weight" in refusal(folder)

@@ -26,8 +26,8 @@ megatron_wrap:
 
 @pytest.fixture
 def in_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """in_fork(body) calls body() in a working directory that is empty but for run.yaml. The marker process_group gives
-    the test a process of its own, so that the test process stays without patches too."""
+    """in_fork(body) calls body() in a working directory that contains only run.yaml. The marker process_group runs the
+    test in a forked process, so that the parent process stays without patches."""
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

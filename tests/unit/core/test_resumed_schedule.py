@@ -1,4 +1,4 @@
-"""A run that resumes with another length: which schedules continue, and what a refusal names.
+"""A run that resumes with another length: which schedules continue, and what the error names.
 
 Each test runs in a forked process with a group of its own.
 """
@@ -34,10 +34,10 @@ def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> 
     "overrides",
     [
         (f"{RATE}.lr_decay_iters=6",),
-        (f"{RATE}.lr_decay_style=constant",),  # its length is train_iters, and changes nothing
+        (f"{RATE}.lr_decay_style=constant",),  # its length is train_iters, which has no effect
         (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"),  # from a value to the same value
     ],
-    ids=["given decay", "constant rate", "weight decay that stays"],
+    ids=["explicit decay", "constant rate", "constant weight decay"],
 )
 def test_more_iterations_with_the_same_schedule_continue(in_fork, overrides: tuple[str, ...]):
     def body() -> None:
@@ -65,7 +65,7 @@ def test_more_iterations_with_the_same_schedule_continue(in_fork, overrides: tup
     ],
     ids=["decay over the run", "weight decay over the run"],
 )
-def test_another_schedule_is_refused_by_its_yaml_keys(in_fork, overrides: tuple[str, ...], key: str, values: str):
+def test_the_error_of_another_schedule_names_its_yaml_keys(in_fork, overrides: tuple[str, ...], key: str, values: str):
     def body() -> None:
         grow = (f"{OPTIMIZER}.weight_decay_incr_style=linear",)
         rates(4, 2, *grow, *overrides, save=True)
@@ -80,7 +80,7 @@ def test_another_schedule_is_refused_by_its_yaml_keys(in_fork, overrides: tuple[
     in_fork(body)
 
 
-def test_the_message_names_every_key_that_differs(in_fork):
+def test_the_error_names_every_key_that_differs(in_fork):
     def body() -> None:
         rates(4, 2, save=True)
         with pytest.raises(CheckpointError) as refused:

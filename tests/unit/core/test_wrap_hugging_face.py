@@ -42,39 +42,39 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def begun(folder: Path, *overrides: str) -> MegatronWrap:
+def started(folder: Path, *overrides: str) -> MegatronWrap:
     Path("hf.yaml").write_text(RUN)
     wrap = MegatronWrap.from_pretrained(folder, "hf.yaml", overrides)
     wrap.initialize()
     return wrap
 
 
-def test_training_is_refused_where_the_model_differs(in_fork, folder):
+def test_training_is_refused_if_the_model_differs(in_fork, folder):
     def body() -> None:
         import torch
 
         from megatron_wrap.engine import verify
 
-        verify.TOLERANCE[torch.float32] = -1.0  # nothing agrees
+        verify.TOLERANCE[torch.float32] = -1.0  # every comparison fails
         with (
-            begun(folder, "megatron_wrap.model_provider.verify_hf=true") as wrap,
-            pytest.raises(CheckpointError, match=r"verify_hf: the model is not that of .*: embedding is the first"),
+            started(folder, "megatron_wrap.model_provider.verify_hf=true") as wrap,
+            pytest.raises(CheckpointError, match=r"megatron_wrap\.model_provider\.verify_hf: .*embedding"),
         ):
             wrap.setup_model_and_optimizer()
 
     in_fork(body)
 
 
-def test_the_model_alone_evaluates_and_exports_and_does_not_train(in_fork, folder, tmp_path):
+def test_setup_model_evaluates_and_exports_and_does_not_train(in_fork, folder, tmp_path):
     def body() -> None:
-        with begun(folder) as wrap:
+        with started(folder) as wrap:
             wrap.setup_model()
             assert wrap.state.optimizer is None
             alone = wrap.evaluate({"set": SAMPLES})
             for verb in (lambda: wrap.train(SAMPLES), wrap.save):
-                with pytest.raises(MegatronWrapError, match=r"call wrap\.setup_model_and_optimizer"):
+                with pytest.raises(MegatronWrapError, match=r"wrap\.setup_model_and_optimizer"):
                     verb()
-        with begun(folder) as wrap:
+        with started(folder) as wrap:
             wrap.setup_model_and_optimizer()
             assert wrap.evaluate({"set": SAMPLES}) == alone
             wrap.train(SAMPLES)
@@ -82,7 +82,7 @@ def test_the_model_alone_evaluates_and_exports_and_does_not_train(in_fork, folde
             wrap.save_pretrained(tmp_path / "out", dtype="bfloat16", max_shard_size=2000)
         assert trained != alone
         assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-        with begun(tmp_path / "out") as wrap:
+        with started(tmp_path / "out") as wrap:
             wrap.setup_model()
             rounded = wrap.evaluate({"set": SAMPLES})["eval/set/loss"]
         assert rounded == pytest.approx(trained["eval/set/loss"], rel=1e-2)
@@ -90,10 +90,10 @@ def test_the_model_alone_evaluates_and_exports_and_does_not_train(in_fork, folde
     in_fork(body)
 
 
-def test_a_second_export_leaves_nothing_of_the_first(in_fork, folder, tmp_path):
+def test_a_second_export_replaces_the_first(in_fork, folder, tmp_path):
     def body() -> None:
         out = tmp_path / "out"
-        with begun(folder) as wrap:
+        with started(folder) as wrap:
             wrap.setup_model()
             wrap.save_pretrained(out, max_shard_size=2000)
             assert len(list(out.glob("model-*.safetensors"))) > 2
@@ -103,20 +103,20 @@ def test_a_second_export_leaves_nothing_of_the_first(in_fork, folder, tmp_path):
     in_fork(body)
 
 
-def test_what_an_export_refuses(in_fork, folder, tmp_path):
+def test_export_errors(in_fork, folder, tmp_path):
     def body() -> None:
         (tmp_path / "file").write_text("")
-        with begun(folder) as wrap:
+        with started(folder) as wrap:
             wrap.setup_model()
-            with pytest.raises(CheckpointError, match=r"is the folder that the run began from \(hf_path\)"):
+            with pytest.raises(CheckpointError, match=r"model .*hf_path.*choose another"):
                 wrap.save_pretrained(folder)
-            with pytest.raises(CheckpointError, match=r"no Hugging Face folder could be written to .*file/out"):
+            with pytest.raises(CheckpointError, match=r"file/out"):
                 wrap.save_pretrained(tmp_path / "file" / "out")
-            with pytest.raises(ConfigError, match="max_shard_size 'five' is not a size"):
+            with pytest.raises(ConfigError, match=r"max_shard_size 'five'.*5GB"):
                 wrap.save_pretrained(tmp_path / "out", max_shard_size="five")
-            with pytest.raises(ConfigError, match="dtype 'int8' is not known; choose float32, bfloat16, float16"):
+            with pytest.raises(ConfigError, match=r"dtype 'int8'.*float32, bfloat16, float16"):
                 wrap.save_pretrained(tmp_path / "out", dtype="int8")
-            with pytest.raises(ConfigError, match="cannot be exported as gpt2: position_embedding_type would be"):
+            with pytest.raises(ConfigError, match=r"gpt2: position_embedding_type"):
                 wrap.save_pretrained(tmp_path / "out", family="gpt2")
 
     in_fork(body)
@@ -137,17 +137,17 @@ def test_a_push_uploads_what_was_saved(in_fork, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
 
     def body() -> None:
-        with begun(folder) as wrap:
+        with started(folder) as wrap:
             wrap.setup_model()
             assert wrap.push_to_hub("org/name", tmp_path / "out", private=True) == "address"
             monkeypatch.setattr(Hub, "create_repo", lambda *_, **__: 1 / 0)
-            with pytest.raises(CheckpointError, match="could not be uploaded to org/name: division by zero"):
+            with pytest.raises(CheckpointError, match=r"org/name: division by zero"):
                 wrap.push_to_hub("org/name", tmp_path / "out")
 
     in_fork(body)
 
 
-def test_explain_says_that_a_value_is_the_folders(in_fork, folder):
+def test_explain_gives_the_folder_as_the_origin_of_a_value(in_fork, folder):
     from megatron_wrap.config.decode import load_tree
 
     Path("hf.yaml").write_text(RUN)
@@ -166,16 +166,16 @@ def test_explain_says_that_a_value_is_the_folders(in_fork, folder):
         (["verify-hf", "."], "config.json: no such file"),
     ],
 )
-def test_the_commands_refuse_in_one_line(in_fork, capsys, arguments, message):
+def test_errors_of_the_commands_are_one_line(in_fork, capsys, arguments, message):
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
-def test_a_wrong_table_of_names_is_found_although_it_comes_back_as_it_went(in_fork, folder):
-    """Gate and up exchanged: both directions agree with each other, and the layer computes something else."""
+def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(in_fork, folder):
+    """Gate and up are exchanged: import and export agree with each other, but the layer's output is wrong."""
 
     def body() -> None:
         import dataclasses
@@ -184,20 +184,20 @@ def test_a_wrong_table_of_names_is_found_although_it_comes_back_as_it_went(in_fo
         from megatron_wrap.engine.verify import verify_hugging_face
 
         def exchanged(arch: Any) -> Any:
-            table = dict(right.parameters(arch))
+            table = dict(correct.parameters(arch))
             gated = table["decoder.layers.0.mlp.linear_fc1.weight"]
             table["decoder.layers.0.mlp.linear_fc1.weight"] = dataclasses.replace(gated, parts=gated.parts[::-1])
             return table
 
-        right = llama.FAMILY
-        llama.FAMILY = dataclasses.replace(right, parameters=exchanged)
-        with begun(folder) as wrap:
+        correct = llama.FAMILY
+        llama.FAMILY = dataclasses.replace(correct, parameters=exchanged)
+        with started(folder) as wrap:
             wrap.setup_model()
             verdict = verify_hugging_face(wrap.state)
         assert not verdict.agrees
         assert not verdict.weight_differences
         assert verdict.first_difference is not None
-        assert verdict.first_difference.startswith("layer 0 is the first output that differs")
+        assert verdict.first_difference.startswith("layer 0 ")
         assert "layer 0" in next(line for line in verdict.table().splitlines() if line.endswith("DIFFERS"))
 
     in_fork(body)
