@@ -66,12 +66,20 @@ on_newer_megatron_core() {
       --only-binary=:all: megatron-core==0.19.2
     touch "$newer/.installed"
   fi
-  export PYTHONPATH=$PWD # the first environment's editable installation is not read through beside.pth
   # left out: what is Megatron-Core's in no way, which is the reading of a configuration, and what check-parity says of a
-  # zoo of right and wrong flows. The other unit tests are run once for the same reason, but for those of the platform.
-  part "distributed tests on 0.19" "$newer/bin/python" -m pytest -p no:cacheprovider --durations=5 \
+  # zoo of right and wrong flows. The other unit tests run once for the same reason, but for those of the platform.
+  part "distributed tests on 0.19" on_both_paths "$newer/bin/python" -m pytest -p no:cacheprovider --durations=5 \
     tests/distributed tests/unit/platform -k "not test_a_wrong_flow and not test_no_right_flow and not fuzz_config"
-  part "checkpoints across versions" across_versions "$newer/bin/python"
+  part "checkpoints across versions" on_both_paths across_versions "$newer/bin/python"
+}
+
+on_both_paths() { # COMMAND...: the first environment's editable installation is not read through beside.pth
+  PYTHONPATH=$PWD "$@"
+}
+
+others_and_newer() {
+  others
+  on_newer_megatron_core
 }
 
 across_versions() { # NEWER_PYTHON
@@ -86,11 +94,10 @@ if [ "$*" = --fast ]; then
   part lint lint
   part "fast tests" "$PYTHON" -m pytest --fast tests/unit
 elif [ "$*" = --all ] && "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-  run_beside on_newer_megatron_core
+  run_beside others_and_newer # about as long as the distributed tests on the older one
   part lint lint
   part types types
   distributed
-  others
 else
   run_beside distributed
   part lint lint
