@@ -1,5 +1,5 @@
 # Short names for the scripts; each sets the environment up on its first call.
-.PHONY: install fast test all lint example metric-docs
+.PHONY: install fast test all lint example metric-docs config-docs
 
 install:
 	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
@@ -23,3 +23,6 @@ example:
 
 metric-docs: install
 	.venv/bin/python scripts/metric_docs.py
+
+config-docs: install
+	.venv/bin/python scripts/config_docs.py

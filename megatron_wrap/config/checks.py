@@ -4,12 +4,14 @@ Messages begin with the file and line of the value to change and its dotted path
 touches no process group; `check_layout` holds the configuration against a number of processes.
 """
 
+from dataclasses import fields
+
 from megatron_wrap.config import derived
 from megatron_wrap.config.derived import processes_needed
-from megatron_wrap.config.limits import LIMITS, Limit
+from megatron_wrap.config.keys import key_range
 from megatron_wrap.config.model_checks import check_model
 from megatron_wrap.config.paths import check_paths
-from megatron_wrap.config.refusal import neighbours, refuse, value_of
+from megatron_wrap.config.refusal import neighbours, refuse
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.config.train_checks import check_training
 from megatron_wrap.errors import LayoutError
@@ -30,8 +32,7 @@ def check_run(config: RunConfig) -> None:
 
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that looks at values alone and never at the disk."""
-    for limit in LIMITS:
-        _check_limit(config, limit)
+    _check_ranges(config)
     check_model(config)
     check_training(config)
 
@@ -92,8 +93,11 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
         )
 
 
-def _check_limit(config: RunConfig, limit: Limit) -> None:
-    value = value_of(config, limit.name)
-    if value is not None and not limit.holds(value):
-        null = "; null leaves it out" if limit.null_means_off else ""
-        refuse(config, [limit.name], f"must be {limit}, not {value}{null}")
+def _check_ranges(config: RunConfig) -> None:
+    for section in SECTION_PATHS:
+        decoded = getattr(config, section)
+        for field in fields(decoded):
+            allowed, value = key_range(field), getattr(decoded, field.name)
+            if allowed is not None and value is not None and not allowed.holds(value):
+                null = "; null leaves it out" if allowed.null_means_off else ""
+                refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}")

@@ -1,15 +1,13 @@
-"""What `megatron-wrap explain` says of a key: value, type, meaning, and every place that set it."""
+"""The text of `megatron-wrap explain`: value, type, meaning, and every place that set a key."""
 
-import ast
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config import schema
 from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.reading import dump_yaml
+from megatron_wrap.config.keys import describe_key, documentation
+from megatron_wrap.config.reading import inline_yaml
 from megatron_wrap.config.record import Section, Tree
 from megatron_wrap.config.types import describe_type
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
@@ -56,7 +54,7 @@ def explain(tree: Tree, key: str | None = None) -> str:
     if len(ends) == 1:  # the key's own name is enough where it is unique
         return str(explain_value(tree, ends[0]))
     if ends:
-        raise ConfigError(f"{key}: stands in several sections: {', '.join(ends)}")
+        raise ConfigError(f"{key}: is a key of several sections: {', '.join(ends)}")
     raise ConfigError(f"{key}: unknown key{_nearest_path(key, leaves)}")
 
 
@@ -66,33 +64,22 @@ def explain_value(tree: Tree, path: str) -> Explanation:
     section = next(found for found in tree.sections.values() if path.startswith(found.path + "."))
     key = path[len(section.path) + 1 :]
     kind, doc = _kind_and_doc(section, key, origins[0].node.plain())
-    steps = [f"{origin}: {_shown(origin.node.plain())}" for origin in reversed(origins)]
-    return Explanation(path, _shown(origins[-1].node.plain()), kind, doc, tuple(steps))
+    steps = [f"{origin}: {inline_yaml(origin.node.plain())}" for origin in reversed(origins)]
+    return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps))
 
 
 def _table(leaves: Mapping[str, Sequence[Any]]) -> str:
-    rows = [(f"{path} = {_shown(origins[-1].node.plain())}", str(origins[-1])) for path, origins in leaves.items()]
+    rows = [(f"{path} = {inline_yaml(origins[-1].node.plain())}", str(origins[-1])) for path, origins in leaves.items()]
     width = min(max((len(left) for left, _ in rows), default=0), 88)
     return "\n".join(f"{left:<{width}}  # {right}" for left, right in rows)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else value
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in items) + "}"
-        return "[" + ", ".join(_shown(item) for item in items) + "]"
-    return dump_yaml(value).removesuffix("...\n").strip()
 
 
 def _kind_and_doc(section: Section, key: str, default: Any) -> tuple[str, str]:
     name = next((name for name, path in schema.SECTION_PATHS.items() if path == section.path), None)
     if name is not None:
-        hints = section_hints(name)
-        if name == "data" and key == "validation":
-            return "a path, a mapping from names to paths, or null", _schema_docs(name)[key]
-        if key in hints:
-            return describe_type(hints[key]), _schema_docs(name)[key]
+        section_class = get_type_hints(schema.RunConfig)[name]
+        if key in section_hints(name):
+            return describe_key(section_class, key), documentation(section_class)[key]
         if name in schema.UPSTREAM:
             field = upstream_fields(schema.UPSTREAM[name])[key]
             return _upstream_kind(schema.UPSTREAM[name], field.annotation, field.default), field.doc
@@ -126,27 +113,6 @@ def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
     return did_you_mean(key, leaves) or ("" if end is None else f"; did you mean {ends[end]}?")
 
 
-@functools.cache
-def _all_schema_docs() -> Mapping[str, Mapping[str, str]]:
-    """Class -> field -> the text under it in schema.py."""
-    found: dict[str, dict[str, str]] = {}
-    for statement in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.ClassDef):
-            docs = found.setdefault(statement.name, {})
-            for item, below in zip(statement.body, statement.body[1:], strict=False):
-                if (
-                    isinstance(item, ast.AnnAssign)
-                    and isinstance(item.target, ast.Name)
-                    and isinstance(below, ast.Expr)
-                ):
-                    docs[item.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
-    return found
-
-
-def _schema_docs(section: str) -> Mapping[str, str]:
-    return _all_schema_docs()[get_type_hints(schema.RunConfig)[section].__name__]
-
-
 def _comment(section: Section, key: str) -> str:
     """The YAML comment beside, else above, the key where the tree's files first give it."""
     for file in section.files:
@@ -161,7 +127,7 @@ def _comment(section: Section, key: str) -> str:
             while number > 0 and lines[number - 1].strip().startswith("#"):
                 number -= 1
                 above.insert(0, lines[number].strip().lstrip("# "))
-            if above and number > 0:  # a comment at the top of a file speaks of the file
+            if above and number > 0:  # a comment at the top of a file describes the file
                 return " ".join(above)
     return ""
 

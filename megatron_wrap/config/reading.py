@@ -211,8 +211,19 @@ class _Dumper(yaml.SafeDumper):
 
 
 _add_resolvers(_Dumper)
+_Dumper.add_representer(  # a text of several lines stays on one line of the file
+    str, lambda dumper, text: dumper.represent_scalar(_TAG + "str", text, style='"' if "\n" in text else None)
+)
 
 
 def dump_yaml(value: Any) -> str:
     """`value` as YAML text that PyYAML and `read_yaml` both read back equal."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def inline_yaml(value: Any) -> str:
+    """`value` as YAML text on one line."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
+    return text.removesuffix("...\n").strip()

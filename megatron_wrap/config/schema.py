@@ -1,166 +1,171 @@
 """What a decoded configuration is: one frozen dataclass for each file or folder of the tree `configs/nest`.
 
-Keys of `megatron_lm` carry Megatron-LM's argument names. The text under a field is what `megatron-wrap explain` prints.
-Defaults live in the YAML tree alone. `upstream` holds further fields of Megatron-Core's own dataclass named beside it.
+A field is the one place of a key's type, default, range (`key`) and documentation. `make config-docs` writes them into
+the tree and into docs/config-reference.md, a test fails where these differ, and `megatron-wrap explain` prints them. A
+run must give a key whose field has no default.
+
+Keys of `megatron_lm` have Megatron-LM's argument names. `upstream` contains further fields of Megatron-Core's own
+dataclass.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_wrap.config.keys import key
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArchConfig:
-    """`megatron_lm.model.arch`: the shape of the model. Beside these keys any field of Megatron-Core's
-    `TransformerConfig` may stand."""
+    """`megatron_lm.model.arch`: the architecture of the model; the named architectures inherit these keys."""
 
-    num_layers: int
+    num_layers: int = key(at_least=1)
     """Transformer layers of the whole model."""
-    hidden_size: int
+    hidden_size: int = key(at_least=1)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None
+    ffn_hidden_size: int | None = key(None, at_least=1)
     """Inner width of the MLP (of one half of it with swiglu); null: 4 * hidden_size, with swiglu 8/3 of it, down to a
     multiple of 64 (Megatron-LM's rule)."""
-    num_attention_heads: int
+    num_attention_heads: int = key(at_least=1)
     """Query heads."""
-    num_query_groups: int | None
+    num_query_groups: int | None = key(None, at_least=1)
     """Key and value heads (grouped-query attention); null: as many as query heads."""
-    group_query_attention: bool | None
+    group_query_attention: bool | None = None
     """Megatron-LM's switch for num_query_groups; null: on where num_query_groups is given."""
-    kv_channels: int | None
+    kv_channels: int | None = key(None, at_least=1)
     """Width of one head; null: hidden_size / num_attention_heads."""
-    vocab_size: int | None
+    vocab_size: int | None = key(None, at_least=1)
     """Entries of the vocabulary before padding; null: the size of the tokenizer of megatron_wrap.data.tokenizer."""
-    make_vocab_size_divisible_by: int
+    make_vocab_size_divisible_by: int = key(128, at_least=1)
     """The embedding is padded to a multiple of this times the tensor-parallel size; padded entries get no
     probability."""
-    max_position_embeddings: int | None
+    max_position_embeddings: int | None = key(None, at_least=1)
     """Longest sequence, in tokens; the number of rows of learned positions; null: train.common.seq_length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"]
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """Learned position table, rotary embedding, or none."""
-    rotary_base: float
+    rotary_base: float = key(10000.0, above=0)
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float
-    """Share of a head's width that is rotated, 0 to 1."""
-    rotary_interleaved: bool
-    """Rotate neighbouring pairs (GPT-J) instead of halves (Llama)."""
-    rotary_seq_len_interpolation_factor: float | None
+    rotary_percent: float = key(1.0, above=0, at_most=1)
+    """Share of a head's width that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate neighboring pairs (GPT-J) instead of halves (Llama)."""
+    rotary_seq_len_interpolation_factor: float | None = key(None, above=0)
     """Positions are divided by this (linear scaling); null: 1."""
-    use_rope_scaling: bool
+    use_rope_scaling: bool = False
     """Llama-3.1 scaling of the low rotary frequencies."""
-    rope_scaling_factor: float
+    rope_scaling_factor: float = key(8.0, at_least=1)
     """Factor of Llama-3.1 scaling."""
-    untie_embeddings_and_output_weights: bool
+    untie_embeddings_and_output_weights: bool = False
     """Separate input embedding and output layer."""
-    normalization: Literal["RMSNorm", "LayerNorm"]
-    """Kind of normalisation."""
-    norm_epsilon: float
+    normalization: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
+    """Kind of norm."""
+    norm_epsilon: float = key(1e-5, above=0)
     """Added to the variance inside a norm."""
-    apply_layernorm_1p: bool
-    """Norm weights are stored as weight - 1 (zero-centred)."""
-    qk_layernorm: bool
-    """Normalise queries and keys per head."""
-    swiglu: bool
+    apply_layernorm_1p: bool = False
+    """Norm weights are stored as weight - 1 (zero-centered)."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head."""
+    swiglu: bool = False
     """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu."""
-    squared_relu: bool
+    squared_relu: bool = False
     """Squared ReLU in place of GELU."""
-    openai_gelu: bool
+    openai_gelu: bool = False
     """The tanh form of GELU, as GPT-2's published weights use it; false: the exact form."""
-    add_bias_linear: bool
+    add_bias_linear: bool = True
     """Biases in all linear layers."""
-    add_qkv_bias: bool
+    add_qkv_bias: bool = False
     """Biases in the query, key and value projections (Qwen2)."""
-    hidden_dropout: float
-    """Dropout after attention, MLP and embedding, 0 to 1."""
-    attention_dropout: float
-    """Dropout on attention probabilities, 0 to 1."""
-    init_method_std: float
+    hidden_dropout: float = key(0.1, at_least=0, below=1)
+    """Dropout after attention, MLP and embedding."""
+    attention_dropout: float = key(0.1, at_least=0, below=1)
+    """Dropout on attention probabilities."""
+    init_method_std: float = key(0.02, above=0)
     """Standard deviation of initial weights; output projections get it divided by sqrt(2 * num_layers)."""
-    attention_softmax_in_fp32: bool
+    attention_softmax_in_fp32: bool = True
     """Softmax of attention in fp32."""
-    fp32_residual_connection: bool
+    fp32_residual_connection: bool = False
     """Residual stream in fp32."""
-    window_size: tuple[int, int] | None
+    window_size: tuple[int, int] | None = None
     """Sliding window of attention, [before, after] a token's own position, -1: no bound; null: none. transformers'
     sliding_window W (Mistral) is [W - 1, 0]."""
-    window_attn_skip_freq: int | tuple[int, ...] | None
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
     """With window_size, layers without it: each N-th, or a list of 1 (window) and 0 for each layer; null: none."""
-    multi_latent_attention: bool
-    """Keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); the keys below it, to
-    mscale_all_dim, mean nothing without it. qk_layernorm then normalises the latents."""
-    q_lora_rank: int | None
+    multi_latent_attention: bool = False
+    """Keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); without it the keys from q_lora_rank
+    to mscale_all_dim have no effect. qk_layernorm then normalizes the latents."""
+    q_lora_rank: int | None = key(None, at_least=1)
     """Width of the queries' latent vector; null: queries straight from the residual stream."""
-    kv_lora_rank: int
+    kv_lora_rank: int = key(512, at_least=1)
     """Width of the latent vector of keys and values."""
-    qk_head_dim: int
+    qk_head_dim: int = key(128, at_least=1)
     """Width of the part of a query's and key's head without positions."""
-    qk_pos_emb_head_dim: int
+    qk_pos_emb_head_dim: int = key(64, at_least=1)
     """Width of the rotated part of a head."""
-    v_head_dim: int
+    v_head_dim: int = key(128, at_least=1)
     """Width of a value's head."""
-    rope_type: Literal["rope", "yarn"]
+    rope_type: Literal["rope", "yarn"] = "rope"
     """Rotary frequencies as they are, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
-    rotary_scaling_factor: float
+    rotary_scaling_factor: float = key(40.0, at_least=1)
     """YaRN: by how much the context grew."""
-    original_max_position_embeddings: int
+    original_max_position_embeddings: int = key(4096, at_least=1)
     """YaRN: the context before, tokens."""
-    beta_fast: float
+    beta_fast: float = key(32.0, above=0)
     """YaRN: rotations within the original context from which on a frequency is left alone."""
-    beta_slow: float
+    beta_slow: float = key(1.0, above=0)
     """YaRN: rotations below which a frequency is divided by the whole factor."""
-    mscale: float
+    mscale: float = key(1.0, at_least=0)
     """YaRN: strength of the scaling of the rotated parts with the context's growth."""
-    mscale_all_dim: float
+    mscale_all_dim: float = key(0.0, at_least=0)
     """YaRN: strength of the scaling of all attention scores; 0: none."""
-    num_experts: int | None
-    """Experts of each mixture-of-experts layer; null: a dense model, for which the moe_ keys mean nothing."""
-    moe_layer_freq: int | tuple[int, ...] | str
+    num_experts: int | None = key(None, at_least=1)
+    """Experts of each mixture-of-experts layer; null: a dense model, for which the moe_ keys have no effect."""
+    moe_layer_freq: int | tuple[int, ...] | str = 1
     """Which layers have experts: each N-th from the first on; or a list of 0 (dense) and 1 for each layer, also written
     as Megatron-LM does: ([0]*3+[1]*58)."""
-    moe_ffn_hidden_size: int | None
+    moe_ffn_hidden_size: int | None = key(None, at_least=1)
     """Inner width of one expert (of one half of it with swiglu); null: ffn_hidden_size."""
-    moe_shared_expert_intermediate_size: int | None
+    moe_shared_expert_intermediate_size: int | None = key(None, at_least=1)
     """Inner width of all shared experts together, which take every token; null: none."""
-    moe_shared_expert_gate: bool
+    moe_shared_expert_gate: bool = False
     """Weigh the shared experts' output with a sigmoid gate (Qwen2-MoE)."""
-    moe_router_topk: int
+    moe_router_topk: int = key(2, at_least=1)
     """Experts that a token is sent to."""
-    moe_router_score_function: Literal["softmax", "sigmoid"]
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """From the router's logits to scores."""
-    moe_router_pre_softmax: bool
+    moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice; the weights of the chosen then sum to less than 1. false: softmax
     over the chosen."""
-    moe_router_topk_scaling_factor: float | None
+    moe_router_topk_scaling_factor: float | None = key(None, above=0)
     """The weights of the chosen experts are multiplied by this; null: 1."""
-    moe_router_num_groups: int | None
+    moe_router_num_groups: int | None = key(None, at_least=1)
     """Groups of experts for group-limited routing (DeepSeek); null: none."""
-    moe_router_group_topk: int | None
+    moe_router_group_topk: int | None = key(None, at_least=1)
     """Groups among which a token's experts are chosen."""
-    moe_router_group_score_experts: int | None
+    moe_router_group_score_experts: int | None = key(None, at_least=1)
     """Groups are ranked by the sum of their this many best scores: 1 in DeepSeek V2, 2 in V3; null: Megatron-Core's
     rule, moe_router_topk / moe_router_group_topk."""
-    moe_router_enable_expert_bias: bool
+    moe_router_enable_expert_bias: bool = False
     """A bias per expert, for the choice alone, that moves toward balance after each step (DeepSeek V3); needs sigmoid
     scores."""
-    moe_router_bias_update_rate: float
+    moe_router_bias_update_rate: float = key(1e-3, at_least=0)
     """Step of that bias."""
-    moe_router_dtype: Literal["fp32", "fp64"] | None
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router; null: that of the activations."""
     moe_router_load_balancing_type: (
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
         | tuple[Literal["aux_loss", "seq_aux_loss", "global_aux_loss"], ...]
-    )
+    ) = "aux_loss"
     """Auxiliary loss over a micro-batch, over each sequence or over the batch so far; a list takes a list of
     coefficients; sinkhorn balances without a loss."""
-    moe_aux_loss_coeff: float | tuple[float, ...]
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     """Coefficient of the auxiliary loss; 0: none. The metric load_balancing_loss is without it."""
-    moe_z_loss_coeff: float | None
+    moe_z_loss_coeff: float | None = key(None, at_least=0)
     """Coefficient of the router's z-loss; null: none. The metric z_loss is without it."""
-    moe_grouped_gemm: bool | None
+    moe_grouped_gemm: bool | None = None
     """All experts of a process in one grouped product (Transformer Engine); null: where that is used."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"]
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach their experts over the expert-parallel processes."""
-    transformer_impl: Literal["auto", "transformer_engine", "torch"]
+    transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
     Transformer Engine on a GPU where it imports, else torch."""
     upstream: Mapping[str, Any]
@@ -171,125 +176,127 @@ class ArchConfig:
 class ParallelConfig:
     """`megatron_lm.model.parallel`: how the model is spread over processes; data parallelism takes what is left."""
 
-    tensor_model_parallel_size: int
+    tensor_model_parallel_size: int = key(1, at_least=1)
     """Processes that share each layer's matrices (TP)."""
-    pipeline_model_parallel_size: int
+    pipeline_model_parallel_size: int = key(1, at_least=1)
     """Pipeline stages (PP)."""
-    context_parallel_size: int
+    context_parallel_size: int = key(1, at_least=1)
     """Processes that share each sequence (CP)."""
-    expert_model_parallel_size: int
+    expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
-    expert_tensor_parallel_size: int | None
+    expert_tensor_parallel_size: int | None = key(None, at_least=1)
     """Tensor-parallel size inside experts; null: tensor_model_parallel_size."""
-    sequence_parallel: bool | None
+    sequence_parallel: bool | None = None
     """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on where TP > 1."""
-    num_layers_per_virtual_pipeline_stage: int | None
+    num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
-    virtual_pipeline_model_parallel_size: int | None
-    """The same said as chunks per stage; give one of the two."""
-    decoder_first_pipeline_num_layers: int | None
+    virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
+    """The same as chunks per stage; give one of the two."""
+    decoder_first_pipeline_num_layers: int | None = key(None, at_least=1)
     """Layers on the first stage of an uneven split; null: even."""
-    decoder_last_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None = key(None, at_least=1)
     """Layers on the last stage of an uneven split; null: even."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """`megatron_lm.train.common`: batches, length of the run, intervals and checkpoints."""
+    """`megatron_lm.train.common`: batches, length of the run, intervals and checkpoints. A relative path is relative to
+    the working directory."""
 
-    micro_batch_size: int
+    micro_batch_size: int = key(at_least=1)
     """Samples in one forward pass of one data-parallel replica."""
-    global_batch_size: int
+    global_batch_size: int = key(at_least=1)
     """Samples in one optimizer step over all replicas."""
-    rampup_batch_size: tuple[int, int, int] | None
-    """[start, increment, samples]: grow the global batch from start by increment over that many samples."""
-    seq_length: int
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """[start, increment, samples]: grow the global batch from start by increment over that many samples; null: no
+    ramp."""
+    seq_length: int = key(at_least=1)
     """Longest sequence a flow may collate, in tokens."""
-    train_iters: int
+    train_iters: int = key(at_least=1)
     """Optimizer steps of the whole run, resumed parts included."""
-    seed: int
+    seed: int = key(1234, at_least=0)
     """Seed of initial weights, data order and dropout."""
-    log_interval: int
+    log_interval: int = key(1, at_least=1)
     """Write a step's line on the console each this many iterations; metric loggers get every step."""
-    eval_interval: int | None
+    eval_interval: int | None = key(None, at_least=1, null_means_off=True)
     """`wrap.evaluation_due` is true each this many iterations, and before the first; null: never."""
-    eval_iters: int | None
+    eval_iters: int | None = key(None, at_least=1, null_means_off=True)
     """Global batches taken from each evaluation set; null: the whole set."""
-    sample_prompts: list[str] | None
+    sample_prompts: list[str] | None = None
     """Texts that `wrap.evaluate` completes greedily, up to 64 tokens each, and logs; null: none."""
-    save: str | None
+    save: str | None = None
     """Folder of this run's checkpoints; a run resumes from it when it holds one. null: nothing is saved."""
-    save_interval: int | None
+    save_interval: int | None = key(None, at_least=1, null_means_off=True)
     """Save each this many iterations; null: only when wrap.save() is called."""
-    load: str | None
+    load: str | None = None
     """Folder of a checkpoint to start from; null: initial weights from the seed."""
-    finetune: bool
+    finetune: bool = False
     """Take only the weights of `load`; iteration, optimizer, scheduler and RNG start new."""
-    no_load_optim: bool
+    no_load_optim: bool = False
     """Do not load the optimizer and scheduler."""
-    no_load_rng: bool
+    no_load_rng: bool = False
     """Do not load the states of the random generators."""
-    no_save_optim: bool
+    no_save_optim: bool = False
     """Do not save the optimizer and scheduler (the run cannot resume exactly)."""
-    no_save_rng: bool
+    no_save_rng: bool = False
     """Do not save the states of the random generators."""
-    check_for_nan_in_loss_and_grad: bool
+    check_for_nan_in_loss_and_grad: bool = True
     """Stop with an error when the loss or a gradient is not finite, before the weights change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateConfig:
-    """`megatron_lm.train.learning-rate`: the schedule, Megatron-Core's `OptimizerParamScheduler`."""
+    """`megatron_lm.train.learning-rate`: the learning-rate schedule (Megatron-Core's `OptimizerParamScheduler`)."""
 
-    lr: float
+    lr: float = key(at_least=0)
     """Peak learning rate."""
-    min_lr: float
+    min_lr: float = key(0.0, at_least=0)
     """Floor of the decay."""
-    lr_warmup_init: float
+    lr_warmup_init: float = key(0.0, at_least=0)
     """Learning rate at the first warm-up step."""
-    lr_warmup_iters: int
+    lr_warmup_iters: int = key(0, at_least=0)
     """Iterations of linear warm-up; give this or lr_warmup_fraction."""
-    lr_warmup_fraction: float | None
-    """Warm-up as a share of lr_decay_iters, 0 to 1."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    lr_warmup_fraction: float | None = key(None, at_least=0, below=1)
+    """Warm-up as a share of lr_decay_iters; null: lr_warmup_iters."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay."""
-    lr_decay_iters: int | None
+    lr_decay_iters: int | None = key(None, at_least=1)
     """Iterations until min_lr is reached; null: train_iters."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"]
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the last phase of WSD."""
-    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_iters: int | None = key(None, at_least=1)
     """Length of the last phase of WSD, iterations; needed for WSD."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """`megatron_lm.train.optimizer`. Beside these keys any field of Megatron-Core's `OptimizerConfig` may stand."""
+    """`megatron_lm.train.optimizer`: the optimizer and its schedule of weight decay."""
 
-    optimizer: Literal["adam", "sgd"]
-    """adam is AdamW (decoupled weight decay), as in Megatron-Core."""
-    weight_decay: float
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam: AdamW (decoupled weight decay); sgd: stochastic gradient descent with momentum."""
+    weight_decay: float = key(0.01, at_least=0)
     """Decay of matrices; biases and norm weights have none."""
-    start_weight_decay: float | None
+    start_weight_decay: float | None = key(None, at_least=0)
     """First value of a weight-decay schedule; null: weight_decay."""
-    end_weight_decay: float | None
+    end_weight_decay: float | None = key(None, at_least=0)
     """Last value of a weight-decay schedule; null: weight_decay."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"]
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the weight-decay schedule over the run."""
-    clip_grad: float
+    clip_grad: float = key(1.0, at_least=0)
     """Largest global norm of the gradient; 0: no clipping."""
-    adam_beta1: float
+    adam_beta1: float = key(0.9, at_least=0, below=1)
     """Decay of Adam's first moment."""
-    adam_beta2: float
+    adam_beta2: float = key(0.999, at_least=0, below=1)
     """Decay of Adam's second moment."""
-    adam_eps: float
+    adam_eps: float = key(1e-8, above=0)
     """Added to Adam's denominator."""
-    sgd_momentum: float
+    sgd_momentum: float = key(0.9, at_least=0, below=1)
     """Momentum of sgd."""
-    use_distributed_optimizer: bool
+    use_distributed_optimizer: bool = False
     """Shard optimizer states over the data-parallel processes (ZeRO-1)."""
-    override_opt_param_scheduler: bool
+    override_opt_param_scheduler: bool = False
     """On resume take the schedule of the YAML."""
-    use_checkpoint_opt_param_scheduler: bool
+    use_checkpoint_opt_param_scheduler: bool = False
     """On resume take the schedule of the checkpoint."""
     upstream: Mapping[str, Any]
     """Further fields of `OptimizerConfig`, given by name in the YAML."""
@@ -297,52 +304,52 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """`megatron_lm.train.dtype`: select bf16, fp16 or fp32."""
+    """`megatron_lm.train.dtype`: half precision and its loss scaling; everything is in fp32 unless one of bf16 and fp16
+    is true."""
 
-    bf16: bool
+    bf16: bool = False
     """Weights and activations in bfloat16, fp32 master weights in the optimizer."""
-    fp16: bool
+    fp16: bool = False
     """Weights and activations in float16 with loss scaling."""
-    loss_scale: float | None
+    loss_scale: float | None = key(None, above=0)
     """Fixed loss scale of fp16; null: dynamic."""
-    initial_loss_scale: float
-    """First dynamic loss scale."""
-    min_loss_scale: float
+    initial_loss_scale: float = key(4294967296.0, above=0)
+    """First dynamic loss scale; the default is 2**32."""
+    min_loss_scale: float = key(1.0, above=0)
     """Smallest dynamic loss scale."""
-    loss_scale_window: int
+    loss_scale_window: int = key(1000, at_least=1)
     """Steps without overflow before the scale grows."""
-    hysteresis: int
+    hysteresis: int = key(2, at_least=1)
     """Overflows before the scale shrinks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """`megatron_lm.train.recompute`: activation recomputation; select none, selective or full."""
+    """`megatron_lm.train.recompute`: activations that are computed again in the backward pass."""
 
-    recompute_granularity: Literal["selective", "full"] | None
+    recompute_granularity: Literal["selective", "full"] | None = None
     """selective: the attention core (or recompute_modules); full: whole layers; null: none."""
-    recompute_method: Literal["uniform", "block"] | None
+    recompute_method: Literal["uniform", "block"] | None = None
     """With full: evenly spaced checkpoints, or the first layers of each stage."""
-    recompute_num_layers: int | None
+    recompute_num_layers: int | None = key(None, at_least=1, null_means_off=True)
     """With full: layers in a checkpointed unit (uniform) or layers recomputed (block)."""
-    recompute_modules: tuple[str, ...] | None
-    """With selective: the modules to recompute; null: Megatron-Core's default."""
-    distribute_saved_activations: bool
+    recompute_modules: tuple[str, ...] | None = None
+    """With selective: the modules to recompute; null: Megatron-Core's default, [core_attn]."""
+    distribute_saved_activations: bool = False
     """With full: split saved activations over the tensor-parallel processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig:
-    """`megatron_lm.misc.ddp`: gradient reduction. Beside these keys any field of Megatron-Core's
-    `DistributedDataParallelConfig` may stand."""
+    """`megatron_lm.misc.ddp`: gradient reduction over the data-parallel processes."""
 
-    accumulate_allreduce_grads_in_fp32: bool
+    accumulate_allreduce_grads_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32."""
-    overlap_grad_reduce: bool
+    overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
-    overlap_param_gather: bool
+    overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass runs (distributed optimizer)."""
-    ddp_bucket_size: int | None
+    ddp_bucket_size: int | None = key(None, at_least=1, null_means_off=True)
     """Parameters in one reduction bucket; null: Megatron-Core's default."""
     upstream: Mapping[str, Any]
     """Further fields of `DistributedDataParallelConfig`, given by name in the YAML."""
@@ -352,60 +359,60 @@ class DDPConfig:
 class InitConfig:
     """`megatron_wrap.init`: the platform."""
 
-    platform: Literal["auto", "cpu", "cuda"]
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: GPUs over NCCL; cpu: processes over gloo; auto: cuda where a GPU is present."""
-    distributed_timeout_minutes: float
+    distributed_timeout_minutes: float = key(10.0, above=0)
     """A collective that takes longer ends the run, minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """`megatron_wrap.logger`: what the program says and where it writes it."""
+    """`megatron_wrap.logger`: what is reported, and where it is written."""
 
-    output_dir: str | None
+    output_dir: str | None = None
     """Folder of metrics.jsonl, TensorBoard and offline wandb files; null: outputs/NAME-OF-THE-YAML."""
-    patch_print: bool
+    patch_print: bool = False
     """Builtin print goes to logger.debug_all_ranks until close()."""
-    remove_logging: bool
+    remove_logging: bool = False
     """Remove the root handlers of Python's logging until close()."""
-    ignore_warning: bool
+    ignore_warning: bool = True
     """Hide FutureWarning and UserWarning until close()."""
-    progress_bar: bool
-    """A bar with the time left on the terminal of rank 0; never in a pipe."""
-    enable_tensorboard: bool
+    progress_bar: bool = True
+    """A bar with the remaining time on the terminal of rank 0; never in a pipe."""
+    enable_tensorboard: bool = False
     """Write TensorBoard events."""
-    enable_wandb: bool
+    enable_wandb: bool = False
     """Log to Weights & Biases, online with a key, else offline."""
-    wandb_project: str | None
-    """Project name; null: megatron-wrap."""
-    wandb_name: str | None
+    wandb_project: str | None = None
+    """Project of Weights & Biases; null: megatron-wrap."""
+    wandb_name: str | None = None
     """Name of the run; null: the YAML's name."""
-    metric_loggers: tuple[str, ...]
+    metric_loggers: tuple[str, ...] = ()
     """Further metric loggers: registered keys or my_package.my_module:MyLogger."""
-    add_params_norm_to_metrics: bool
+    add_params_norm_to_metrics: bool = False
     """Report the norm of all parameters (one more pass over them)."""
-    add_num_zeros_in_grad_to_metrics: bool
+    add_num_zeros_in_grad_to_metrics: bool = False
     """Count zeros in the gradient (one more pass over it)."""
-    add_throughput_to_metrics: bool
+    add_throughput_to_metrics: bool = True
     """Report tflops and throughput (model TFLOP/s per device)."""
-    add_memory_to_metrics: bool
+    add_memory_to_metrics: bool = True
     """Report memory, GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProviderConfig:
-    """`megatron_wrap.model_provider`: who builds the model."""
+    """`megatron_wrap.model_provider`: the function that builds the model, and its first weights."""
 
-    provider_key: str
+    provider_key: str = "gpt_model"
     """Registered provider, or my_package.my_module:my_provider."""
-    show_weight_details: bool
+    show_weight_details: bool = False
     """Log every parameter with its local shape."""
-    hf_path: str | None
+    hf_path: str | None = None
     """Hugging Face folder or hub id: architecture from its config.json, first weights from its safetensors, and its
     tokenizer where megatron_wrap.data names none; null: model.arch, and weights from the seed."""
-    hf_allow_pickle: bool
+    hf_allow_pickle: bool = False
     """Read weights of hf_path from pytorch_model.bin where it has no safetensors (torch.load with weights_only)."""
-    verify_hf: bool
+    verify_hf: bool = False
     """Compare the loaded model with transformers before training, and refuse to train on a difference."""
     options: Mapping[str, Any]
     """The provider's own keys."""
@@ -415,48 +422,50 @@ class ProviderConfig:
 class ModelsConfig:
     """`megatron_wrap.models`: models beside the one that is trained."""
 
-    reference: Literal["copy"] | None
-    """copy: a frozen copy of the starting policy; what the flow's calculate_outputs makes of it reaches its loss as
+    reference: Literal["copy"] | None = None
+    """copy: a frozen copy of the starting policy, for flows such as gpt_dpo; its calculate_outputs reach the loss as
     reference_*. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """`megatron_wrap.flow`: the algorithm."""
+    """`megatron_wrap.flow`: the algorithm. Its further keys are the fields of the flow's dataclass `Config`; for a flow
+    of your own select custom and write them beside flow_key, under __override__."""
 
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
     options: Mapping[str, Any]
-    """The flow's own keys; held against its dataclass `Config`, where it has one, when the flow is imported."""
+    """The flow's own keys; validated against its dataclass `Config`, if it has one, when the flow is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """`megatron_wrap.data`: where `wrap.batches()` and `wrap.evaluate()` take samples from when given none."""
+    """`megatron_wrap.data`: the samples of `wrap.batches()` and `wrap.evaluate()`. A relative path is relative to the
+    working directory."""
 
-    data_key: Literal["none", "jsonl", "mock"]
-    """none: the caller gives samples; jsonl: files; mock: numbered empty samples for a flow that makes its own."""
-    train: str | None
-    """JSON lines file with training samples."""
-    validation: Mapping[str, str]
-    """Name of an evaluation set -> JSON lines file; a single path is the set named validation."""
-    num_samples: int
+    data_key: Literal["none", "jsonl", "mock"] = "none"
+    """none: the caller passes samples; jsonl: files; mock: numbered empty samples for a flow that generates its own."""
+    train: str | None = None
+    """JSON lines file with training samples; null: none."""
+    validation: Mapping[str, str] = key({}, kind="a path, a mapping from names to paths, or null")
+    """JSON lines file of the evaluation set `validation`, or name of each set -> its file; null: none."""
+    num_samples: int = key(1024, at_least=1)
     """Samples of mock data."""
-    shuffle: bool
+    shuffle: bool = True
     """A new order each epoch, a function of the seed; false: the file's order."""
-    tokenizer: str | None
-    """Hugging Face tokenizer folder."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer folder; null: that of model_provider.hf_path, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """`megatron_wrap.checkpoint`: how checkpoints are kept."""
+    """`megatron_wrap.checkpoint`: resuming, and what is kept."""
 
-    resume: Literal["auto", "never"]
-    """auto: go on from the newest checkpoint in train.common.save; never: refuse when there is one."""
-    keep: int | None
+    resume: Literal["auto", "never"] = "auto"
+    """auto: resume from the newest checkpoint in train.common.save; never: refuse to start where there is one."""
+    keep: int | None = key(None, at_least=1, null_means_off=True)
     """Newest checkpoints to keep; null: all."""
-    export_hf: bool
+    export_hf: bool = False
     """Write a Hugging Face folder `hf_ITERATION` beside the checkpoints at each save."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_wrap.config.keys import field_docstrings
 from megatron_wrap.errors import PlatformError
 
 _FILES = {
@@ -47,17 +48,17 @@ def upstream_fields(class_name: str) -> Mapping[str, UpstreamField]:
     for base in statement.bases:
         if isinstance(base, ast.Name) and base.id in _FILES:
             found.update(upstream_fields(base.id))
-    following = [*statement.body[1:], None]
-    for item, below in zip(statement.body, following, strict=True):
+    docs = field_docstrings(statement)
+    for item in statement.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
             name, default = item.target.id, _default(item.value)
-            found[name] = UpstreamField(name, ast.unparse(item.annotation), default, _docstring(below))
+            found[name] = UpstreamField(name, ast.unparse(item.annotation), default, docs[name])
     return found
 
 
 @functools.cache
 def upstream_enums() -> Mapping[str, tuple[str, ...]]:
-    """Names of the members of each enum that Megatron-Core's configuration of a model may hold.
+    """Names of the members of each enum among the fields of Megatron-Core's model configuration.
 
     Raises:
         PlatformError: Megatron-Core is not installed.
@@ -75,12 +76,6 @@ def _default(value: ast.expr | None) -> str | None:
         given = {keyword.arg: keyword.value for keyword in value.keywords}
         value = given.get("default", given.get("default_factory"))
     return None if value is None else ast.unparse(value)
-
-
-def _docstring(statement: ast.stmt | None) -> str:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return " ".join(str(statement.value.value).split())
-    return ""
 
 
 def _find(relative: str) -> Path:

@@ -37,9 +37,9 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = 0.1
-        """How strongly the policy is held to the reference model."""
+        """How strongly the policy is held to the reference model; above 0."""
         label_smoothing: float = 0.0
-        """Probability that a pair's labels are swapped, 0 to 0.5."""
+        """Probability that a pair's labels are swapped; at least 0 and below 0.5."""
 
         def __post_init__(self) -> None:
             if self.beta <= 0:

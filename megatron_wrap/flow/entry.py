@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow.base import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract import check_flow_class
 from megatron_wrap.registry import Registry
 
-_FLOWS: Registry[type[MegatronWrapTrainingFlowBase]] = Registry(
-    "flow",
-    "megatron_wrap.flows",
-    {
-        "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
-        "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
-        "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
-    },
-)
+SHIPPED: Mapping[str, str] = {
+    "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
+    "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
+    "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
+}
+"""Flows of this package, by key. `make config-docs` writes a file of the tree with the options of each."""
+
+_FLOWS: Registry[type[MegatronWrapTrainingFlowBase]] = Registry("flow", "megatron_wrap.flows", dict(SHIPPED))
 
 
 class MegatronWrapFlowEntry:

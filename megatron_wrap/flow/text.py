@@ -25,7 +25,7 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
         collate_type: Literal["variable_length", "fixed_length"] = "variable_length"
         """variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length."""
         truncation: Literal["right", "left", "refuse"] = "right"
-        """A sequence longer than seq_length: drop its end, drop its start, or refuse it."""
+        """A sequence longer than seq_length: right (drop its end), left (drop its start) or refuse."""
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)

@@ -30,14 +30,21 @@ def explain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return call
 
 
+def line_of(path: str, start: str) -> str:
+    """`path:line` of the one line below the root of the checkout that begins so."""
+    lines = (CONFIGS.parent / path).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if line.strip().startswith(start)]
+    return f"{path}:{number}"
+
+
 def test_a_key_says_value_type_meaning_and_every_source(explain: Explain) -> None:
     assert explain("megatron_lm.train.learning-rate.lr", "megatron_lm.train.learning-rate.lr=3e-4") == (
         "megatron_lm.train.learning-rate.lr = 0.0003\n"
-        "  type: a number\n"
+        "  type: a number, at least 0\n"
         "  Peak learning rate.\n"
         "  set at command line: 0.0003\n"
-        "  over configs/tiny-llama-sft.yaml:24 (override): 0.002\n"
-        "  over configs/nest/megatron_lm/train/learning-rate.yaml:2 (default): null\n"
+        f"  over {line_of('configs/tiny-llama-sft.yaml', 'lr: ')} (override): 0.002\n"
+        f"  over {line_of('configs/nest/megatron_lm/train/learning-rate.yaml', 'lr: ')} (default): null\n"
     )
 
 
@@ -57,7 +64,7 @@ def test_a_key_of_a_flow_says_its_comment(explain: Explain) -> None:
     lines = explain("megatron_wrap.flow.collate_type").splitlines()
     assert lines[1:3] == [
         "  type: a string",
-        "  variable_length: pad to the longest sample of a micro-batch; fixed_length: to seq_length",
+        "  variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length.",
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_wrap.config.reading import dump_yaml, read_value, read_yaml
+from megatron_wrap.config.reading import dump_yaml, inline_yaml, read_value, read_yaml
 from megatron_wrap.errors import ConfigError
 
 
@@ -83,8 +83,12 @@ def test_what_is_written_reads_back_equal_in_both_readings(tmp_path: Path) -> No
         "e": [1, "0o7"],
         "f": "null",
         "g": {"h": 1e300, "i": "ü: #"},
+        "j": "a\nb: c\n",
     }
     path = tmp_path / "a.yaml"
     path.write_text(dump_yaml(values), encoding="utf-8")
     assert yaml.safe_load(path.read_text(encoding="utf-8")) == values
     assert read_yaml(path).plain() == values
+    path.write_text(inline_yaml(values), encoding="utf-8")
+    assert read_yaml(path).plain() == values
+    assert len(inline_yaml(values).splitlines()) == 1
