@@ -1,1 +1,1 @@
-"""The console script `megatron-wrap`: one file for each subcommand, imported when it is called."""
+"""The console script `megatron-wrap`: one file for each subcommand, imported only when that subcommand runs."""

@@ -1,4 +1,4 @@
-"""`megatron-wrap check-parity`: show that a flow trains alike on every parallel layout."""
+"""`megatron-wrap check-parity`: compare a flow on every parallel layout with the same flow on one process."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import argparse
 import json
 from pathlib import Path
 
+EXAMPLES = (
+    ("all layouts of up to four processes, with a tiny model", "check-parity configs/tiny-llama-mock.yaml"),
+    ("some layouts", "check-parity configs/tiny-llama-mock.yaml --layouts dp2,cp2,tp2-sp"),
+    (
+        "another flow on the same configuration, and a report as JSON",
+        "check-parity configs/tiny-llama-sft.yaml --flow gpt_sft --max-processes 2 --json report.json",
+    ),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
-    parser.add_argument("config", help="YAML of the run; its flow, its options and its data are taken")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML of the run, whose flow, flow options and data are used")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
     parser.add_argument("--flow", metavar="KEY", help="a registered flow or my_package.my_module:MyFlow")
-    parser.add_argument("--layouts", metavar="NAMES", help="names such as dp2,tp2-sp,cp2 joined by commas")
-    parser.add_argument("--max-processes", type=int, default=4, help="leave layouts of more processes out (default 4)")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each run (default 2)")
-    parser.add_argument("--samples", metavar="FILE", help="JSON lines in place of the configuration's training data")
-    parser.add_argument("--keep-model", action="store_true", help="do not make the model tiny")
+    parser.add_argument(
+        "--layouts", metavar="NAMES", help="comma-separated names such as dp2,tp2-sp,cp2 (default: all)"
+    )
+    parser.add_argument("--max-processes", type=int, default=4, metavar="N", help="largest layout (default: 4)")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps of each run (default: 2)")
+    parser.add_argument("--samples", metavar="FILE", help="JSON lines instead of the training data of CONFIG")
+    parser.add_argument("--keep-model", action="store_true", help="use the model of CONFIG instead of a tiny one")
     parser.add_argument(
         "--platform",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="gloo processes, or one GPU each over NCCL (default cpu)",
+        help="processes over gloo, or one GPU per process over NCCL (default: cpu)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when all layouts agree, 1 when one disagrees; an error of the command or the flow is 2."""
+    """Prints the report; returns 0 if all layouts agree, else 1."""
     from megatron_wrap.data.jsonl import JsonLines
     from megatron_wrap.testing.parity import check_parity
 

@@ -1,4 +1,4 @@
-"""`megatron-wrap export-hf`: a Hugging Face folder from a checkpoint, in one process and without training code."""
+"""`megatron-wrap export-hf`: write a Hugging Face folder from a checkpoint, in one process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,37 @@ from megatron_wrap.config import load_resolved, load_run_config
 from megatron_wrap.config.schema import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError
 
+EXAMPLES = (
+    (
+        "the newest checkpoint of the run that scripts/run_example.sh has trained",
+        "export-hf configs/tiny-llama-sft.yaml outputs/tiny-llama-sft/hf",
+    ),
+    (
+        "one checkpoint, in bfloat16",
+        "export-hf outputs/tiny-llama-sft/checkpoints/iter_0000100 outputs/tiny-llama-sft/hf-100 --dtype bfloat16",
+    ),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
+    """Declares the arguments of the subcommand."""
     parser.add_argument(
-        "source", metavar="RUN_OR_CHECKPOINT", help="YAML of a run, folder of its checkpoints, or one of them"
+        "source", metavar="RUN_OR_CHECKPOINT", help="YAML of a run, the folder of its checkpoints, or one checkpoint"
     )
     parser.add_argument("folder", metavar="FOLDER", help="folder to write")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default 5GB)")
-    parser.add_argument("--family", metavar="MODEL_TYPE", help="a model_type of transformers (default: the run's)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer to write (default: the run's)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: 5GB)")
     parser.add_argument(
-        "--platform", choices=("auto", "cpu", "cuda"), default="cpu", help="where to load (default cpu)"
+        "--family", metavar="MODEL_TYPE", help="a model_type of transformers (default: that of the run)"
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer to write (default: that of the run)")
+    parser.add_argument(
+        "--platform", choices=("auto", "cpu", "cuda"), default="cpu", help="device of the model (default: cpu)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the folder and prints it; 0."""
+    """Writes the folder and prints its path."""
     from megatron_wrap.core import MegatronWrap
 
     checkpoint = _checkpoint(arguments.source)
@@ -61,12 +74,12 @@ def _checkpoint(run_or_checkpoint: str) -> Path:
     if found is None:
         raise CheckpointError(f"{folder}: holds no checkpoint")
     if not (found / RESOLVED).is_file():
-        raise CheckpointError(f"{found}: has no {RESOLVED}, which says what model it is; was it saved by Megatron-LM?")
+        raise CheckpointError(f"{found}: has no {RESOLVED}, which describes the model; was it saved by Megatron-LM?")
     return found
 
 
 def _run_of(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A run that holds the checkpoint's model and nothing else of it."""
+    """Content of a run's YAML with the model of the checkpoint and minimal training settings."""
     saved = load_resolved(checkpoint / RESOLVED)
 
     def section(name: str) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def _run_of(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = arguments.tokenizer or data.get("tokenizer")
     if tokenizer is not None and not arguments.tokenizer and not os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = None
-    # the file of the tree that leaves everything open: all of it is overridden
+    # language-model-base gives no dimensions; the saved values override all its keys
     chosen = {"__select__": "language-model-base", "__override__": arch}
     dtype = {"__select__": "fp32", "__override__": {key: section("dtype")[key] for key in ("bf16", "fp16")}}
     common = {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "train_iters": 1}

@@ -1,49 +1,91 @@
-"""Entry of `megatron-wrap`: finds the subcommand's module, and turns a user's error into one line and exit code 2."""
+"""Entry point of `megatron-wrap`: imports the module of the subcommand, and reports a user's error in one line."""
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from megatron_wrap import __version__
 from megatron_wrap.errors import MegatronWrapError
 
 COMMANDS: dict[str, str] = {
-    "train": "check a configuration, then start the processes that train it",
-    "check-parity": "show that a flow trains alike on every parallel layout",
-    "export-hf": "write a Hugging Face folder from a run's checkpoint",
-    "verify-hf": "compare our model of a Hugging Face folder with transformers",
-    "new-flow": "write a flow to start from: one file, its run and its parity test",
-    "explain": "say what a configuration's values are, mean, and where they were set",
+    "train": "validate a configuration, then train it",
+    "explain": "show a configuration's values, meanings and origins",
+    "check-parity": "compare a flow's parallel layouts with one process",
+    "new-flow": "write a new flow, its configuration and its test",
+    "export-hf": "write a Hugging Face folder from a checkpoint",
+    "verify-hf": "compare a Hugging Face folder with transformers",
 }
-"""Subcommand -> help. `cli/NAME.py` (dashes as underscores) has `add_arguments(parser)` and `run(args) -> int`."""
+"""Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""
+
+_HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
+EXAMPLES = (
+    ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
+    ("the value of a key, what it means and where it was set", "explain configs/tiny-llama-sft.yaml seed"),
+    ("a flow of your own", "new-flow focal_loss --folder my_flows"),
+)
+"""(comment, arguments) of the examples that `megatron-wrap --help` shows; a subcommand's `EXAMPLES` are the same."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code: 0, or 2 for a mistake of the user, said in one line on stderr."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="megatron-wrap", description="Training algorithms on Megatron-Core.")
-    parser.add_argument("--version", action="version", version=f"megatron-wrap {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers = {
-        name: subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        for name, text in COMMANDS.items()
-    }
-    if not arguments or arguments[0] not in parsers:
-        parser.parse_args(arguments)  # ends with the help, the version or what is wrong
-        parser.error("COMMAND comes first")
-    # only the chosen command's module is imported: explain must not pay for what train needs
-    module = importlib.import_module(f"megatron_wrap.cli.{arguments[0].replace('-', '_')}")
-    module.add_arguments(parsers[arguments[0]])
-    args = parsers[arguments[0]].parse_intermixed_args(arguments[1:])  # overrides may stand after options, too
+    """Runs one subcommand; returns its exit code, or 2 for a user's error, reported in one line on stderr."""
+    module, args = parse(sys.argv[1:] if argv is None else argv)
     try:
         return int(module.run(args))
     except MegatronWrapError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader (head, less) has gone
+    except BrokenPipeError:  # the reader of stdout (head, less) has exited
         sys.stderr.close()
         return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The module of the subcommand that `argv` names and its parsed arguments.
+
+    Raises:
+        SystemExit: `--help` or `--version`, whose text is printed (0), or a wrong command line (2).
+    """
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        parser = _parser()
+        parser.parse_args(argv)
+        parser.error("COMMAND comes first")
+    # only the chosen command's module is imported: explain must not wait for the imports of train
+    module = importlib.import_module(f"megatron_wrap.cli.{name.replace('-', '_')}")
+    purpose = COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-wrap {name}",
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=_epilog(module.EXAMPLES),
+        formatter_class=_HELP_FORMAT,
+    )
+    module.add_arguments(parser)
+    return module, parser.parse_intermixed_args(argv[1:])  # overrides are accepted after options, too
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Parser of a command line without a subcommand; the description lists the commands aligned, argparse does not."""
+    listed = "\n".join(f"  {name:<14}{purpose}" for name, purpose in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="megatron-wrap",
+        usage="megatron-wrap [-h] [--version] COMMAND ...",
+        description=f"Train models with Megatron-Core.\n\ncommands (`megatron-wrap COMMAND --help`):\n{listed}",
+        epilog=_epilog(EXAMPLES),
+        formatter_class=_HELP_FORMAT,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-wrap {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    for name in COMMANDS:
+        subparsers.add_parser(name)
+    return parser
+
+
+def _epilog(examples: Sequence[tuple[str, str]]) -> str:
+    lines = [line for comment, arguments in examples for line in (f"  # {comment}", f"  megatron-wrap {arguments}")]
+    return "\n".join(["examples, in a checkout of the repository:", *lines])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`megatron-wrap new-flow NAME`: a flow in one file, its run and its parity test, to change into one's own."""
+"""`megatron-wrap new-flow NAME`: write a working flow, its run and its parity test, to be edited."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 
 from megatron_wrap.errors import ConfigError
 
+EXAMPLES = (
+    ("my_flows/focal_loss.py, its configuration and its test", "new-flow focal_loss --folder my_flows"),
+    ("in the working directory", "new-flow my_loss"),
+)
+
 _FLOW = '''\
-"""CLASS: what this algorithm learns, in a sentence."""
+"""CLASS: what this algorithm trains, in one sentence."""
 
 from __future__ import annotations
 
@@ -27,8 +32,8 @@ from megatron_wrap.ops import token_log_probs
 class CLASS(MegatronWrapGPTModelSFTFlow):
     """Focal loss: mean over the assistant's tokens of -(1 - p)^focus * log p, with p a label's probability.
 
-    Samples and their collation are those of supervised fine-tuning. For others, write `collate_data_micro_batch`; each
-    field of your own that is as long as the sequence has to stand in `get_fields_and_seqdims`.
+    Samples and collation are those of supervised fine-tuning. For other samples, define `collate_data_micro_batch`;
+    each new field with a sequence dimension must also be listed in `get_fields_and_seqdims`.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -36,25 +41,28 @@ class CLASS(MegatronWrapGPTModelSFTFlow):
         """Keys of `megatron_wrap.flow` in the YAML, read as self.flow_config.focus."""
 
         focus: float = 2.0
-        """0 is the plain cross-entropy; the larger, the less the tokens count that the model knows already."""
+        """0 is cross-entropy; larger values give less weight to tokens that the model already predicts."""
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
-        """What the loss is a mean over, counted on the whole micro-batch: its tokens."""
+        """The weight that the loss is divided by: the number of trained tokens of the whole micro-batch."""
         return float(loss_inputs["loss_mask"].sum())
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        """This process's share of the sum; fields are [B, S/cp], logits [B, S/cp, V/tp]. Never divide by a number of
-        tokens, micro-batches or processes here: the framework does, by the weight of the whole step."""
+        """Sum of the loss over this process's tokens; fields are [B, S/cp], logits [B, S/cp, V/tp].
+
+        Do not divide by a number of tokens, micro-batches or processes: the framework divides by the weight of the
+        whole step.
+        """
         mask = loss_inputs["loss_mask"]
         log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
         probabilities = log_probs.exp()
         loss_sum = self.token_mean(-((1 - probabilities) ** self.flow_config.focus) * log_probs, mask)
-        # a metric is a pair (sum, weight): both are added up over micro-batches and processes, then divided
+        # a metric is a pair (sum, weight): each is summed over micro-batches and processes, then they are divided
         return LossOutput(loss_sum, {"probability": (self.token_mean(probabilities, mask), mask.sum())})
 '''
 
 _RUN = """\
-# A small Llama with the flow of NAME.py, whose folder has to be on PYTHONPATH:
+# A small Llama with the flow of NAME.py. The folder of NAME.py must be on PYTHONPATH:
 #   PYTHONPATH=FOLDER megatron-wrap train FOLDER/NAME.yaml megatron_wrap.data.__select__=jsonl \\
 #     megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER
 megatron_lm:
@@ -75,7 +83,7 @@ megatron_wrap:
 """
 
 _TEST = '''\
-"""CLASS trains alike on every parallel layout, with samples of unequal length."""
+"""CLASS gives the same training on every parallel layout, with samples of different lengths."""
 
 from __future__ import annotations
 
@@ -85,11 +93,11 @@ from pathlib import Path
 from megatron_wrap.testing import assert_layout_invariant
 
 LAYOUTS = None
-"""None: all. Or some, while you write: ["dp2", "tp2-sp", "cp2"]."""
+"""None: all. While developing, a few are faster: ["dp2", "tp2-sp", "cp2"]."""
 
 
 def samples(count: int = 16) -> list[dict[str, list[int]]]:
-    """Tokenized samples; a part of the tokens is not learned, and of one sample none is."""
+    """Tokenized samples; part of the tokens is masked out of the loss."""
     generator = random.Random(1)
     lengths = [generator.randint(12, 48) for _ in range(count)]
     return [
@@ -107,20 +115,22 @@ def test_every_layout_trains_alike():
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
-    parser.add_argument("name", metavar="NAME", help="module of the flow in lower case, such as focal_loss")
-    parser.add_argument("--folder", default=".", help="where to write (default: here)")
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("name", metavar="NAME", help="module name of the flow in lower case, such as focal_loss")
+    parser.add_argument(
+        "--folder", default=".", metavar="FOLDER", help="folder to write (default: the working directory)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write NAME.py, NAME.yaml and test_NAME.py; an existing file is never touched."""
+    """Writes NAME.py, NAME.yaml and test_NAME.py, and refuses to overwrite an existing file."""
     name, folder = arguments.name, Path(arguments.folder)
     _check_name(name)
     flow_class = "".join(part.capitalize() for part in name.removesuffix("_flow").split("_")) + "Flow"
     contents = {f"{name}.py": _FLOW, f"{name}.yaml": _RUN, f"test_{name}.py": _TEST}
     taken = [str(folder / file) for file in contents if (folder / file).exists()]
     if taken:
-        raise ConfigError(f"{', '.join(taken)}: there already; choose another name or --folder")
+        raise ConfigError(f"{', '.join(taken)}: exists already; choose another name or --folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in contents.items():
@@ -138,8 +148,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} is no name for a module; use lower-case letters, digits and _, such as focal_loss")
+        raise ConfigError(f"{name!r} is not a module name; use lower-case letters, digits and _, such as focal_loss")
     if importlib.util.find_spec(name) is not None:
-        raise ConfigError(
-            f"{name!r} is the name of a module that is installed already; choose another, such as my_{name}"
-        )
+        raise ConfigError(f"{name!r} is the name of an installed module; choose another, such as my_{name}")

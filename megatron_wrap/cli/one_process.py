@@ -1,4 +1,4 @@
-"""Commands that look at a model in this one process: a run's YAML made for them, and a layout of one."""
+"""What commands that load a model in this single process share: a temporary run file, and a layout of one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SINGLE = (
             "decoder_last_pipeline_num_layers",
         )
     ),
-    *(f"{_TRAIN}{key}=null" for key in ("save", "load", "rampup_batch_size")),
+    *(f"{_TRAIN}{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")),
 )
-"""Overrides that turn any run into one process without checkpoints."""
+"""Overrides that reduce any run to one process without checkpoints."""
 
 
 @contextmanager
 def run_file(content: Mapping[str, Any]) -> Iterator[Path]:
-    """A run's YAML with this content, for as long as the context lasts."""
+    """Path of a temporary run file with this content, deleted when the context exits."""
     with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
         path = Path(folder, "run.yaml")
         path.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML

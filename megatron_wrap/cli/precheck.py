@@ -1,4 +1,4 @@
-"""What a command looks at before it starts processes: configuration, layout and data files, in this one process."""
+"""Checks before any process starts: configuration, layout, data files, checkpoints and the flow."""
 
 import sys
 from pathlib import Path
@@ -11,10 +11,10 @@ from megatron_wrap.errors import DataError
 
 
 def check_data(config: RunConfig) -> None:
-    """Parses every line of the JSON lines files that the configuration names.
+    """Parses every line of the JSON lines files in the configuration.
 
     Raises:
-        DataError: a missing file or a malformed line, with its number.
+        DataError: a missing file or a malformed line; the message contains its number.
     """
     if config.data.data_key != "jsonl":
         return
@@ -30,10 +30,10 @@ def _files(config: RunConfig) -> list[str]:
 
 
 def check_lengths(config: RunConfig) -> None:
-    """Tokenizes every sample where the flow refuses to cut one, so that the run does not end at it.
+    """Tokenizes every sample if the flow refuses to truncate, so that no sample ends the run hours later.
 
     Raises:
-        DataError: a sample is longer than the context; the message names its file and line.
+        DataError: a sample is longer than the context; the message contains its file and line.
     """
     if config.data.data_key != "jsonl" or config.flow.options.get("truncation") != "refuse":
         return
@@ -46,35 +46,36 @@ def check_lengths(config: RunConfig) -> None:
         lines = JsonLines(Path(file))
         for place, sample in enumerate(lines):
             try:
-                # inputs are all tokens but the last, so one more than the context fits
+                # the inputs are all tokens but the last, so one token more than the context fits
                 truncate(encode_sample(tokenizer, sample), config.train.seq_length + 1, "refuse")
             except DataError as error:
                 raise DataError(f"{lines.where(place)}: {error}") from error
 
 
 def check_flow(config: RunConfig) -> None:
-    """Imports the flow's module, holds its class against the contract and its keys against the class's `Config`.
+    """Imports the flow's module and validates its class, and its keys against the class's `Config`.
 
     Raises:
-        ConfigError: there is no such flow, or it has no such keys. FlowError: it is an incomplete one.
+        ConfigError: an unknown flow, or unknown keys. FlowError: the flow is incomplete.
     """
     from megatron_wrap.flow.config import decode_flow_config
     from megatron_wrap.flow.entry import MegatronWrapFlowEntry
 
-    if "" not in sys.path:  # my_module:MyFlow of the working folder, as the processes find it (`python -m`)
+    if "" not in sys.path:  # my_module:MyFlow in the working directory, where the processes find it, too
         sys.path.insert(0, "")
     decode_flow_config(MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key), config)
 
 
 def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> None:
-    """Hold a decoded configuration against everything that needs no process group.
+    """Runs every check of a decoded configuration that needs no process group.
 
     Args:
-        world_size: processes over all nodes.
-        own_script: a training script of the user's starts, which may register the flow itself.
+        config: the run.
+        world_size: number of processes over all nodes.
+        own_script: the processes run a script of the user, which may register the flow itself.
 
     Raises:
-        MegatronWrapError: the first thing that is wrong.
+        MegatronWrapError: the first error found.
     """
     check_run(config)
     check_layout(config, world_size)

@@ -1,4 +1,5 @@
-"""`megatron-wrap train`: check the configuration, then start torchrun's processes, which run examples/train.py."""
+"""`megatron-wrap train`: validate the configuration, then start processes under torchrun's agent that run
+examples/train.py."""
 
 from __future__ import annotations
 
@@ -10,18 +11,28 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.cli.precheck import precheck
-from megatron_wrap.config import load_run_config
 from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
 
+EXAMPLES = (
+    ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
+    (
+        "the same with tensor parallelism, in two processes on the CPU",
+        "train configs/tiny-llama-mock.yaml megatron_lm.model.parallel.tensor_model_parallel_size=2 "
+        "megatron_wrap.init.platform=cpu",
+    ),
+    ("the run of scripts/run_example.sh, whose data examples/data/build.py makes", "train configs/tiny-llama-sft.yaml"),
+    ("a training script of your own", "train configs/tiny-llama-mock.yaml --script examples/train.py"),
+)
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-"""Runs a file with the working folder on sys.path, as `python -m` does, so that my_module:MyFlow of it is found."""
+"""Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the processes run; the documented environment variables."""
+    """Where the processes run, from the environment variables in the help text."""
 
     processes_per_node: int
     num_nodes: int
@@ -36,25 +47,32 @@ class Nodes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the subcommand."""
-    parser.add_argument("config", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="the last word on a key")
-    parser.add_argument("--script", metavar="FILE", help="run this training script in place of examples/train.py")
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    parser.add_argument("--script", metavar="FILE", help="training script to run instead of examples/train.py")
     parser.add_argument_group(
         "environment",
-        "GPUS_PER_NODE (processes on this node; default: the GPUs present, else what the layout needs), NNODES, "
-        "NODE_RANK, MASTER_ADDR, MASTER_PORT",
+        "GPUS_PER_NODE  processes on this node (default: one per GPU; without GPUs as many as the layout needs)\n"
+        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT  of a run on several nodes, as for torchrun",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check first, so that a mistake costs a second; then train. Returns the exit code."""
-    config = load_run_config(arguments.config, arguments.overrides)
+    """Validates, trains, and prints what to do next; returns the exit code of the processes."""
+    config = read_run(arguments.config, arguments.overrides)
     nodes = _nodes(processes_needed(config), config.init.platform)
     precheck(config, nodes.world_size, own_script=arguments.script is not None)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
-    return _launch(nodes, arguments)
+    exit_code = _launch(nodes, arguments)
+    if exit_code == 0 and nodes.node_rank == 0:
+        from megatron_wrap.cli.next_steps import next_steps
+
+        script = ["--script", arguments.script] if arguments.script else []
+        evaluates = not script or Path(arguments.script).resolve() == _default_script().resolve()
+        print(next_steps(config, ["train", arguments.config, *script, *arguments.overrides], evaluates))
+    return exit_code
 
 
 def _nodes(needed: int, platform: str) -> Nodes:
@@ -81,14 +99,14 @@ def _integer(variable: str, default: int) -> int:
 
 
 def _default_script() -> Path:
-    """examples/train.py: the installed package's, in a checkout the file beside the package."""
+    """examples/train.py of the installed package; in a checkout, the file next to the package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "examples" / "train.py"
     return installed if installed.is_file() else package.parent / "examples" / "train.py"
 
 
 def _visible_gpus() -> int:
-    """GPUs of this node that processes may use, without importing torch."""
+    """Number of GPUs of this node that processes may use, found without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -96,16 +114,16 @@ def _visible_gpus() -> int:
 
 
 def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
-    """Start the processes of this node under torchrun's agent; the exit code is that of the first that failed."""
+    """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # its agent tells of each failed process; so do we, once, and a user's mistake has been told by the process itself
+    # the agent logs every failed process; one report is enough, and a process reports a user's error itself
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
-    # Megatron-Core overlaps communication and computation in the order in which they are queued
+    # Megatron-Core relies on kernels starting in the order in which they are queued to overlap communication
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     local = nodes.num_nodes == 1
     launch = LaunchConfig(
@@ -124,7 +142,7 @@ def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
         elastic_launch(launch, sys.executable)("-u", *program, arguments.config, *arguments.overrides)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode == 2:  # a user's mistake, which the process has told
+        if failure.exitcode == 2:  # a user's error, which the process has reported
             return 2
         print(f"error: rank {rank} ended with exit code {failure.exitcode}; its messages are above", file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1

@@ -1,9 +1,15 @@
-"""The command line itself: what may stand where, and what is said of what may not."""
+"""The command line itself: its order, its errors, its help texts and the examples in them."""
+
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from megatron_wrap.cli.main import COMMANDS, main
+from megatron_wrap.cli.main import COMMANDS, main, parse
+from megatron_wrap.config import load_run_config
 
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = "configs/tiny-llama-mock.yaml"
 LR = "megatron_lm.train.learning-rate.lr"
 
@@ -21,7 +27,7 @@ def test_overrides_may_stand_after_an_option(capsys):
     [
         ([], "the following arguments are required: COMMAND"),
         (["tune"], "invalid choice: 'tune'"),
-        (["check-parity"], "the following arguments are required: config\n"),
+        (["check-parity"], "the following arguments are required: CONFIG\n"),
         (["verify-hf"], "the following arguments are required: FOLDER\n"),
         (["explain", CONFIG, "--verbose"], "unrecognized arguments: --verbose"),
     ],
@@ -33,9 +39,53 @@ def test_a_wrong_command_line_ends_with_2(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
+@pytest.fixture
+def help_of(capsys):
+    """The help text of a command; of no command that of megatron-wrap."""
+
+    def show(*command: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def examples(text: str) -> list[list[str]]:
+    """The arguments of each example in a help text."""
+    lines = re.findall(r"^  megatron-wrap (.+)$", text, re.M)
+    assert len(lines) == text.count("\n  # ") >= 2  # each below a comment
+    return [shlex.split(line) for line in lines]
+
+
+def test_help_names_every_command_with_its_purpose(help_of):
+    shown = help_of()
+    assert shown.splitlines()[0].endswith("COMMAND ...")
+    for name, purpose in COMMANDS.items():
+        assert re.search(rf"^  {name} +{purpose}$", shown, re.M)
+    for arguments in examples(shown):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_a_command_run_in_a_checkout(name, help_of):
+    for arguments in examples(help_of(name)):
+        module, args = parse(arguments)
+        assert module.__name__ == f"megatron_wrap.cli.{name.replace('-', '_')}"
+        words = [*getattr(args, "rest", []), *getattr(args, "overrides", [])]
+        configs = [word for word in arguments if word.startswith("configs/")]
+        for config in configs:
+            load_run_config(ROOT / config, [word for word in words if "=" in word])
+        assert configs or name in ("new-flow", "export-hf", "verify-hf")
+        assert not getattr(args, "script", None) or (ROOT / args.script).is_file()
+
+
+def test_the_examples_of_explain_and_new_flow_run(help_of, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for arguments in examples(help_of("explain")):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    for arguments in examples(help_of("new-flow")):
+        assert main(arguments) == 0

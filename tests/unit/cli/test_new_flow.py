@@ -1,4 +1,4 @@
-"""`megatron-wrap new-flow`: what it writes, and what it refuses to. tests/end_to_end runs what it has written."""
+"""`megatron-wrap new-flow`: what it writes and what it refuses. tests/end_to_end runs what it has written."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_it_writes_a_flow_its_run_and_its_test(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("My-Flow", "'My-Flow' is no name for a module"),
-        ("class", "'class' is no name for a module"),
-        ("json", "'json' is the name of a module that is installed already; choose another, such as my_json"),
+        ("My-Flow", "'My-Flow' is not a module name"),
+        ("class", "'class' is not a module name"),
+        ("json", "'json' is the name of an installed module; choose another, such as my_json"),
     ],
 )
 def test_a_name_that_cannot_be_imported_is_refused(
@@ -46,5 +46,5 @@ def test_a_name_that_cannot_be_imported_is_refused(
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reward.yaml").write_text("mine")
     assert main(["new-flow", "reward", "--folder", str(tmp_path)]) == 2
-    assert "reward.yaml: there already" in capsys.readouterr().err
+    assert "reward.yaml: exists already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["reward.yaml"]

@@ -1,0 +1,113 @@
+"""What to do after a run: commands that evaluate, resume and export exactly this run, and its records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_wrap.bridge.choose import choose_family, complete
+from megatron_wrap.checkpoint import find_checkpoint
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.paths import output_dir
+from megatron_wrap.errors import MegatronWrapError
+
+_TRAIN = "megatron_lm.train.common."
+_LAUNCH_VARIABLES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> str:
+    """Commands for the run that has just ended, each below a comment; only those whose files exist.
+
+    Args:
+        config: the run.
+        command: arguments of `megatron-wrap` that started it: train CONFIG, options, overrides.
+        evaluates: the training script evaluates at the end, also if no steps are left.
+    """
+    lines = ["next:"]
+
+    def add(comment: str, *commands: str) -> None:
+        lines.extend([f"  # {comment}", *(f"  {text}" for text in commands)])
+
+    if config.train.save is None:
+        save = f"{_TRAIN}save={os.path.join(output_dir(config), 'checkpoints')}"
+        add("train again and save checkpoints", _train(config, [*command, save]))
+    elif _has_checkpoint(config.train.save):
+        if evaluates and config.data.validation:
+            add("evaluate the checkpoint: no steps are left, so nothing is trained", _train(config, command))
+        more = config.train.train_iters
+        add(f"train {more} more steps, on the schedule of the longer run", _train(config, _longer(config, command)))
+        if _is_exportable(config):
+            folder = os.path.join(output_dir(config), "hf")
+            add(
+                "export to a Hugging Face folder",
+                _shell([_program("megatron-wrap"), "export-hf", config.train.save, folder]),
+            )
+            if config.data.tokenizer is not None:
+                prompt = (config.train.sample_prompts or ["The"])[0]
+                add("then generate with transformers", _shell([_program("python"), "-c", _generation(folder, prompt)]))
+    metrics, events = Path(output_dir(config), "metrics.jsonl"), Path(output_dir(config), "tensorboard")
+    if metrics.is_file():
+        add("the metrics of each step", _shell(["tail", "-n", "3", str(metrics)]))
+    if config.logger.enable_tensorboard and events.is_dir():
+        add("their curves", _shell([_program("tensorboard"), "--logdir", str(events)]))
+    return "\n".join(lines)
+
+
+def _longer(config: RunConfig, command: Sequence[str]) -> list[str]:
+    """The command for twice the steps: a schedule of another length is refused unless one of two keys chooses."""
+    words = [text for text in command if not text.startswith(f"{_TRAIN}train_iters=")]
+    words.append(f"{_TRAIN}train_iters={2 * config.train.train_iters}")
+    chosen = config.optimizer.override_opt_param_scheduler or config.optimizer.use_checkpoint_opt_param_scheduler
+    return words if chosen else [*words, "megatron_lm.train.optimizer.override_opt_param_scheduler=true"]
+
+
+def _generation(folder: str, prompt: str) -> str:
+    """A Python program that completes the prompt; with double quotes, because the shell's are single."""
+    model, text = json.dumps(folder, ensure_ascii=False), json.dumps(prompt, ensure_ascii=False)
+    pipe = f'pipeline("text-generation", {model})({text}, max_new_tokens=64, do_sample=False)'
+    return f'from transformers import pipeline; print({pipe}[0]["generated_text"])'
+
+
+def _train(config: RunConfig, command: Sequence[str]) -> str:
+    """A shell command that starts processes as this run did."""
+    names = (*_LAUNCH_VARIABLES, "PYTHONPATH") if ":" in config.flow.flow_key else _LAUNCH_VARIABLES
+    variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if os.environ.get(name)]
+    return " ".join([*variables, _shell([_program("megatron-wrap"), *command])])
+
+
+def _shell(words: Sequence[str]) -> str:
+    """The words as one line of shell; a leading "PROGRAM ARGUMENTS" of `_program` stays several words."""
+    program, *arguments = words
+    return " ".join([program, shlex.join(arguments)])
+
+
+def _program(name: str) -> str:
+    """How to start a program of this environment: by its name if the shell finds it, else by its path."""
+    beside = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if found is not None and Path(found).parent.samefile(beside.parent):
+        return name
+    if beside.is_file():
+        relative = os.path.relpath(beside)
+        return shlex.quote(str(beside) if relative.startswith("..") else relative)
+    return f"{shlex.quote(sys.executable)} -m megatron_wrap.cli.main" if name == "megatron-wrap" else name
+
+
+def _has_checkpoint(folder: str) -> bool:
+    with suppress(MegatronWrapError):
+        return find_checkpoint(folder) is not None
+    return False
+
+
+def _is_exportable(config: RunConfig) -> bool:
+    """Whether a Hugging Face family can express the architecture."""
+    with suppress(MegatronWrapError):
+        choose_family(complete(config.arch, config.train.seq_length), config.model_provider.hf_path)
+        return True
+    return False

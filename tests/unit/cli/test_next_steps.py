@@ -1,0 +1,86 @@
+"""What the end of a run prints; tests/end_to_end/test_after_a_run.py runs the commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.cli import next_steps as module
+from megatron_wrap.cli.main import parse
+from megatron_wrap.cli.next_steps import next_steps
+from megatron_wrap.config import load_run_config
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+MOCK, SFT = str(CONFIGS / "tiny-llama-mock.yaml"), str(CONFIGS / "tiny-llama-sft.yaml")
+TRAIN = "megatron_lm.train.common."
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """Comment -> the words of each command below it, for a run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "_has_checkpoint", lambda folder: True)
+
+    def show(config: str, *overrides: str, evaluates: bool = True) -> dict[str, list[str]]:
+        text = next_steps(load_run_config(config, overrides), ["train", config, *overrides], evaluates)
+        return {comment: shlex.split(command) for comment, command in re.findall(r"  # (.*)\n  (.*)", text)}
+
+    return show
+
+
+def only(found: dict[str, list[str]], start: str) -> list[str]:
+    (words,) = [words for comment, words in found.items() if comment.startswith(start)]
+    return words
+
+
+def test_a_run_without_checkpoints_is_told_how_to_save_them(steps):
+    found = steps(MOCK, f"{TRAIN}train_iters=3")
+    words = only(found, "train again")
+    assert words[-3:] == [MOCK, f"{TRAIN}train_iters=3", f"{TRAIN}save=outputs/tiny-llama-mock/checkpoints"]
+    assert list(found) == ["train again and save checkpoints"]  # and there is no metrics.jsonl
+
+
+def test_the_longer_run_replaces_the_number_of_steps_and_takes_its_own_schedule(steps):
+    own = "megatron_lm.train.optimizer.override_opt_param_scheduler=true"
+    words = only(steps(SFT, f"{TRAIN}train_iters=7", f"{TRAIN}seed=5"), "train 7 more steps")
+    assert words[-4:] == [SFT, f"{TRAIN}seed=5", f"{TRAIN}train_iters=14", own]
+    _, args = parse(words[words.index("train") :])
+    assert load_run_config(args.config, args.overrides).train.train_iters == 14
+    again = only(steps(SFT, own), "train 200 more steps")
+    assert again.count(own) == 1
+
+
+def test_commands_that_the_run_has_no_use_for_are_left_out(steps):
+    whole = steps(SFT)
+    assert [len(words) > 0 for words in whole.values()] == [True] * 4
+    assert only(whole, "export")[-2:] == ["outputs/tiny-llama-sft/checkpoints", "outputs/tiny-llama-sft/hf"]
+    assert "the function `len`" in only(whole, "then generate")[-1]
+    # a user's script, which may not evaluate; an architecture that no family of transformers can express
+    found = steps(SFT, "megatron_lm.model.arch.qk_layernorm=true", "megatron_lm.model.arch.norm_epsilon=1e-4",
+                  "megatron_lm.model.arch.add_bias_linear=true", evaluates=False)  # fmt: skip
+    assert [comment.split(",")[0] for comment in found] == ["train 200 more steps"]
+
+
+def test_records_that_exist_are_named(steps):
+    Path("outputs/tiny-llama-mock/tensorboard").mkdir(parents=True)
+    Path("outputs/tiny-llama-mock/metrics.jsonl").write_text("")
+    found = steps(MOCK)
+    assert only(found, "the metrics")[-1] == "outputs/tiny-llama-mock/metrics.jsonl"
+    assert not [comment for comment in found if "curves" in comment]  # not of this run
+    found = steps(MOCK, "megatron_wrap.logger.enable_tensorboard=true")
+    assert only(found, "their curves")[-2:] == ["--logdir", "outputs/tiny-llama-mock/tensorboard"]
+
+
+def test_the_environment_that_the_run_needed_is_repeated(steps, monkeypatch):
+    monkeypatch.setenv("GPUS_PER_NODE", "2")
+    monkeypatch.setenv("PYTHONPATH", "my flows")
+    assert only(steps(SFT), "evaluate")[0] == "GPUS_PER_NODE=2"
+    assert not [word for word in only(steps(SFT), "evaluate") if word.startswith("PYTHONPATH")]
+    flow = "megatron_wrap.flow.flow_key=my_module:MyFlow"
+    assert only(steps(SFT, flow), "evaluate")[:2] == ["GPUS_PER_NODE=2", "PYTHONPATH=my flows"]
+    assert "GPUS_PER_NODE=2" not in only(steps(SFT), "export")
