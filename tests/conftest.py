@@ -74,7 +74,8 @@ def _no_process_group_here(request: pytest.FixtureRequest) -> Any:
     def init_process_group(*arguments: Any, **named: Any) -> None:
         assert not fast, "--fast: give this test the marker process_group"
         on_gpu = "tests/gpu/" in os.environ.get("PYTEST_CURRENT_TEST", "")  # CUDA does not survive a fork
-        assert on_gpu or os.getpid() != here, "a process group needs a process of its own: the marker process_group, or ranks"
+        elsewhere = on_gpu or os.getpid() != here
+        assert elsewhere, "a process group needs a process of its own: the marker process_group, or the fixture ranks"
         real(*arguments, **named)
 
     torch.distributed.init_process_group = init_process_group
