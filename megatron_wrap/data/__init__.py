@@ -1,1 +1,1 @@
-"""Samples: files, their order, tokenizers, and chats to token ids with a loss mask."""
+"""Data files, sample order, tokenizers, and conversion of chats to token ids with a loss mask."""

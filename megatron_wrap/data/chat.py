@@ -1,6 +1,6 @@
-"""Samples to token ids and a loss mask; in chat samples the mask marks what the assistant writes.
+"""Converts samples to token ids and a loss mask; in chat samples, the mask selects the assistant's turns.
 
-Where an assistant's turn begins and ends is read off the chat template, never guessed from role names or token strings.
+The boundaries of the assistant's turns come from the chat template, never from role names or token strings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from megatron_wrap.data.tokenizer import end_token_id
 from megatron_wrap.errors import DataError
 
 IGNORED_LABEL = -100
-"""The label of a position without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
+"""The label of a token without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
 TRUNCATION_RULES = ("right", "left", "refuse")
 SAMPLE_KEYS = (
     '"messages" (and "tools"), "prompt" and "completion", "text", '
@@ -23,7 +23,7 @@ SAMPLE_KEYS = (
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """One sample's tokens. `loss_mask[i]` is 1 where token i is to be learnt: not shifted, equal in length."""
+    """One sample's tokens. `loss_mask[i]` is 1 if token i has a loss; it is not shifted and has the same length."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -35,19 +35,19 @@ class ChatTokens:
 def tokenize_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> ChatTokens:
-    """Renders a conversation with the tokenizer's chat template and marks the assistant's turns.
+    """Tokenize a conversation with the tokenizer's chat template and mask the assistant's turns.
 
-    The ids are those of `tokenizer.apply_chat_template(messages)`. The mask covers the assistant's text and the token
-    that ends its turn: the template's `{% generation %}` blocks where it has them, else what each assistant message
-    adds to the rendered conversation before it (with its generation prompt). A token that holds characters from inside
-    and outside such a span is inside, since the model has to write it.
+    The ids equal `tokenizer.apply_chat_template(messages)`. The mask covers the assistant's text and its end-of-turn
+    token: the template's `{% generation %}` blocks if it has them, else the text that each assistant message adds to
+    the rendered conversation before it (including its generation prompt). A token with characters inside and outside
+    such a span is included, because the model has to generate it.
 
     Args:
-        messages: `{"role": ..., "content": ...}` in order; any roles and keys that the template takes.
+        messages: `{"role": ..., "content": ...}` in order, with any roles and keys that the template supports.
         tools: tool descriptions for the template.
 
     Raises:
-        DataError: the messages are malformed, the template refuses them, or its boundaries cannot be found.
+        DataError: the messages are malformed, the template rejects them, or the turns' boundaries cannot be found.
     """
     text, spans, whole_turns = assistant_spans(tokenizer, messages, tools)
     tokens = TextTokens.of(tokenizer, text)
@@ -55,19 +55,19 @@ def tokenize_chat(
 
 
 def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
-    """Tokens and mask of one sample of a data file, by its keys (the first that fits, others are ignored).
+    """Tokens and loss mask of one sample of a data file. The first matching format is used, other keys are ignored.
 
     - `messages`, optionally `tools`: `tokenize_chat`.
-    - `input_ids` with `loss_mask`, or with `labels` (the same ids, -100 where there is no loss): as they are;
-      `tokenizer` may be None.
-    - `prompt` and `completion`: two texts (loss on the completion and the end token put after it), or two lists of
+    - `input_ids` with `loss_mask`, or with `labels` (the same ids, or -100 without loss): unchanged; `tokenizer` may
+      be None.
+    - `prompt` and `completion`: two strings (loss on the completion and an appended eos token), or two lists of
       messages (loss on the assistant's turns of the completion).
-    - `text`: loss on all of it and on the end token put after it.
+    - `text`: loss on the whole text and an appended eos token.
 
-    The beginning token is put before plain text when the tokenizer does so by itself.
+    A bos token is prepended to plain text if the tokenizer does so.
 
     Raises:
-        DataError: other keys, or values that do not fit; the message names what is taken.
+        DataError: unknown keys or invalid values; the message lists the supported formats.
     """
     if "messages" in sample:
         return tokenize_chat(tokenizer, sample["messages"], sample.get("tools"))
@@ -76,53 +76,53 @@ def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
     if "prompt" in sample and "completion" in sample:
         prompt, completion = sample["prompt"], sample["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return _encode_text(tokenizer, prompt + completion, learn_from=len(prompt))
+            return _encode_text(tokenizer, prompt + completion, loss_from=len(prompt))
         if isinstance(prompt, list) and isinstance(completion, list):
             return _encode_chat_completion(tokenizer, prompt, completion, sample.get("tools"))
         raise DataError(
-            '"prompt" and "completion" must be two texts or two lists of messages, '
+            '"prompt" and "completion" must be two strings or two lists of messages, '
             f"not {type(prompt).__name__} and {type(completion).__name__}"
         )
     if "text" in sample:
         if not isinstance(sample["text"], str):
             raise DataError(f'"text" must be a string, not {type(sample["text"]).__name__}')
-        return _encode_text(tokenizer, sample["text"], learn_from=0)
+        return _encode_text(tokenizer, sample["text"], loss_from=0)
     found = ", ".join(f'"{key}"' for key in sample) or "none"
-    raise DataError(f"a sample has the keys {found}; taken are {SAMPLE_KEYS}")
+    raise DataError(f"a sample has the keys {found}; supported are {SAMPLE_KEYS}")
 
 
 def truncate(tokens: ChatTokens, max_length: int, rule: str) -> tuple[ChatTokens, bool]:
-    """At most `max_length` tokens, and whether any were dropped.
+    """Truncate to `max_length` tokens; also returns whether tokens were removed.
 
     Args:
-        rule: "right" keeps the beginning and drops the end, "left" keeps the end, "refuse" drops nothing.
+        rule: "right" removes tokens at the end, "left" at the beginning, "refuse" raises instead.
 
     Raises:
-        DataError: the sample is longer and the rule is "refuse", or the rule or length is not one of ours.
+        DataError: the sample is longer and the rule is "refuse", an unknown rule, or a length below 1.
     """
     if rule not in TRUNCATION_RULES:
-        raise DataError(f"truncation {rule!r} is unknown; choose one of {', '.join(TRUNCATION_RULES)}")
+        raise DataError(f"unknown truncation {rule!r}; choose one of {', '.join(TRUNCATION_RULES)}")
     if max_length < 1:
-        raise DataError(f"samples cannot be cut to {max_length} tokens; the length must be at least 1")
+        raise DataError(f"samples cannot be truncated to {max_length} tokens; the length must be at least 1")
     length = len(tokens)
     if length <= max_length:
         return tokens, False
     if rule == "refuse":
         raise DataError(
             f"a sample has {length} tokens, {length - max_length} more than the {max_length} that fit, and truncation "
-            "is refused; allow it (right keeps the beginning, left the end), raise the sequence length or drop it"
+            "is refuse; set it to right (keeps the beginning) or left, raise the sequence length or remove the sample"
         )
     kept = slice(max_length) if rule == "right" else slice(length - max_length, length)
     return ChatTokens(tokens.input_ids[kept], tokens.loss_mask[kept]), True
 
 
-def _encode_text(tokenizer: Any, text: str, learn_from: int) -> ChatTokens:
-    """Plain text with loss from character `learn_from` on, between the tokenizer's own beginning and end tokens."""
+def _encode_text(tokenizer: Any, text: str, loss_from: int) -> ChatTokens:
+    """Plain text with loss from character `loss_from`, with the tokenizer's bos token and an eos token."""
     tokens = TextTokens.of(tokenizer, text)
-    mask = mask_of_spans(tokenizer, tokens, [(learn_from, len(text))])
+    mask = mask_of_spans(tokenizer, tokens, [(loss_from, len(text))])
     ids = tokens.input_ids
     bos, end = tokenizer.bos_token_id, end_token_id(tokenizer)
-    # What the tokenizer puts around an empty text tells whether it opens a text with bos (Llama does, GPT-2 does not).
+    # The tokens of an empty text show whether the tokenizer prepends bos (Llama does, GPT-2 does not).
     if bos is not None and bos in tokenizer("")["input_ids"] and ids[:1] != [bos]:
         ids, mask = [bos, *ids], [0, *mask]
     if ids[-1:] != [end]:
@@ -136,8 +136,8 @@ def _encode_chat_completion(tokenizer: Any, prompt: Sequence[Any], completion: S
     before = render(tokenizer, prompt, tools) if prompt else ""
     if not text.startswith(before):
         raise DataError(
-            "the chat template renders the prompt differently once the completion follows, so the completion cannot be "
-            'told apart; give the whole conversation as "messages"'
+            "the chat template renders the prompt differently if the completion follows, so the start of the "
+            'completion is unknown; give the whole conversation as "messages"'
         )
     tokens = TextTokens.of(tokenizer, text)
     later = [span for span in spans if span[0] >= len(before)]
@@ -145,23 +145,23 @@ def _encode_chat_completion(tokenizer: Any, prompt: Sequence[Any], completion: S
 
 
 def _take_tokens(sample: Mapping[str, Any]) -> ChatTokens:
-    """A sample that was tokenized before."""
+    """Tokens and mask of a sample that is already tokenized."""
     ids = _integers(sample, "input_ids")
     if any(token < 0 for token in ids):
-        raise DataError(f'"input_ids" holds {min(ids)}; token ids are 0 or more')
+        raise DataError(f'"input_ids" contains {min(ids)}; token ids must be 0 or more')
     key = "loss_mask" if "loss_mask" in sample else "labels"
     values = _integers(sample, key)
     if len(values) != len(ids):
-        raise DataError(f'"input_ids" has {len(ids)} entries and "{key}" {len(values)}; they must be equally long')
+        raise DataError(f'"input_ids" has {len(ids)} entries and "{key}" {len(values)}; their lengths must be equal')
     if key == "loss_mask":
         if any(value not in (0, 1) for value in values):
-            raise DataError('"loss_mask" must hold 0 and 1 only')
+            raise DataError('"loss_mask" must contain only 0 and 1')
         return ChatTokens(ids, values)
     for position, (token, label) in enumerate(zip(ids, values, strict=True)):
         if label not in (token, IGNORED_LABEL):
             raise DataError(
-                f'"labels" has {label} at position {position} where "input_ids" has {token}; labels are the input ids, '
-                f"or {IGNORED_LABEL} without loss, and not shifted: the shift by one is made later"
+                f'"labels" has {label} at position {position} where "input_ids" has {token}; labels must equal '
+                f"the input ids, or be {IGNORED_LABEL} without loss, not shifted: the shift by one is applied later"
             )
     return ChatTokens(ids, [int(label != IGNORED_LABEL) for label in values])
 

@@ -1,4 +1,4 @@
-"""The characters of a rendered conversation that the assistant writes, as its chat template says."""
+"""Finds the assistant's characters in a conversation rendered with a chat template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,63 +7,60 @@ from typing import Any
 from megatron_wrap.data.spans import Span
 from megatron_wrap.errors import DataError
 
-# As transformers.utils.chat_template_utils.render_jinja_template looks for the keyword.
+# The pattern of transformers.utils.chat_template_utils.render_jinja_template.
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADD_MARKERS = (
-    "put {% generation %} and {% endgeneration %} around what the assistant writes in the tokenizer's chat template "
+    "put {% generation %} and {% endgeneration %} around the assistant's text in the tokenizer's chat template "
     "(chat_template.jinja)"
 )
 
 
 def assistant_spans(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[str, list[Span], bool]:
-    """The rendered conversation, the spans [begin, end) of it that the assistant writes, and whether these are all that
-    a turn adds (True) or the template's own generation blocks (False). Characters, not tokens.
+    """The rendered conversation, the assistant's spans [begin, end) in characters, and whether a span is all text that
+    a turn adds (True) or a generation block of the template (False).
 
     Raises:
-        DataError: the messages are malformed, the template refuses them, or its boundaries cannot be found.
+        DataError: the messages are malformed, the template rejects them, or the boundaries cannot be found.
     """
     conversation = _normalized(messages)
     template = _chat_template(tokenizer, tools)
-    is_assistant = [message["role"] == "assistant" for message in conversation]
+    turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
     if not GENERATION_MARKER.search(template):
         text, _ = _render(tokenizer, conversation, tools, template)
-        turns = [index for index, yes in enumerate(is_assistant) if yes]
         return text, [_turn_span(tokenizer, conversation, tools, template, index, text) for index in turns], True
     text, spans = _render(tokenizer, conversation, tools, template, with_spans=True)
-    if any(is_assistant) and not spans:
-        raise DataError(
-            f"the chat template has generation blocks, but none around the assistant's turns here; {ADD_MARKERS}"
-        )
+    if turns and not spans:
+        raise DataError(f"the chat template's generation blocks do not contain the assistant's turns; {ADD_MARKERS}")
     return text, spans, False
 
 
 def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
-    """The text of `tokenizer.apply_chat_template(messages, tokenize=False)`; DataError when the template refuses."""
+    """`tokenizer.apply_chat_template(messages, tokenize=False)`; DataError if the template rejects the messages."""
     template = _chat_template(tokenizer, tools)
     return _render(tokenizer, _normalized(messages), tools, template, add_generation_prompt)[0]
 
 
 def _turn_span(tokenizer: Any, conversation: list[dict], tools: Any, template: str, index: int, text: str) -> Span:
-    """What message `index` adds behind the prompt for it: from the end of one rendered prefix to that of the next."""
+    """The span that message `index` adds after its generation prompt, from two rendered prefixes."""
     try:
         prompt, _ = _render(tokenizer, conversation[:index], tools, template, add_generation_prompt=True)
         upto, _ = _render(tokenizer, conversation[: index + 1], tools, template)
     except DataError as error:
         raise DataError(
-            f"the chat template does not render the first {index} or {index + 1} messages alone, which is how the "
-            f"assistant's turns are found ({error}); {ADD_MARKERS}"
+            f"the assistant's turns cannot be found, because the chat template cannot render only the first {index} or "
+            f"{index + 1} messages ({error}); {ADD_MARKERS}"
         ) from error
     if not upto.startswith(prompt):
-        what = f"the generation prompt for message {index} is not how the template begins that message"
+        reason = f"the template does not begin message {index} with its generation prompt"
     elif not text.startswith(upto):
-        what = f"the template renders the first {index + 1} messages differently once others follow"
+        reason = f"the template renders the first {index + 1} messages differently if others follow"
     else:
         return len(prompt), len(upto)
-    raise DataError(f"the assistant's turns cannot be found by rendering prefixes: {what}; {ADD_MARKERS}")
+    raise DataError(f"the assistant's turns cannot be found: {reason}; {ADD_MARKERS}")
 
 
 def _normalized(messages: Sequence[Any]) -> list[dict]:
-    """Checked copies without None values, which apply_chat_template drops too."""
+    """Validated copies without None values, as in apply_chat_template."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise DataError(f'"messages" must be a list of messages, not {type(messages).__name__}')
     if len(messages) == 0:
@@ -80,7 +77,7 @@ def _chat_template(tokenizer: Any, tools: Any) -> str:
     except ValueError as error:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise DataError(
-            f"{name}: no chat template for samples with messages; put a chat_template.jinja into the tokenizer's folder"
+            f"{name}: samples with messages need a chat template; put a chat_template.jinja into the tokenizer's folder"
         ) from error
 
 
@@ -92,8 +89,8 @@ def _render(
     add_generation_prompt: bool = False,
     with_spans: bool = False,
 ) -> tuple[str, list[Span]]:
-    # The function under apply_chat_template: that gives the generation blocks only as a token mask, which marks all the
-    # rest of the conversation when a block's last character has no token (tokenizers that trim white space).
+    # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim white
+    # space, the mask covers the rest of the conversation if the last character of a block belongs to no token.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -105,9 +102,9 @@ def _render(
             add_generation_prompt=add_generation_prompt,
             **tokenizer.special_tokens_map,
         )
-    except Exception as error:  # a template is a program: jinja's errors, and any of Python's from within it
+    except Exception as error:  # a template is a program and can raise jinja's and Python's errors
         raise DataError(
-            f"the chat template refuses {_roles(conversation)}: {error or type(error).__name__}; "
+            f"the chat template rejects {_roles(conversation)}: {error or type(error).__name__}; "
             "change the conversation or the tokenizer's chat template"
         ) from error
     texts, spans = rendered

@@ -1,4 +1,4 @@
-"""JSON-lines files as a sequence: an index of byte offsets in memory, each line parsed when it is asked for."""
+"""Random access to JSON-lines files: byte offsets in memory, lines parsed on access."""
 
 import copy
 import json
@@ -16,28 +16,27 @@ from megatron_wrap.errors import DataError
 class JsonLines(Sequence[dict[str, Any]]):
     """The JSON objects of a file with one object per line, UTF-8; empty lines are skipped.
 
-    Memory: 8 bytes per line. The offsets are found by one pass over the file at the first `len` or `[i]`. Reads name
-    their own position (`os.pread`), so one object may be shared by threads and forked workers; a pickled copy opens the
-    file again. The file must not change while it is in use.
+    Memory: 8 bytes per line. The first `len` or `[i]` scans the file for the offsets. Reads use `os.pread`, so threads
+    and forked workers can share an object; a pickled copy reopens the file. The file must not change while in use.
 
     Args:
-        path: the file; messages name it as it is given here.
+        path: the file; error messages contain the path as given.
 
     Raises:
-        DataError: the file is missing (with the nearest name in its folder), a folder, or not readable.
+        DataError: the file is missing (the message suggests the closest name in its folder), a folder, or unreadable.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        self._absolute_path = os.path.abspath(Path(self.path).expanduser())  # a later chdir changes nothing
+        self._absolute_path = os.path.abspath(Path(self.path).expanduser())  # independent of a later chdir
         self._offsets: array[int] | None = None
         self._descriptor = self._open()
 
     def check(self) -> int:
-        """Parses every line and returns the number of samples.
+        """Parse every line and return the number of samples.
 
         Raises:
-            DataError: a malformed line, with file and line number, or a file without any sample.
+            DataError: a malformed line (the message has file and line number), or a file without samples.
         """
         for _ in self:
             pass
@@ -47,13 +46,13 @@ class JsonLines(Sequence[dict[str, Any]]):
         return len(self)
 
     def head(self, count: int) -> list[dict[str, Any]]:
-        """The first samples, `count` at most, without the pass over the whole file."""
-        part = copy.copy(self)  # opens the file again
+        """The first `count` samples (or all, if fewer) without a scan of the whole file."""
+        part = copy.copy(self)  # reopens the file
         part._offsets = self._index_of(count)
         return list(part)
 
     def where(self, index: int) -> str:
-        """`FILE:LINE` of sample `index`, for messages; lines count from 1, empty ones included."""
+        """`FILE:LINE` of sample `index` for error messages; line numbers start at 1 and include empty lines."""
         start = self._index()[self._position(index)]
         block_bytes = 1 << 20
         newlines = 0
@@ -69,7 +68,7 @@ class JsonLines(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """Sample `index` (negative from the end), or a list of samples; DataError when a line is malformed."""
+        """Sample `index` (negative: from the end), or a list of samples; DataError if a line is malformed."""
         if isinstance(index, slice):
             return [self._parse(position) for position in range(*index.indices(len(self)))]
         return self._parse(self._position(index))
@@ -89,7 +88,7 @@ class JsonLines(Sequence[dict[str, Any]]):
 
     def _open(self) -> int:
         if os.path.isdir(self._absolute_path):
-            raise DataError(f"{self.path}: is a folder; name a JSON-lines file in it")
+            raise DataError(f"{self.path}: is a folder; give a JSON-lines file")
         try:
             descriptor = os.open(self._absolute_path, os.O_RDONLY)
         except FileNotFoundError:
@@ -100,13 +99,13 @@ class JsonLines(Sequence[dict[str, Any]]):
         return descriptor
 
     def _index(self) -> "array[int]":
-        """Offsets of the lines that hold something, and the file's size as the last entry."""
+        """Offsets of the non-empty lines; the last entry is the end of the last sample."""
         if self._offsets is None:
             self._offsets = self._index_of(None)
         return self._offsets
 
     def _index_of(self, count: int | None) -> "array[int]":
-        """`_index` of the first `count` samples, None: of all."""
+        """`_index` of the first `count` samples; None: of all."""
         offsets, position = array("q"), 0
         with open(self._absolute_path, "rb") as file:
             for line in file:
@@ -127,10 +126,10 @@ class JsonLines(Sequence[dict[str, Any]]):
     def _parse(self, position: int) -> dict[str, Any]:
         offsets = self._index()
         start = offsets[position]
-        # Up to the next sample: empty lines between the two are white space to the parser.
+        # Read up to the next sample, and strip empty lines between the two.
         line = os.pread(self._descriptor, offsets[position + 1] - start, start).rstrip()
         try:
-            # Windows editors open a file with a byte order mark, which JSON does not allow.
+            # Windows editors may start a file with a byte order mark, which JSON does not allow.
             sample = json.loads(line.decode("utf-8-sig" if start == 0 else "utf-8"))
         except json.JSONDecodeError as error:
             where = f"{self.where(position)}: not JSON: {error.msg} (column {error.colno})"

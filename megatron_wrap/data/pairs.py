@@ -1,4 +1,4 @@
-"""Preference samples to token ids: a prompt with a better and a worse answer."""
+"""Converts preference samples to token ids: a prompt with a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PAIR_KEYS = (
 
 
 def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
-    """Prompt and chosen answer, and prompt and rejected answer; the loss mask marks the answer.
+    """Tokens of the prompt with the chosen and with the rejected answer; the loss mask selects the answer.
 
-    - `prompt`, `chosen`, `rejected`: three texts (an answer ends with the end token), or three lists of messages (the
-      assistant's turns of an answer are marked).
-    - `chosen`, `rejected`: two lists of messages; what both begin with is the prompt.
-    - `prompt_ids`, `chosen_ids`, `rejected_ids`: tokenized before, as trl's DPOTrainer does it, the answers without
-      the prompt; `tokenizer` may be None.
+    - `prompt`, `chosen`, `rejected`: three strings (an eos token is appended to the answers), or three lists of
+      messages (the mask selects the assistant's turns of an answer).
+    - `chosen`, `rejected`: two lists of messages; their common first messages are the prompt.
+    - `prompt_ids`, `chosen_ids`, `rejected_ids`: already tokenized as by trl's DPOTrainer, answers without the prompt;
+      `tokenizer` may be None.
 
     Raises:
-        DataError: other keys, or values that do not fit; the message names what is taken.
+        DataError: unknown keys or invalid values; the message lists the supported formats.
     """
     if all(key in sample for key in ("prompt_ids", "chosen_ids", "rejected_ids")):
         return _joined(sample, "chosen_ids"), _joined(sample, "rejected_ids")
     if "chosen" not in sample or "rejected" not in sample:
         found = ", ".join(f'"{key}"' for key in sample) or "none"
-        raise DataError(f"a sample has the keys {found}; a pair takes {PAIR_KEYS}")
+        raise DataError(f"a sample has the keys {found}; a preference pair needs {PAIR_KEYS}")
     chosen, rejected = sample["chosen"], sample["rejected"]
     if "prompt" in sample:
         prompt = sample["prompt"]
@@ -38,7 +38,7 @@ def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, 
         shared = _shared_messages(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     else:
-        raise DataError(f'"chosen" and "rejected" are texts without a "prompt"; a pair takes {PAIR_KEYS}')
+        raise DataError(f'"chosen" and "rejected" are strings without a "prompt"; a preference pair needs {PAIR_KEYS}')
 
     def encoded(answer: Any) -> ChatTokens:
         tools = {"tools": sample["tools"]} if "tools" in sample else {}
@@ -48,11 +48,13 @@ def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, 
 
 
 def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many messages both conversations begin with."""
+    """Number of first messages that both conversations have in common."""
     both = list(zip(chosen, rejected, strict=False))
     shared = next((place for place, (one, other) in enumerate(both) if one != other), len(both))
     if shared in (len(chosen), len(rejected)):
-        raise DataError('"chosen" and "rejected" are the same conversation, or one is the beginning of the other')
+        raise DataError(
+            '"chosen" and "rejected" are equal, or one is the beginning of the other; they must have different answers'
+        )
     return shared
 
 

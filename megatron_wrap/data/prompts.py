@@ -1,4 +1,4 @@
-"""Prompts of generation to token ids."""
+"""Converts prompts for generation to token ids."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
     """The token ids of one prompt.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; may be None where the prompt is token ids.
-        prompt: a text (special tokens around it are those that the tokenizer puts there), a list of messages
-            `{"role": ..., "content": ...}` (the chat template with its generation prompt), or a list of token ids.
-        vocab_size: entries of the model's vocabulary.
+        tokenizer: a Hugging Face tokenizer; may be None if the prompt is token ids.
+        prompt: a text (with the special tokens that the tokenizer adds), a list of messages
+            `{"role": ..., "content": ...}` (rendered with the chat template and its generation prompt), or a list of
+            token ids.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
-        DataError: of another kind, empty, outside the vocabulary, or there is no tokenizer (or chat template) for it.
+        DataError: unsupported type, empty prompt, id outside the vocabulary, or no tokenizer or chat template.
     """
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     if is_list and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):

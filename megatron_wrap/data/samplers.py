@@ -1,4 +1,4 @@
-"""The order of the samples: a function of seed and position alone, so ranks agree and a run resumes without state."""
+"""Sample order that depends only on seed and position, so all ranks agree and a run resumes without sampler state."""
 
 import numpy as np
 
@@ -6,15 +6,15 @@ from megatron_wrap.errors import DataError
 
 
 class EpochSampler:
-    """An endless stream of sample indices, one epoch after the other, each sample once per epoch.
+    """An endless stream of sample indices, epoch by epoch, with each sample once per epoch.
 
-    Nothing is advanced: a run resumes by asking from `consumed_samples` on. Epoch e is the permutation that NumPy's
-    PCG64, seeded with (seed, e), makes of all samples; it knows nothing of ranks, batch sizes or layouts.
+    The sampler has no position of its own: a resumed run reads from `consumed_samples`. Epoch e is the permutation by
+    NumPy's PCG64 with seed (seed, e); it does not depend on ranks, batch sizes or layouts.
 
     Args:
-        num_samples: samples in the data set, the global count.
+        num_samples: global number of samples in the dataset.
         seed: at least 0.
-        shuffle: False gives the file's order in every epoch.
+        shuffle: False: the order of the file in every epoch.
 
     Raises:
         DataError: no samples, or a negative seed.
@@ -22,7 +22,7 @@ class EpochSampler:
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool = True) -> None:
         if num_samples < 1:
-            raise DataError(f"cannot sample from {num_samples} samples; the data set must hold at least 1")
+            raise DataError(f"the dataset has {num_samples} samples; it needs at least 1")
         if seed < 0:
             raise DataError(f"the data seed is {seed}; it must be 0 or more")
         self.num_samples = num_samples
@@ -34,14 +34,14 @@ class EpochSampler:
         """The global sample indices at stream positions start, start + 1, ..., start + count - 1.
 
         Args:
-            start: position in the stream, counted over all epochs; `consumed_samples` of the run.
-            count: how many; more than one epoch is fine.
+            start: position in the stream over all epochs, such as `consumed_samples` of the run.
+                count: number of indices; may exceed an epoch.
 
         Raises:
             DataError: `start` or `count` is negative.
         """
         if start < 0 or count < 0:
-            raise DataError(f"positions of the sample stream begin at 0; asked for {count} from {start}")
+            raise DataError(f"cannot read {count} samples from position {start}; both must be 0 or more")
         taken: list[int] = []
         while len(taken) < count:
             epoch, offset = divmod(start + len(taken), self.num_samples)
@@ -56,5 +56,5 @@ class EpochSampler:
             if self.shuffle:
                 order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(order)
             order.setflags(write=False)
-            self._cached = (epoch, order)  # the last one only: a run asks for one epoch for a long time
+            self._cached = (epoch, order)  # only the last one: a run stays in one epoch for a long time
         return self._cached[1]

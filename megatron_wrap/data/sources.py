@@ -10,7 +10,7 @@ from megatron_wrap.errors import DataError
 
 
 class NumberedSamples(Sequence[dict[str, int]]):
-    """`num_samples` samples that hold only their number, for a flow that makes its own data."""
+    """`num_samples` samples that contain only their index, for flows that generate their own data."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -27,8 +27,8 @@ def training_samples(file: str | None, mock_samples: int | None = None) -> Seque
     """The training set.
 
     Args:
-        file: JSON lines.
-        mock_samples: this many numbered samples instead.
+        file: a JSON-lines file.
+        mock_samples: use this many numbered samples instead.
 
     Raises:
         DataError: neither is given.
@@ -37,19 +37,19 @@ def training_samples(file: str | None, mock_samples: int | None = None) -> Seque
         return NumberedSamples(mock_samples)
     if file is None:
         raise DataError(
-            "no training data: give wrap.batches(samples), or select megatron_wrap.data jsonl and set its key train"
+            "no training data; call wrap.batches(samples), or select megatron_wrap.data jsonl and set its key train"
         )
     return JsonLines(file)
 
 
 def first_training_samples(file: str | None, mock_samples: int | None, count: int) -> list[Any]:
-    """The head of the training set, `count` samples at most; empty where there is none. Does not read the rest of the
-    file."""
+    """The first `count` samples of the training set (or all, if fewer), without reading the rest of the file; empty if
+    there is no training set."""
     if mock_samples is not None:
         return list(NumberedSamples(mock_samples)[:count])
     return [] if file is None else JsonLines(file).head(count)
 
 
 def validation_sets(files: Mapping[str, str]) -> dict[str, Sequence[Any]]:
-    """Name -> evaluation set, from a JSON lines file for each name."""
+    """Name -> evaluation set, from one JSON-lines file per name."""
     return {name: JsonLines(file) for name, file in files.items()}

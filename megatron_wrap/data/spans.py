@@ -1,4 +1,4 @@
-"""Spans of characters to masks of tokens."""
+"""Converts spans of characters to token masks."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from typing import Any
 from megatron_wrap.errors import DataError
 
 Span = tuple[int, int]
-"""Begin and end, the end not included."""
+"""Begin and end (exclusive)."""
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """The tokens of a text, without added special tokens; `extents[i]` are the characters that token i stands for."""
+    """The tokens of a text without added special tokens; `extents[i]` is the character span of token i."""
 
     text: str
     input_ids: list[int]
     extents: list[Span] | None
-    """None for tokenizers without offsets (those in Python)."""
+    """None for tokenizers without offsets (slow tokenizers, written in Python)."""
 
     @classmethod
     def of(cls, tokenizer: Any, text: str) -> "TextTokens":
-        """Tokenizes `text`; special tokens written in it count as such, as in apply_chat_template."""
+        """Tokenize `text`; special tokens in it are recognized, as in apply_chat_template."""
         if not tokenizer.is_fast:
             return cls(text, _ids(tokenizer, text), None)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -35,14 +35,14 @@ class TextTokens:
 def mask_of_spans(
     tokenizer: Any, tokens: TextTokens, spans: list[Span], cut_after_end_token: bool = False
 ) -> list[int]:
-    """1 for each token that holds a character of a span, else 0; as long as `tokens.input_ids`.
+    """A list with 1 for each token that contains a character of a span, else 0; same length as `tokens.input_ids`.
 
     Args:
-        cut_after_end_token: a span is all that a template writes for a turn; leave out white space behind its last
-            special token, such as ChatML's line feed after <|im_end|>, which stands before the next turn.
+        cut_after_end_token: exclude white space after the last special token of a span, such as ChatML's line feed
+            after <|im_end|>, which belongs to no turn.
 
     Raises:
-        DataError: the tokenizer has no offsets and a token lies across the boundary of a span.
+        DataError: the tokenizer has no offsets and a token crosses the boundary of a span.
     """
     mask = [0] * len(tokens.input_ids)
     end_ids = _possible_end_ids(tokenizer) if cut_after_end_token else set()
@@ -60,15 +60,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _untrimmed(offsets: list[Span], pieces: list[str], length: int) -> list[Span]:
-    """Offsets with the spaces that a byte-level tokenizer with `trim_offsets` leaves out of them, up to whole tokens.
+    """Offsets extended by the spaces that a byte-level tokenizer with `trim_offsets` excludes.
 
-    A gap belongs to the token behind it, but for the spaces that the token before it ends with.
+    A gap between two tokens belongs to the second one, except for spaces at the end of the first one.
     """
     extents: list[Span] = []
     covered = 0
     begins = [begin for begin, _ in offsets[1:]] + [length]
     for (begin, end), piece, next_begin in zip(offsets, pieces, begins, strict=True):
-        # Byte-level vocabularies write a space as Ġ. A token of spaces alone is (end, end): its gap lies before it.
+        # Byte-level vocabularies write a space as Ġ. A token of only spaces has offsets (end, end), after its gap.
         trailing = len(piece) - len(piece.rstrip("Ġ")) if piece.strip("Ġ") else 0
         end = max(covered, end, min(end + trailing, next_begin))
         extents.append((min(begin, covered), end))
@@ -77,7 +77,7 @@ def _untrimmed(offsets: list[Span], pieces: list[str], length: int) -> list[Span
 
 
 def _tokens_in(tokenizer: Any, tokens: TextTokens, span: Span) -> list[int]:
-    """Positions of the tokens that hold a character of `span`, or stand for none and lie in it."""
+    """Positions of the tokens that contain a character of `span`, or have no characters and lie inside it."""
     begin, end = span
     if begin >= end:
         return []
@@ -94,23 +94,23 @@ def _tokens_in(tokenizer: Any, tokens: TextTokens, span: Span) -> list[int]:
 
 
 def _tokens_before(tokenizer: Any, tokens: TextTokens, length: int) -> int:
-    """Without offsets: how many tokens make up the first `length` characters of the text."""
+    """Number of tokens in the first `length` characters of the text, for tokenizers without offsets."""
     prefix = _ids(tokenizer, tokens.text[:length])
     if prefix != tokens.input_ids[: len(prefix)]:
         raise DataError(
-            f"the tokenizer {type(tokenizer).__name__} tells no character offsets, and a token lies across the end of "
-            f"{tokens.text[max(0, length - 20) : length]!r}, so the turns cannot be told apart; use its fast version"
+            f"the tokenizer {type(tokenizer).__name__} has no character offsets, and a token crosses the end of "
+            f"{tokens.text[max(0, length - 20) : length]!r}, so the turns cannot be separated; use its fast version"
         )
     return len(prefix)
 
 
 def _possible_end_ids(tokenizer: Any) -> set[int]:
-    """Special and added tokens; the unknown token is one of them in name only, as any rare character becomes it."""
+    """Special and added tokens, except the unknown token, which stands for any rare character."""
     return (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)) - {tokenizer.unk_token_id}
 
 
 def _length_to_end_token(tokenizer: Any, tokens: TextTokens, span: Span, inside: list[int], end_ids: set[int]) -> int:
-    """How many of `inside` reach to the last end token if only white space follows it in the span; else all of them."""
+    """Number of tokens in `inside` up to the last end token, if only white space follows it in the span; else all."""
     for count in range(len(inside), 0, -1):
         position = inside[count - 1]
         if tokens.input_ids[position] not in end_ids:

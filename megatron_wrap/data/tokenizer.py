@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: loading with errors that say the way out, and the two token ids that training needs."""
+"""Loads Hugging Face tokenizers, and finds the pad and end-of-sequence ids for training."""
 
 import re
 from functools import lru_cache
@@ -10,17 +10,17 @@ from megatron_wrap.errors import DataError
 
 
 def load_tokenizer(path: str | Path, require_chat_template: bool = False) -> Any:
-    """The tokenizer of a local folder, or of a Hugging Face hub id such as `org/name`.
+    """Load a tokenizer from a local folder, or a Hugging Face hub id such as `org/name`.
 
-    A tokenizer is loaded once per path and shared: treat it as read-only. Code inside the folder is never run.
+    Tokenizers are cached per path and shared, so treat them as read-only. Custom code in the folder is never executed.
 
     Args:
         path: folder or hub id.
-        require_chat_template: also demand a chat template, as chat samples need one.
+        require_chat_template: raise if there is no chat template, which chat samples need.
 
     Raises:
-        DataError: no such folder (with the nearest name), files that transformers cannot read, an id that cannot be
-            fetched, or no chat template.
+        DataError: no such folder (the message suggests the closest name), files that transformers cannot read, a hub
+            id that cannot be downloaded, or no chat template.
     """
     text = str(path)
     folder = Path(text).expanduser()
@@ -33,13 +33,13 @@ def load_tokenizer(path: str | Path, require_chat_template: bool = False) -> Any
     if require_chat_template and not tokenizer.chat_template:
         raise DataError(
             f"{text}: this tokenizer has no chat template, which samples with `messages` need; "
-            "put a chat_template.jinja into its folder, or take the tokenizer of an instruction-tuned model"
+            "put a chat_template.jinja into its folder, or use the tokenizer of an instruction-tuned model"
         )
     return tokenizer
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills a sequence: the pad token's, else the end token's (harmless, since padding carries no loss).
+    """The pad token's id, else the eos token's (padding has no loss).
 
     Raises:
         DataError: the tokenizer has neither.
@@ -48,7 +48,7 @@ def pad_token_id(tokenizer: Any) -> int:
         return int(tokenizer.pad_token_id)
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
-    raise DataError(f"{_name(tokenizer)}: has no pad_token and no eos_token; name one in its tokenizer_config.json")
+    raise DataError(f"{_name(tokenizer)}: has no pad_token and no eos_token; set one in its tokenizer_config.json")
 
 
 def end_token_id(tokenizer: Any) -> int:
@@ -58,7 +58,7 @@ def end_token_id(tokenizer: Any) -> int:
         DataError: the tokenizer has none.
     """
     if tokenizer.eos_token_id is None:
-        raise DataError(f"{_name(tokenizer)}: has no eos_token; name one in its tokenizer_config.json")
+        raise DataError(f"{_name(tokenizer)}: has no eos_token; set it in its tokenizer_config.json")
     return int(tokenizer.eos_token_id)
 
 
@@ -67,7 +67,7 @@ def _name(tokenizer: Any) -> str:
 
 
 def _is_hub_id(text: str) -> bool:
-    """`name` or `org/name`; a path whose first folder exists here is a folder that is missing, not worth a download."""
+    """Whether a path has the form `name` or `org/name`, and is not a missing path in an existing local folder."""
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and Path(text).parts[0] not in _names_here()
 
 
@@ -81,10 +81,10 @@ def _load(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # transformers, the hub and the Rust reader each have their own kinds
+    except Exception as error:  # transformers, the hub and the Rust library raise different types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if Path(path).exists():
-            way_out = "the folder must hold what `save_pretrained` of a tokenizer writes"
+            hint = "the folder must contain the files that `save_pretrained` of a tokenizer writes"
         else:
-            way_out = f"no folder {path} is here, and as a Hugging Face hub id it could not be fetched"
-        raise DataError(f"{path}: no tokenizer could be loaded ({reason}); {way_out}") from error
+            hint = f"there is no folder {path}, and it could not be downloaded as a Hugging Face hub id"
+        raise DataError(f"{path}: no tokenizer could be loaded ({reason}); {hint}") from error

@@ -1,6 +1,6 @@
-"""Chat templates of the usual forms, each with generation blocks; `unmarked` takes them out.
+"""Common kinds of chat templates with generation blocks; `unmarked` removes the blocks.
 
-With the blocks transformers itself says which tokens are the assistant's, which is what the tests hold ours against.
+With the blocks, transformers returns the mask of the assistant's tokens, with which the tests compare ours.
 """
 
 import re
@@ -29,21 +29,21 @@ LLAMA2 = """\
 {{- bos_token + '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}\
 {%- else %}{% generation %}{{ ' ' + message.content + ' ' + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""
 
-# Plain words and no special token at all: the line feed is what ends a turn, and tokens merge across the boundaries.
+# No special tokens: a line feed ends a turn, and tokens cross the boundaries of turns.
 WORDS = """\
 {%- for message in messages %}{{ message.role + ':' }}\
 {%- if message.role == 'assistant' %}{% generation %}{{ ' ' + message.content + '\\n' }}{% endgeneration %}\
 {%- else %}{{ ' ' + message.content + '\\n' }}{% endif %}{% endfor %}\
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
-# A turn ends with a space, which may be in one token with what follows.
+# A turn ends with a space, which can be part of the next turn's first token.
 SPACES = """\
 {%- for message in messages %}{{ message.role + ':' }}\
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content + ' ' }}{% endgeneration %}\
 {%- else %}{{ message.content + ' ' }}{% endif %}{% endfor %}\
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 
-# Thoughts are shown in the last turn only, as reasoning models do: prefixes of the conversation do not line up.
+# Like reasoning models, shows thoughts only in the last turn: a rendered prefix is not a prefix of the conversation.
 FORGETTING = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
 {%- if message.role == 'assistant' and not loop.last %}{{ message.content.split('</think>')[-1] }}\

@@ -1,4 +1,4 @@
-"""Small byte-level BPE tokenizers whose merges cross words, lines and the boundaries of chat turns."""
+"""Small byte-level BPE tokenizers with tokens that cross words, lines and the boundaries of chat turns."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # chat_templates, whatever the import mode
+sys.path.insert(0, str(Path(__file__).parent))  # makes chat_templates importable in every import mode
 
 import chat_templates
 
@@ -19,10 +19,10 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., Any]:
-    """make_tokenizer(chat_template, trim_offsets=False) -> a transformers tokenizer of 400 entries."""
+    """make_tokenizer(chat_template, trim_offsets=False) -> a transformers tokenizer with 400 tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    # Without the usual splitting into words, so that ": Hello" and ".\n" may become one token.
+    # No splitting into words, so that ": Hello" and ".\n" can become one token.
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def make_tokenizer() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_sentencepiece_tokenizer() -> Callable[..., Any]:
-    """make_sentencepiece_tokenizer(chat_template): as Llama-2's, spaces are a letter, rare characters unknown."""
+    """make_sentencepiece_tokenizer(chat_template): as in Llama-2, a space is a character and rare ones are unknown."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     model = Tokenizer(models.BPE(unk_token="<unk>"))

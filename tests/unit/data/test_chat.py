@@ -1,4 +1,4 @@
-"""Chat masks against transformers' own: its ids, and its assistant masks where the template has generation blocks."""
+"""Token ids and chat masks against transformers, whose assistant masks need templates with generation blocks."""
 
 import chat_templates
 import pytest
@@ -25,7 +25,7 @@ CONVERSATIONS = {
     ],
     "system": [turn("system", "Be well."), turn("user", "Hello there."), turn("assistant", "Very well.")],
     "ends with the user": [turn("user", "Hello"), turn("assistant", "Fine."), turn("user", "And you?")],
-    "says a role name": [turn("user", "assistant: Hello"), turn("assistant", "user: Hello\nassistant: Fine.")],
+    "contains a role name": [turn("user", "assistant: Hello"), turn("assistant", "user: Hello\nassistant: Fine.")],
     "only a space": [turn("user", "Hello"), turn("assistant", " "), turn("user", "?"), turn("assistant", "Fine.")],
 }
 
@@ -38,7 +38,7 @@ def expected(tokenizer, messages):
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", chat_templates.ALL)
-def test_mask_agrees_with_transformers_with_and_without_generation_blocks(make_tokenizer, template, conversation):
+def test_mask_equals_transformers_with_and_without_generation_blocks(make_tokenizer, template, conversation):
     marked = make_tokenizer(chat_templates.ALL[template])
     plain = make_tokenizer(chat_templates.unmarked(chat_templates.ALL[template]))
     messages = CONVERSATIONS[conversation]
@@ -50,15 +50,15 @@ def test_mask_agrees_with_transformers_with_and_without_generation_blocks(make_t
     assert plain.apply_chat_template(messages)["input_ids"] == want.input_ids
 
 
-def test_the_mask_holds_the_answer_and_its_end_token_only(make_tokenizer):
+def test_mask_covers_only_the_answer_and_its_end_token(make_tokenizer):
     tokenizer = make_tokenizer(chat_templates.unmarked(chat_templates.CHATML))
     tokens = tokenize_chat(tokenizer, CONVERSATIONS["many turns"])
-    learnt = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert learnt == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>Hello<|im_end|>"
+    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+    assert with_loss == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>Hello<|im_end|>"
 
 
-def test_a_token_across_the_boundary_is_the_assistants(make_tokenizer):
-    # The prompt ends in the middle of the token "Hello, ", so its own tokens do not begin the conversation's.
+def test_token_across_the_boundary_belongs_to_the_assistant(make_tokenizer):
+    # The prompt ends inside the token "Hello, ", so its tokens are not the first tokens of the conversation.
     tokenizer = make_tokenizer(
         "{% for m in messages %}{{ m.role + ': ' + ('He' if m.role == 'assistant' else '') + m.content + '\\n' }}"
         "{% endfor %}"
@@ -76,7 +76,7 @@ def test_a_token_across_the_boundary_is_the_assistants(make_tokenizer):
 @pytest.mark.parametrize("template", chat_templates.ALL)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 def test_offsets_without_white_space_give_the_same_mask(make_tokenizer, template, conversation):
-    # GPT-2's tokenizer, and many after it, leave white space out of the offsets; the tokens are the same.
+    # GPT-2's tokenizer and many later ones exclude white space from the offsets; the tokens are equal.
     messages = CONVERSATIONS[conversation]
     whole = tokenize_chat(make_tokenizer(chat_templates.ALL[template]), messages)
     assert tokenize_chat(make_tokenizer(chat_templates.ALL[template], trim_offsets=True), messages) == whole
@@ -86,7 +86,7 @@ def test_offsets_without_white_space_give_the_same_mask(make_tokenizer, template
 
 @pytest.mark.parametrize("template", chat_templates.ALL)
 @pytest.mark.parametrize("conversation", [*CONVERSATIONS, "ends with an unknown character"])
-def test_sentencepiece_tokenizers(make_sentencepiece_tokenizer, template, conversation):
+def test_sentencepiece_tokenizers_give_the_same_mask(make_sentencepiece_tokenizer, template, conversation):
     unknown = [turn("user", "Hello"), turn("assistant", "Fine. 🦙")]
     messages = CONVERSATIONS.get(conversation, unknown)
     marked = make_sentencepiece_tokenizer(chat_templates.ALL[template])
@@ -97,7 +97,7 @@ def test_sentencepiece_tokenizers(make_sentencepiece_tokenizer, template, conver
 
 
 class WithoutOffsets:
-    """A tokenizer with merges that has no offsets, as those written in Python."""
+    """A BPE tokenizer without offsets, like tokenizers written in Python."""
 
     is_fast = False
 
@@ -111,8 +111,8 @@ class WithoutOffsets:
         return {"input_ids": self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]}
 
 
-def test_merges_without_offsets_are_right_or_refused(make_tokenizer):
-    right = refused = 0
+def test_bpe_without_offsets_is_correct_or_refused(make_tokenizer):
+    correct = refused = 0
     for template in chat_templates.ALL.values():
         marked, plain = make_tokenizer(template), make_tokenizer(chat_templates.unmarked(template))
         for messages in CONVERSATIONS.values():
@@ -123,18 +123,18 @@ def test_merges_without_offsets_are_right_or_refused(make_tokenizer):
                 except DataError:
                     refused += 1
                     continue
-                right += 1
+                correct += 1
                 assert got == want
-    assert right > 0
+    assert correct > 0
     assert refused > 0
-    # "\nVery " is one token of this vocabulary: it holds the end of the prompt and the first word of the answer.
+    # "\nVery " is one token: it contains the end of the prompt and the first word of the answer.
     tokenizer = make_tokenizer(chat_templates.CHATML)
-    with pytest.raises(DataError, match=r"a token lies across the end of '.*assistant\\n'.*use its fast version"):
+    with pytest.raises(DataError, match=r"'.*assistant\\n'.*use its fast version"):
         tokenize_chat(WithoutOffsets(tokenizer), CONVERSATIONS["system"])
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_python_tokenizers(conversation):
+def test_python_tokenizer_gives_the_same_mask(conversation):
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()
@@ -144,11 +144,11 @@ def test_python_tokenizers(conversation):
     messages = CONVERSATIONS[conversation]
     tokens = tokenize_chat(tokenizer, messages)
     assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-    learnt = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert learnt == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
+    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+    assert with_loss == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
-def test_tool_turns_and_tools(make_tokenizer):
+def test_tools_and_tool_messages(make_tokenizer):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + chat_templates.unmarked(chat_templates.CHATML)
     tokenizer = make_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -160,64 +160,64 @@ def test_tool_turns_and_tools(make_tokenizer):
     ]
     tokens = encode_sample(tokenizer, {"messages": messages, "tools": tools})
     assert tokens.input_ids == tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
-    learnt = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert learnt == "add<|im_end|>Fine.<|im_end|>"
+    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+    assert with_loss == "add<|im_end|>Fine.<|im_end|>"
 
 
-def test_an_assistant_may_begin_and_go_on(make_tokenizer):
+def test_assistant_can_start_and_have_consecutive_turns(make_tokenizer):
     messages = [turn("assistant", "Hello"), turn("assistant", "Fine."), turn("user", "And you?")]
     marked, plain = (make_tokenizer(t) for t in (chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)))
     assert tokenize_chat(plain, messages) == expected(marked, messages)
 
 
-def test_a_conversation_without_assistant_has_no_loss(make_tokenizer):
+def test_conversation_without_assistant_has_no_loss(make_tokenizer):
     for template in (chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)):
         assert not any(tokenize_chat(make_tokenizer(template), [turn("user", "Hello")]).loss_mask)
 
 
-def test_a_template_that_forgets_is_refused_with_the_cure(make_tokenizer):
+def test_template_that_changes_earlier_turns_is_refused_with_a_hint(make_tokenizer):
     tokenizer = make_tokenizer(chat_templates.FORGETTING)
     messages = [turn("user", "Hi"), turn("assistant", "hm</think>Hello"), turn("user", "?"), turn("assistant", "Fine.")]
-    with pytest.raises(DataError, match=r"first 2 messages differently once others follow.*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"first 2 messages .*\{% generation %\}"):
         tokenize_chat(tokenizer, messages)
     assert any(tokenize_chat(tokenizer, messages[:2]).loss_mask)
 
 
-def test_a_generation_prompt_that_is_not_how_turns_begin_is_refused(make_tokenizer):
+def test_generation_prompt_that_does_not_start_a_turn_is_refused(make_tokenizer):
     template = chat_templates.unmarked(chat_templates.CHATML).replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
-    with pytest.raises(DataError, match=r"generation prompt for message 1 .*\{% generation %\}"):
+    with pytest.raises(DataError, match=r"message 1 .*generation prompt.*\{% generation %\}"):
         tokenize_chat(make_tokenizer(template), CONVERSATIONS["one turn"])
 
 
-def test_generation_blocks_around_something_else_are_refused(make_tokenizer):
+def test_generation_blocks_without_assistant_turns_are_refused(make_tokenizer):
     template = "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + chat_templates.unmarked(
         chat_templates.CHATML
     )
-    with pytest.raises(DataError, match="none around the assistant's turns"):
+    with pytest.raises(DataError, match=r"generation blocks .*\{% generation %\}"):
         tokenize_chat(make_tokenizer(template), CONVERSATIONS["one turn"])
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("Hello", "must be a list of messages, not str"),
-        ([], "is empty"),
+        ("Hello", "list of messages, not str"),
+        ([], "empty"),
         ([{"content": "Hello"}], "message 0 must be"),
         ([turn("user", "Hello"), "Fine."], "message 1 must be"),
-        ([turn("user", "Hello"), turn("user", "Hello")], r"refuses the conversation \(user, user\).*must alternate"),
+        ([turn("user", "Hello"), turn("user", "Hello")], r"\(user, user\).*must alternate"),
     ],
 )
-def test_malformed_conversations(make_tokenizer, messages, message):
+def test_malformed_conversations_are_refused(make_tokenizer, messages, message):
     with pytest.raises(DataError, match=message):
         tokenize_chat(make_tokenizer(chat_templates.LLAMA2), messages)
 
 
-def test_no_chat_template(make_tokenizer):
-    with pytest.raises(DataError, match=r"no chat template.*chat_template\.jinja"):
+def test_missing_chat_template_is_refused(make_tokenizer):
+    with pytest.raises(DataError, match=r"chat_template\.jinja"):
         tokenize_chat(make_tokenizer(None), CONVERSATIONS["one turn"])
 
 
-def test_text_and_prompt_completion(make_tokenizer):
+def test_plain_text_and_prompt_with_completion(make_tokenizer):
     tokenizer = make_tokenizer(None)
     end = tokenizer.eos_token_id
     plain = tokenizer("Hello there. Fine.")["input_ids"]
@@ -228,12 +228,12 @@ def test_text_and_prompt_completion(make_tokenizer):
     assert tokens.input_ids == [*tokenizer("user: Hello there.\nassistant: Fine.")["input_ids"], end]
     first = tokens.loss_mask.index(1)
     assert all(tokens.loss_mask[first:])
-    # The first token learnt is the one that holds the completion's first character, here with the end of the prompt.
+    # The first token with loss contains the completion's first character, and here also the end of the prompt.
     assert tokenizer.decode(tokens.input_ids[first:]) == "e.\nassistant: Fine.</s>"
     assert "\na" in tokenizer.decode(tokens.input_ids[first])
 
 
-def test_the_beginning_token_is_put_where_the_tokenizer_does(make_tokenizer):
+def test_bos_token_is_added_if_the_tokenizer_adds_it(make_tokenizer):
     from tokenizers import processors
 
     tokenizer = make_tokenizer(None)
@@ -246,17 +246,17 @@ def test_the_beginning_token_is_put_where_the_tokenizer_does(make_tokenizer):
     assert tokens.loss_mask == [0] + [1] * (len(tokens) - 1)
 
 
-def test_conversational_prompt_and_completion(make_tokenizer):
+def test_prompt_and_completion_as_messages(make_tokenizer):
     messages = CONVERSATIONS["many turns"]
     for template in (chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)):
         tokenizer = make_tokenizer(template)
         tokens = encode_sample(tokenizer, {"prompt": messages[:5], "completion": messages[5:]})
         assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-        learnt = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-        assert learnt == "Hello<|im_end|>"
+        with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+        assert with_loss == "Hello<|im_end|>"
 
 
-def test_samples_that_are_tokens_already():
+def test_tokenized_samples_are_unchanged():
     assert encode_sample(None, {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}) == ChatTokens([5, 6, 7], [0, 1, 1])
     assert encode_sample(None, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}) == ChatTokens([5, 6, 7], [0, 1, 1])
 
@@ -264,29 +264,29 @@ def test_samples_that_are_tokens_already():
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"input_ids": [5, 6], "loss_mask": [1]}, '"input_ids" has 2 entries and "loss_mask" 1'),
-        ({"input_ids": [5, 6], "loss_mask": [1, 2]}, "0 and 1 only"),
-        ({"input_ids": [5, -6], "loss_mask": [1, 1]}, "holds -6"),
-        ({"input_ids": [5, "6"], "loss_mask": [1, 1]}, '"input_ids" must be a list of integers'),
-        ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "not shifted"),
-        ({"input_ids": [5, 6]}, 'has the keys "input_ids"; taken are "messages"'),
-        ({"conversations": [], "id": 3}, 'has the keys "conversations", "id"; taken are .*"prompt" and "completion"'),
-        ({}, "has the keys none"),
-        ({"text": 3}, "must be a string, not int"),
-        ({"prompt": "a", "completion": [1]}, "two texts or two lists of messages, not str and list"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, '"input_ids" has 2 .* "loss_mask" 1'),
+        ({"input_ids": [5, 6], "loss_mask": [1, 2]}, "only 0 and 1"),
+        ({"input_ids": [5, -6], "loss_mask": [1, 1]}, "contains -6"),
+        ({"input_ids": [5, "6"], "loss_mask": [1, 1]}, '"input_ids" .*list of integers'),
+        ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "6 at position 0 .* 5"),
+        ({"input_ids": [5, 6]}, 'keys "input_ids"; .*"messages"'),
+        ({"conversations": [], "id": 3}, 'keys "conversations", "id"; .*"prompt" and "completion"'),
+        ({}, "keys none"),
+        ({"text": 3}, "string, not int"),
+        ({"prompt": "a", "completion": [1]}, "two lists of messages, not str and list"),
     ],
 )
-def test_samples_of_another_form(sample, message):
+def test_unsupported_samples_are_refused(sample, message):
     with pytest.raises(DataError, match=message):
         encode_sample(None, sample)
 
 
-def test_truncation_rules():
+def test_truncation_rules_are_applied():
     tokens = ChatTokens([1, 2, 3, 4], [0, 0, 1, 1])
     assert truncate(tokens, 4, "refuse") == (tokens, False)
     assert truncate(tokens, 3, "right") == (ChatTokens([1, 2, 3], [0, 0, 1]), True)
     assert truncate(tokens, 3, "left") == (ChatTokens([2, 3, 4], [0, 1, 1]), True)
-    with pytest.raises(DataError, match="has 4 tokens, 1 more than the 3 that fit"):
+    with pytest.raises(DataError, match="4 tokens, 1 more than the 3"):
         truncate(tokens, 3, "refuse")
     with pytest.raises(DataError, match="choose one of right, left, refuse"):
         truncate(tokens, 3, "middle")

@@ -1,4 +1,4 @@
-"""JsonLines against json.loads of the whole file; its errors; copies in other processes."""
+"""JsonLines against json.loads of the whole file; errors; use in several processes and threads."""
 
 import json
 import multiprocessing
@@ -16,7 +16,7 @@ SAMPLES = [{"id": i, "text": "naïve 🦙 " * (i % 7)} for i in range(50)]
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with a byte order mark, empty lines everywhere, Windows line ends and no line feed at the end."""
+    """A file with a byte order mark, empty lines, a Windows line ending and no line feed at the end."""
     lines = [json.dumps(sample, ensure_ascii=False) for sample in SAMPLES]
     lines[3] += "\r"
     text = "\ufeff" + "\n".join(lines[:10]) + "\n\n  \n" + "\n".join(lines[10:49]) + "\n\n" + lines[49]
@@ -25,7 +25,7 @@ def path(tmp_path):
     return file
 
 
-def test_it_is_a_sequence_of_the_objects(path):
+def test_json_lines_is_a_sequence_of_the_objects(path):
     data = JsonLines(path)
     assert len(data) == 50
     assert list(data) == SAMPLES
@@ -38,13 +38,13 @@ def test_it_is_a_sequence_of_the_objects(path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 12, 50, 60])
-def test_the_head_is_that_of_the_whole(path, count):
+def test_head_returns_the_first_samples(path, count):
     data = JsonLines(path)
     assert data.head(count) == SAMPLES[:count]
     assert len(data) == 50
 
 
-def test_the_head_does_not_read_what_follows_it(tmp_path):
+def test_head_does_not_read_later_lines(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text('{"a": 1}\n{"a": 2}\nno json\n')
     assert JsonLines(file).head(2) == [{"a": 1}, {"a": 2}]
@@ -52,7 +52,7 @@ def test_the_head_does_not_read_what_follows_it(tmp_path):
         JsonLines(file).head(3)
 
 
-def test_where_names_the_line_of_the_file(path):
+def test_where_returns_file_and_line(path):
     data = JsonLines(path)
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     for index in (0, 9, 10, 48, 49):
@@ -61,7 +61,7 @@ def test_where_names_the_line_of_the_file(path):
         assert json.loads(lines[int(line) - 1]) == SAMPLES[index]
 
 
-def test_where_reads_files_of_several_blocks(tmp_path):
+def test_where_supports_files_of_several_blocks(tmp_path):
     file = tmp_path / "big.jsonl"
     file.write_text("".join(json.dumps({"id": i, "text": "x" * 1000}) + "\n" for i in range(3000)))
     data = JsonLines(file)
@@ -69,7 +69,7 @@ def test_where_reads_files_of_several_blocks(tmp_path):
     assert data[2999]["id"] == 2999
 
 
-def test_copies_and_a_changed_working_directory(path, monkeypatch, tmp_path):
+def test_pickled_copy_and_changed_working_directory(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     data = JsonLines("train.jsonl")
     monkeypatch.chdir("/")
@@ -83,7 +83,7 @@ def _read(data, queue, start):
     queue.put([data[i % 50]["id"] for i in range(start, start + 500)])
 
 
-def test_forked_processes_and_threads_read_at_once(path):
+def test_forked_processes_and_threads_can_read_concurrently(path):
     data = JsonLines(path)
     assert data[0] == SAMPLES[0]
     context = multiprocessing.get_context("fork")
@@ -91,17 +91,17 @@ def test_forked_processes_and_threads_read_at_once(path):
     workers = [context.Process(target=_read, args=(data, queue, start)) for start in (0, 17)]
     for worker in workers:
         worker.start()
-    here = [data[i % 50]["id"] for i in range(500)]
-    there = [queue.get() for _ in workers]
+    in_parent = [data[i % 50]["id"] for i in range(500)]
+    in_workers = [queue.get() for _ in workers]
     for worker in workers:
         worker.join()
-    assert here == [i % 50 for i in range(500)]
-    assert sorted(there) == sorted([[i % 50 for i in range(start, start + 500)] for start in (0, 17)])
+    assert in_parent == [i % 50 for i in range(500)]
+    assert sorted(in_workers) == sorted([[i % 50 for i in range(start, start + 500)] for start in (0, 17)])
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(data.__getitem__, range(50))) == SAMPLES
 
 
-def test_the_descriptor_is_closed_with_the_object(path):
+def test_file_descriptor_is_closed_with_the_object(path):
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     data = JsonLines(path)
     assert data[0] == SAMPLES[0]
@@ -112,12 +112,12 @@ def test_the_descriptor_is_closed_with_the_object(path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"a": 1', r"train.jsonl:4: not JSON: .*\(column 8\); every line must be one JSON object"),
+        (b'{"a": 1', r"train.jsonl:4: not JSON: .*column 8.*; every line must be one JSON object"),
         (b"[1, 2]", r"train.jsonl:4: must be a JSON object like .*, not a list"),
         (b'{"a": "\xff"}', r"train.jsonl:4: not UTF-8 \(byte 8 of the line\)"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, line, message):
+def test_error_names_the_malformed_line(tmp_path, line, message):
     file = tmp_path / "train.jsonl"
     file.write_bytes(b'{"a": 0}\n\n{"a": 1}\n' + line + b'\n{"a": 3}\n')
     data = JsonLines(file)
@@ -129,10 +129,10 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
     assert data[3] == {"a": 3}
 
 
-def test_files_that_are_not_there(path):
-    with pytest.raises(DataError, match=r"trian\.jsonl: no such data file; did you mean .*/train\.jsonl\?"):
+def test_missing_file_is_reported_with_a_suggestion(path):
+    with pytest.raises(DataError, match=r"trian\.jsonl: .*; did you mean .*/train\.jsonl\?"):
         JsonLines(path.parent / "trian.jsonl")
-    with pytest.raises(DataError, match=r"no such data file; .* contains train\.jsonl"):
+    with pytest.raises(DataError, match=r"quite-another-name: .* contains train\.jsonl"):
         JsonLines(path.parent / "quite-another-name")
     with pytest.raises(DataError, match=f"of its path only {path.parent} exists"):
         JsonLines(path.parent / "data" / "train.jsonl")
@@ -143,7 +143,7 @@ def test_files_that_are_not_there(path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
-def test_a_file_without_samples(tmp_path, content):
+def test_file_without_samples_is_refused(tmp_path, content):
     file = tmp_path / "empty.jsonl"
     file.write_bytes(content)
     data = JsonLines(file)

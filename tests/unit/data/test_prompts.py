@@ -1,4 +1,4 @@
-"""Prompts to token ids: those that transformers' tokenizers give."""
+"""Token ids of prompts against transformers' tokenizers."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TEMPLATE = (
 )
 
 
-def test_texts_messages_and_ids_are_what_transformers_makes_of_them(make_tokenizer):
+def test_token_ids_equal_transformers(make_tokenizer):
     tokenizer = make_tokenizer(TEMPLATE)
     text, chat = "Once upon a time", [{"role": "user", "content": "hello\nthere"}]
     assert prompt_token_ids(tokenizer, text, 400) == tokenizer(text)["input_ids"]
@@ -23,7 +23,7 @@ def test_texts_messages_and_ids_are_what_transformers_makes_of_them(make_tokeniz
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ("", "has no tokens"),
         ([], "a prompt is a text, a list of messages or a list of token ids"),
@@ -36,13 +36,13 @@ def test_texts_messages_and_ids_are_what_transformers_makes_of_them(make_tokeniz
         ([{"content": "nobody"}], "message 0 must be"),
     ],
 )
-def test_others_are_refused(make_tokenizer, prompt, said):
-    with pytest.raises(DataError, match=said):
+def test_invalid_prompts_are_refused(make_tokenizer, prompt, message):
+    with pytest.raises(DataError, match=message):
         prompt_token_ids(make_tokenizer(TEMPLATE), prompt, 400)
 
 
-def test_messages_need_a_chat_template_and_texts_a_tokenizer(make_tokenizer):
-    with pytest.raises(DataError, match="no chat template"):
+def test_messages_require_a_chat_template_and_text_a_tokenizer(make_tokenizer):
+    with pytest.raises(DataError, match=r"chat_template\.jinja"):
         prompt_token_ids(make_tokenizer(None), [{"role": "user", "content": "hello"}], 400)
-    with pytest.raises(DataError, match=r"needs a tokenizer; set megatron_wrap\.data\.tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer; set megatron_wrap\.data\.tokenizer"):
         prompt_token_ids(None, "hello", 400)
