@@ -77,9 +77,9 @@ RETIRED: Mapping[str, str] = {
     "lazy_mpu_init": f"retired; {_ENGINE}",
     "use_cpu_initialization": f"retired, initial weights do not depend on the device; {_ENGINE}",
     "local_rank": f"retired; {_ENGINE}",
-    "calculate_per_token_loss": "the flow's get_loss_weight says what the loss is a mean over; delete this key",
+    "calculate_per_token_loss": "the flow's get_loss_weight defines what the loss averages over; delete this key",
 }
-"""Keys of Megatron-LM and of earlier versions that are gone, wherever they stand -> what to do."""
+"""Retired keys of Megatron-LM and of earlier versions, in any section -> what to do."""
 
 
 def _owned(path: str, **renamed: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ SET_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 
 def key_advice(section_path: str, key: str) -> str | None:
-    """What to do about a key that does not stand in this section; None: nothing is known of it."""
+    """What to do about a key that does not belong in this section; None: it is unknown."""
     for section, path in schema.SECTION_PATHS.items():
         if path == section_path and key in SET_ELSEWHERE.get(section, {}):
             return SET_ELSEWHERE[section][key]

@@ -44,7 +44,7 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tr
 
 
 def decode(tree: Tree, name: str) -> schema.RunConfig:
-    """The run's dataclasses from a composed tree; `name` is the run's."""
+    """The run's dataclasses from a composed tree; `name` is the name of the run."""
     sections = {field: _decode_section(tree, field) for field in schema.SECTION_PATHS}
     leaves = tree.leaves()
     sources = {path: str(origins[-1]) for path, origins in leaves.items()}
@@ -97,7 +97,7 @@ def _decode_section(tree: Tree, section: str) -> Any:
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
             raise ConfigError(
-                f"{file} {path}.{key}: missing; a file of this section gives every key, or inherits one that does"
+                f"{file} {path}.{key}: missing; a file of this section defines every key, or inherits one that does"
             )
         if section == "data" and key == "validation":
             decoded[key] = _evaluation_sets(values[key], origins[key][-1], f"{path}.{key}")
@@ -139,7 +139,7 @@ def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str
     rule = f"{tree.view_file} {path}: not given; it {mismatch}; write {key} under {section_path}"
     if section.selected is None:
         return rule
-    return f"{rule}.__override__, or select a file that gives it ({section.selected} leaves it open at {where})"
+    return f"{rule}.__override__, or select a file that defines it ({section.selected} leaves it null at {where})"
 
 
 def _evaluation_sets(value: Any, origin: Origin, path: str) -> Mapping[str, str]:
@@ -163,21 +163,21 @@ def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
     if key in SET_ELSEWHERE[section]:
         raise ConfigError(f"{where} {path}: {SET_ELSEWHERE[section][key]}")
     if key not in fields:
-        hint = did_you_mean(key, section_hints(section)) or did_you_mean(key, fields)
+        hint = did_you_mean(key, section_hints(section), fields)
         raise ConfigError(f"{where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
     members = upstream_enums().get(annotation)  # given by name; `model/transformer.py` makes it a member
     kind: Any = parse_annotation(annotation) if members is None else Literal[members]
     if kind is None:
         raise ConfigError(
-            f"{where} {path}: Megatron-Core's field has the type {annotation}, which a YAML cannot give; delete it, or "
-            "write a model provider that sets it"
+            f"{where} {path}: Megatron-Core's field has the type {annotation}, which a YAML cannot express; delete it, "
+            "or write a model provider that sets it"
         )
     return _checked(tree, tree.section_values(section_path)[key], origins, kind, path)
 
 
 def _decode_option(tree: Tree, section: str, key: str) -> Any:
-    """An option of a flow or a provider: of the type that the tree's file gives it, if it gives the key."""
+    """An option of a flow or a provider, of the type that its value in the tree's file has, if the file has the key."""
     section_path = schema.SECTION_PATHS[section]
 
     def typed(value: Any, origins: Any, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Contradictions within a mixture of experts, and between its experts and the layout."""
+"""Contradictions within the MoE settings, and between the experts and the parallel layout."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ from megatron_wrap.config.refusal import divisors, refuse, value_of
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import LayoutError
 
-_MEAN_EXPERTS = {
+_MOE_ONLY = {
     "parallel.expert_model_parallel_size": 1,
     "parallel.expert_tensor_parallel_size": None,
     "arch.moe_ffn_hidden_size": None,
     "arch.moe_shared_expert_intermediate_size": None,
 }
-"""Keys that say nothing without experts -> the value at which they are silent."""
+"""Keys that only apply to MoE models -> their value in a dense one."""
 
 
 def check_experts(config: RunConfig) -> None:
-    """Everything that `num_experts` asks of other keys.
+    """Everything that `num_experts` requires of other keys.
 
     Raises:
         ConfigError, LayoutError: values that contradict each other.
     """
     if config.arch.num_experts is None:
-        for name, silent in _MEAN_EXPERTS.items():
-            _refuse_without_experts(config, name, silent)
+        for name, unused in _MOE_ONLY.items():
+            _refuse_in_dense_model(config, name, unused)
         return
     _check_layers(config)
     _check_router(config)
@@ -32,12 +32,12 @@ def check_experts(config: RunConfig) -> None:
     _check_layout(config, config.arch.num_experts)
 
 
-def _refuse_without_experts(config: RunConfig, name: str, silent: Any) -> None:
+def _refuse_in_dense_model(config: RunConfig, name: str, unused: Any) -> None:
     value = value_of(config, name)
-    if value != silent:
+    if value != unused:
         rule = (
             f"{value} needs a model with experts; give {SECTION_PATHS['arch']}.num_experts, or leave it at "
-            f"{'null' if silent is None else silent}"
+            f"{'null' if unused is None else unused}"
         )
         if name.startswith("parallel."):
             refuse(config, [name], rule, LayoutError)
@@ -51,12 +51,12 @@ def _check_layers(config: RunConfig) -> None:
     try:
         pattern = derived.moe_layer_pattern(arch)
     except (ValueError, SyntaxError):
-        refuse(config, key, f"{arch.moe_layer_freq!r} is no list of 0 and 1 such as ([0]*3+[1]*58)")
+        refuse(config, key, f"{arch.moe_layer_freq!r} is not a list of 0 and 1 such as ([0]*3+[1]*58)")
     if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
         refuse(
             config,
             [*key, "arch.num_layers"],
-            f"says {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
+            f"defines {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
             f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
         )
     if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
@@ -100,8 +100,8 @@ def _check_router(config: RunConfig) -> None:
         refuse(
             config,
             ["arch.moe_router_num_groups", "arch.moe_router_group_topk"],
-            f"{chosen} of {groups} groups of {experts} experts do not hold moe_router_topk {topk}; the number of "
-            "groups must divide num_experts, and moe_router_group_topk of them must hold enough",
+            f"{chosen} of {groups} groups of {experts} experts cannot provide moe_router_topk {topk}; the number of "
+            "groups must divide num_experts, and moe_router_group_topk groups must have enough experts",
         )
     score_experts = arch.moe_router_group_score_experts
     if score_experts is None and topk < chosen:
@@ -134,7 +134,7 @@ def _check_losses(config: RunConfig) -> None:
         refuse(
             config,
             ["arch.moe_aux_loss_coeff"],
-            f"{coefficients} has no meaning for moe_router_load_balancing_type {kinds}; set it to 0, or choose "
+            f"{coefficients} does not apply to moe_router_load_balancing_type {kinds}; set it to 0, or choose "
             "aux_loss",
         )
 
@@ -164,6 +164,6 @@ def _check_layout(config: RunConfig, experts: int) -> None:
         refuse(
             config,
             ["parallel.sequence_parallel"],
-            "false with tensor_model_parallel_size > 1 is not there for a model with experts; write true or null",
+            "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null",
             LayoutError,
         )

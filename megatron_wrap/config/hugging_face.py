@@ -1,7 +1,7 @@
 """`megatron_wrap.model_provider.hf_path`: the architecture from a Hugging Face folder's config.json. No torch.
 
-What a family's config.json means is said by the family (`megatron_wrap.bridge.families`), found by name through the
-registry below, so this layer imports none of them.
+A family (`megatron_wrap.bridge.families`) defines what its config.json means. It is found by name through the registry
+below, so this layer imports none of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
 HOW = "hf_path"
 """Name of this source in the record of origins."""
 FROM_HUGGING_FACE = "hugging-face"
-"""File of the tree that leaves the whole architecture to config.json; a run that selects none gets it."""
+"""File of the tree that leaves the whole architecture to config.json; selected by default."""
 
 TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "moe_router_dtype"})
-"""What a family says only of training or of precision: a run may say otherwise."""
+"""Keys of config.json that only concern training or precision: a run may set other values."""
 
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
 """What of a hub repository is fetched to read a configuration: everything small."""
@@ -59,13 +59,13 @@ _SHIPPED = (
 _GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
 LACKING: Mapping[str, str] = {
     "gemma": _GEMMA,
-    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms behind their blocks",
-    "gemma3": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by different bases",
-    "gemma3_text": f"{_GEMMA}; layers have norms behind their blocks, and local and global layers rotate by "
+    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms after their blocks",
+    "gemma3": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by different bases",
+    "gemma3_text": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by "
     "different bases",
-    "olmo2": "norms stand behind attention and MLP alone, and those of queries and keys span all heads",
+    "olmo2": "norms only follow attention and MLP, and those of queries and keys span all heads",
 }
-"""model_type -> what it needs that our layers do not have."""
+"""model_type -> what it needs that our layers lack."""
 
 FAMILIES: Registry[Any] = Registry(
     "Hugging Face model_type",
@@ -181,7 +181,7 @@ def family_of(model_type: str, where: str = "") -> Any:
         raise UnsupportedModel(
             f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {LACKING[model_type]}"
         )
-    if model_type not in known:  # a file's text is no place to import code from
+    if model_type not in known:  # the text of a file must not import code
         raise ConfigError(
             f"{where + ': ' if where else ''}unknown model_type {model_type!r}{did_you_mean(model_type, known) or '.'} "
             f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
@@ -191,7 +191,7 @@ def family_of(model_type: str, where: str = "") -> Any:
 
 def add_hugging_face(nest: ValidatedNest) -> None:
     """Add config.json of `hf_path` to the sources of a run, for the architecture and the tokenizer; without `hf_path`
-    only see that an architecture is selected.
+    only check that an architecture is selected.
 
     Raises:
         ConfigError: see `read_hugging_face_config`; or a value of the YAML contradicts config.json.
@@ -207,7 +207,7 @@ def add_hugging_face(nest: ValidatedNest) -> None:
             )
         return
     if not isinstance(path_or_id, str):
-        return  # its type is refused where types are
+        return  # a wrong type is refused when the value is decoded
     try:
         found = read_hugging_face_config(path_or_id)
     except NotDownloaded:
@@ -222,7 +222,7 @@ def add_hugging_face(nest: ValidatedNest) -> None:
 
 
 def spelled_out(config: RunConfig) -> list[str]:
-    """Overrides that give the whole architecture of a run in place of its `hf_path`."""
+    """Overrides that set the whole architecture of a run instead of its `hf_path`."""
     arch = {field.name: getattr(config.arch, field.name) for field in dataclasses.fields(config.arch)}
     values = {**{key: value for key, value in arch.items() if key != "upstream"}, **config.arch.upstream}
     section = SECTION_PATHS["arch"]
@@ -248,7 +248,7 @@ def _add_to_arch(nest: ValidatedNest, found: HuggingFaceConfig, key: str, value:
 
 
 def _given_by_run(origins: list[Origin], chosen: bool) -> Origin | None:
-    """The last place where the run itself gives the value: by a file that it selects, an override, the command line."""
+    """The last place where the run itself sets the value: a file that it selects, an override, the command line."""
     if not origins or origins[-1].node.value is None:
         return None
     by_run = chosen or origins[-1].how in ("override", "command line")

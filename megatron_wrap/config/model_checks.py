@@ -1,4 +1,4 @@
-"""Contradictions between the shape of the model and its layout."""
+"""Contradictions between the architecture and the parallel layout."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from megatron_wrap.errors import LayoutError
 
 
 def check_model(config: RunConfig) -> None:
-    """The architecture in itself, and against `model.parallel`.
+    """Check the architecture by itself, and together with `model.parallel`.
 
     Raises:
         ConfigError, LayoutError: values that contradict each other.
@@ -85,11 +85,11 @@ def _check_latent_attention(config: RunConfig) -> None:
             f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even",
         )
     if config.parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(config.parallel):
-        # multi_latent_attention.py: without it each process would keep the gradient of its own heads alone
+        # multi_latent_attention.py: without it each rank would only keep the gradient of its own heads
         refuse(
             config,
             ["parallel.sequence_parallel"],
-            "false with tensor_model_parallel_size > 1 is not there for multi_latent_attention; write true or null",
+            "false with tensor_model_parallel_size > 1 is not supported for multi_latent_attention; write true or null",
             LayoutError,
         )
 
@@ -107,7 +107,7 @@ def _check_model(config: RunConfig) -> None:
         refuse(
             config,
             [f"arch.{name}" for name in chosen],
-            f"{' and '.join(chosen)} are both true and name different activations; keep one",
+            f"{' and '.join(chosen)} are both true and select different activations; keep one",
         )
     positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
     if config.train.seq_length > positions:
@@ -115,7 +115,7 @@ def _check_model(config: RunConfig) -> None:
             config,
             ["train.seq_length", "arch.max_position_embeddings"],
             f"seq_length {config.train.seq_length} is longer than the model's max_position_embeddings {positions}; "
-            "shorten the one or raise the other",
+            "lower seq_length or raise max_position_embeddings",
         )
     if arch.vocab_size is None and config.data.tokenizer is None:
         refuse(
@@ -132,7 +132,7 @@ def _check_sharding(config: RunConfig) -> None:
         "num_attention_heads": arch.num_attention_heads,
         "num_query_groups": derived.num_query_groups(arch),
     }
-    if arch.multi_latent_attention:  # MLASelfAttention cuts them first, whatever takes their place later
+    if arch.multi_latent_attention:  # MLASelfAttention builds them first, even where they are replaced later
         split["kv_lora_rank + qk_pos_emb_head_dim"] = arch.kv_lora_rank + arch.qk_pos_emb_head_dim
         split["q_lora_rank"] = arch.q_lora_rank or 0
     if 0 in derived.moe_layer_pattern(arch):
@@ -166,7 +166,7 @@ def _check_pipeline(config: RunConfig) -> None:
         refuse(
             config,
             virtual_keys,
-            "both virtual-pipeline keys are given and say the same in two ways; delete one",
+            "both virtual-pipeline keys are given, and each defines the number of chunks; delete one",
             LayoutError,
         )
     key = virtual_keys[0 if per_chunk is not None else 1]
@@ -229,6 +229,6 @@ def _check_uneven(config: RunConfig, given: Sequence[str]) -> None:
             f"{' and '.join(given)} take {ends} of {layers} layers and leave {middle} for {middle_stages} other "
             f"stages, which must be a positive multiple of {middle_stages}"
             if middle_stages
-            else f"{' and '.join(given)} take {ends} of {layers} layers, and there is no other stage for the rest",
+            else f"{' and '.join(given)} take {ends} of {layers} layers, and no other stage is left for the rest",
             LayoutError,
         )

@@ -37,7 +37,7 @@ def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: Rules | No
 
 @dataclass(frozen=True)
 class _Override:
-    """One command-line `a.b=c`: the parts of the path that are still to walk."""
+    """One command-line `a.b=c`; `parts`: the rest of its path below the current section."""
 
     parts: tuple[str, ...]
     node: Node
@@ -158,7 +158,7 @@ class ValidatedNest:
         return {SELECT: name, OVERRIDE: self._override_all(section, {**overrides, **inline}, rest)}
 
     def _mapping(self, node: Node | None, path: str) -> dict[str, Node]:
-        if node is None or node.value is None:  # a section whose every line is commented out
+        if node is None or node.value is None:  # all lines of the section are commented out
             return {}
         if not isinstance(node.value, dict):
             raise ConfigError(
@@ -201,7 +201,7 @@ class ValidatedNest:
             files = [f"{entry_name}.yaml" for entry_name in folder.entries]
             if parent.value in seen:
                 circle = " -> ".join([*seen[seen.index(parent.value) :], parent.value])
-                raise ConfigError(f"{parent.where} {path}.{INHERIT}: a circle, {circle}; remove one of these lines")
+                raise ConfigError(f"{parent.where} {path}.{INHERIT}: a cycle, {circle}; remove one of these lines")
             if parent.value not in files:
                 raise ConfigError(
                     f"{parent.where} {path}.{INHERIT}: there is no file {parent.value!r} in this folder"
@@ -284,7 +284,7 @@ class ValidatedNest:
         more = self._rules.more_keys(section.path)
         if key in more or (section.takes_any and key not in (SELECT, OVERRIDE, INHERIT)):
             return
-        # a name of the section itself is the likelier meaning; Megatron-Core's are hundreds
+        # a key of the section itself is likelier than one of Megatron-Core's hundreds
         raise ConfigError(f"{node.where} {section.path}.{key}: " + self._unknown(section, key, more))
 
     def _unknown(self, section: Section, key: str, more: Collection[str]) -> str:
@@ -294,10 +294,10 @@ class ValidatedNest:
         if key == OVERRIDE:
             return "only a section with a selection takes it; write its keys here directly"
         if key == SELECT:
-            return "nothing is to be selected here; delete it"
+            return "nothing can be selected here; delete it"
         if key == INHERIT:
             return "belongs in a file of the tree, not in a run's YAML"
-        hint = did_you_mean(key, section.origins) or did_you_mean(key, more)
+        hint = did_you_mean(key, section.origins, more)
         return f"unknown key{hint or '; the keys are ' + ', '.join(section.origins)}"
 
     # ---- refusals of whole sections
@@ -305,7 +305,7 @@ class ValidatedNest:
     def _refuse_section(self, folder: Folder, key: str, node: Node, path: str) -> None:
         here = f"{path}.{key}" if path else key
         if key == SELECT:
-            raise ConfigError(f"{node.where} {here}: nothing is to be selected here; delete it")
+            raise ConfigError(f"{node.where} {here}: nothing can be selected here; delete it")
         advice = self._rules.advice(path, key)
         if advice is None and key in (OVERRIDE, INHERIT):
             advice = "does not belong here; name the section and write its keys there"
@@ -321,12 +321,12 @@ class ValidatedNest:
             rule = "belongs in a file of the tree, not in a run's YAML"
         else:
             near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
-            rule = self._rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} stand here"
+            rule = self._rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} are allowed here"
         raise ConfigError(f"{node.where} {path}.{key}: {rule}")
 
     def _refuse_command_line(self, folder: Folder, override: _Override, path: str) -> None:
         if not override.parts:
             raise ConfigError(
-                f"{COMMAND_LINE} {override.path}: names a folder; go on with one of {', '.join(folder.entries)}"
+                f"{COMMAND_LINE} {override.path}: names a folder; add one of {', '.join(folder.entries)}"
             )
         self._refuse_section(folder, override.parts[0], override.node, path)

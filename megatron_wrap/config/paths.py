@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names, looked at before a process starts; nothing is created."""
+"""Checks of the files and folders that a configuration names, before a process starts; nothing is created."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The one form of a refusal: where the value was set, its dotted path, the rule with the numbers, the way out."""
+"""The form of every error about a value: where it was set, its dotted path, the rule with the numbers, a hint."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError
 
-_BY_USER = ("command line", "(override)")  # what was said last is the likeliest mistake
+_BY_USER = ("command line", "(override)")  # the value that was set last is the likeliest mistake
 
 
 def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] = ConfigError) -> NoReturn:

@@ -6,7 +6,7 @@ from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 
 
 def check_training(config: RunConfig) -> None:
-    """Everything of `megatron_lm.train`, and what data and checkpoints must give for it.
+    """Check `megatron_lm.train`, and what it requires of data and checkpoints.
 
     Raises:
         ConfigError, LayoutError: values that contradict each other.
@@ -79,7 +79,7 @@ def _check_learning_rate(config: RunConfig) -> None:
         refuse(
             config,
             ["learning_rate.lr_wsd_decay_iters"],
-            f"{wsd} has a meaning for lr_decay_style WSD alone, which is {rate.lr_decay_style}; delete it",
+            f"{wsd} only applies to lr_decay_style WSD, which is {rate.lr_decay_style}; delete it",
         )
     if wsd is not None and wsd > decay:
         refuse(config, ["learning_rate.lr_wsd_decay_iters"], f"{wsd} is longer than the whole schedule of {decay}")
@@ -126,7 +126,7 @@ def _check_precision(config: RunConfig) -> None:
         refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
     if dtype.loss_scale is not None and not dtype.fp16:
         refuse(
-            config, ["dtype.loss_scale"], f"{dtype.loss_scale} has a meaning for fp16 alone; delete it or select fp16"
+            config, ["dtype.loss_scale"], f"{dtype.loss_scale} only applies to fp16; delete it or select fp16"
         )
     if dtype.initial_loss_scale < dtype.min_loss_scale:
         refuse(
@@ -146,13 +146,13 @@ def _check_recompute(config: RunConfig) -> None:
             refuse(
                 config,
                 [f"recompute.{name}"],
-                f"{getattr(recompute, name)} has a meaning for recompute_granularity full alone",
+                f"{getattr(recompute, name)} only applies to recompute_granularity full",
             )
     if recompute.recompute_modules is not None and granularity != "selective":
         refuse(
             config,
             ["recompute.recompute_modules"],
-            "a list has a meaning for recompute_granularity selective alone",
+            "a list only applies to recompute_granularity selective",
         )
     if recompute.distribute_saved_activations:
         tensor, sequence = config.parallel.tensor_model_parallel_size, derived.sequence_parallel(config.parallel)
@@ -175,7 +175,7 @@ def _check_intervals(config: RunConfig) -> None:
                 f"{value_of(config, needed_for)} has no effect without {SECTION_PATHS['train']}.save",
             )
     if train.finetune and train.load is None:
-        refuse(config, ["train.finetune"], "true takes the weights of load, which is null; give load")
+        refuse(config, ["train.finetune"], "true loads the weights of load, which is null; give load")
     if train.eval_interval is not None and config.data.data_key == "jsonl" and not config.data.validation:
         refuse(
             config,
@@ -189,7 +189,7 @@ def _check_intervals(config: RunConfig) -> None:
 def _check_sample_prompts(config: RunConfig) -> None:
     key, prompts = ["train.sample_prompts"], config.train.sample_prompts
     if not prompts or "" in prompts:
-        refuse(config, key, f"{prompts} must be a list of texts, none of them empty; null logs no sample")
+        refuse(config, key, f"{prompts} must be a list of non-empty texts; null logs no sample")
     if config.data.tokenizer is None:
         refuse(config, key, f"texts need a tokenizer; give {SECTION_PATHS['data']}.tokenizer, or write null")
 

@@ -1,4 +1,4 @@
-"""Strict types of configuration values: what YAML gives against what an annotation asks."""
+"""Strict types of configuration values: a value from YAML is checked against a type annotation."""
 
 import ast
 import math
@@ -12,11 +12,11 @@ _NAMES.update({dict: "a mapping", type(None): "null"})
 
 
 class Mismatch(Exception):
-    """A value is not of the type; the text says what it must be."""
+    """A value is not of the type; the text is what it must be."""
 
 
 def check_value(value: Any, hint: Any) -> Any:
-    """`value` as `hint` asks, lists as tuples where it asks for tuples, integers as floats where for floats.
+    """`value` converted to `hint`: lists to tuples, and integers to floats, where the hint is one.
 
     Strict otherwise: an integer is written 4 and not 4.0, a boolean true or false and not 1 or "yes".
 
@@ -49,9 +49,9 @@ def describe_type(hint: Any) -> str:
 
 
 def parse_annotation(text: str) -> Any:
-    """The type that the source text of an annotation names, as far as YAML can give it; None: it cannot at all.
+    """The type that the source text of an annotation names, as far as YAML can express it; None: not at all.
 
-    Members of a union that YAML cannot give (an enum, a callable) are left out.
+    Members of a union that YAML cannot express (an enum, a callable) are left out.
     """
     return _parse(ast.parse(text, mode="eval").body)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from _messages import assert_facts
 
 from megatron_wrap.config import load_resolved, load_run_config, write_resolved
 from megatron_wrap.config.advice import RETIRED
@@ -71,31 +72,35 @@ def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
 
 def test_a_flow_of_one_s_own_names_itself_and_has_any_keys(write_run: Write) -> None:
     run = write_run("__select__: minimal_mock", "__select__: custom")
-    assert refusal(run).startswith(
+    assert_facts(
+        refusal(run),
         "run.yaml megatron_wrap.flow.flow_key: not given; it must be a string; write flow_key under "
-        "megatron_wrap.flow.__override__, or select a file that gives it (custom leaves it open at "
+        "megatron_wrap.flow.__override__, or select a file that defines it (custom leaves it null at ",
     )
     config = load_run_config(run, ["megatron_wrap.flow.flow_key=a.b:C", "megatron_wrap.flow.beta=0.5"])
     assert config.flow.options == {"beta": 0.5}
     assert config.undeclared == {"megatron_wrap.flow.beta"}
-    assert refusal(run, "megatron_wrap.flow.beta=0.5").startswith(
-        "command line megatron_wrap.flow.beta: unknown key; the keys are flow_key"
+    assert_facts(
+        refusal(run, "megatron_wrap.flow.beta=0.5"),
+        "command line megatron_wrap.flow.beta: unknown key; the keys are flow_key",
     )
 
 
 @pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
 def test_a_base_is_not_selected_by_accident(base: str, write_run: Write) -> None:
     message = refusal(write_run(), f"megatron_lm.model.arch.__select__={base}")
-    assert message.startswith(
+    assert_facts(
+        message,
         "run.yaml megatron_lm.model.arch.num_layers: not given; it must be an integer; write num_layers under "
-        f"megatron_lm.model.arch.__override__, or select a file that gives it ({base} leaves it open at "
+        f"megatron_lm.model.arch.__override__, or select a file that defines it ({base} leaves it null at ",
     )
 
 
 def test_a_missing_value_names_its_section(write_run: Write) -> None:
-    assert refusal(write_run("      lr: 2e-4\n", "")) == (
+    assert_facts(
+        refusal(write_run("      lr: 2e-4\n", "")),
         "run.yaml megatron_lm.train.learning-rate.lr: not given; it must be a number; write lr under "
-        "megatron_lm.train.learning-rate"
+        "megatron_lm.train.learning-rate",
     )
 
 
@@ -184,7 +189,7 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
     ],
 )
 def test_values_of_another_type(write_run: Write, override: str, message: str) -> None:
-    assert refusal(write_run(), f"megatron_lm.{override}").startswith(f"command line megatron_lm.{message}")
+    assert_facts(refusal(write_run(), f"megatron_lm.{override}"), f"command line megatron_lm.{message}")
 
 
 def test_values_of_the_right_type(write_run: Write) -> None:
@@ -225,9 +230,10 @@ def test_evaluation_sets(write_run: Write, value: str, sets: Mapping[str, str]) 
 
 
 def test_an_evaluation_set_is_a_path(write_run: Write) -> None:
-    assert refusal(write_run(), "megatron_wrap.data.validation={a: 1}") == (
+    assert_facts(
+        refusal(write_run(), "megatron_wrap.data.validation={a: 1}"),
         "command line megatron_wrap.data.validation: must be a path, or a mapping from names to paths, not the mapping "
-        "{'a': 1}"
+        "{'a': 1}",
     )
 
 
@@ -237,30 +243,34 @@ def test_options_of_a_flow_have_the_type_of_the_file(write_run: Write, write_nes
     options = load_run_config(run, ["megatron_wrap.flow.beta=2", "megatron_wrap.flow.name=x"]).flow.options
     assert options == {"beta": 2.0, "name": "x", "steps": 3, "layers": {"a": True}}
     assert type(options["beta"]) is float
-    assert refusal(run, "megatron_wrap.flow.steps=a").endswith("flow.steps: must be an integer, not the string 'a'")
-    assert refusal(run, "megatron_wrap.flow.layers.a=1").endswith(
-        "flow.layers.a: must be true or false, not the integer 1"
+    assert_facts(refusal(run, "megatron_wrap.flow.steps=a"), "flow.steps: must be an integer, not the string 'a'")
+    assert_facts(
+        refusal(run, "megatron_wrap.flow.layers.a=1"), "flow.layers.a: must be true or false, not the integer 1"
     )
 
 
 def test_a_file_of_an_overlay_gives_every_key_and_no_other(write_run: Write, write_nest: Callable[..., Path]) -> None:
     path = write_nest("megatron_wrap/init.yaml", "platform: cpu\n")
-    assert refusal(write_run()).startswith(
-        "nest/megatron_wrap/init.yaml megatron_wrap.init.distributed_timeout_minutes: missing; a file of this section"
+    assert_facts(
+        refusal(write_run()),
+        "nest/megatron_wrap/init.yaml megatron_wrap.init.distributed_timeout_minutes: missing; a file of this section",
     )
     path.write_text("platform: cpu\ndistributed_timeout_minutes: 1\nplatfrom: cpu\n")
-    assert refusal(write_run()) == (
-        "nest/megatron_wrap/init.yaml:3 megatron_wrap.init.platfrom: unknown key; did you mean platform?"
+    assert_facts(
+        refusal(write_run()),
+        "nest/megatron_wrap/init.yaml:3 megatron_wrap.init.platfrom: unknown key; did you mean platform?",
     )
 
 
 def test_the_documented_example_reads_but_for_its_retired_keys(write_run: Write) -> None:
-    assert refusal(write_run(text=OLD_MOCK)) == (
-        "run.yaml:15 megatron_wrap.init.megatron_lm_project_path: Megatron-Core comes from pip now; delete this key"
+    assert_facts(
+        refusal(write_run(text=OLD_MOCK)),
+        "run.yaml:15 megatron_wrap.init.megatron_lm_project_path: Megatron-Core comes from pip now; delete this key",
     )
     retired = "{megatron_lm_project_path: megatron_lm_core_080, skip_compile_dependencies: true}"
-    assert refusal(write_run(retired, "{skip_compile_dependencies: true}", text=OLD_MOCK)) == (
-        "run.yaml:15 megatron_wrap.init.skip_compile_dependencies: Megatron-Core comes from pip now; delete this key"
+    assert_facts(
+        refusal(write_run(retired, "{skip_compile_dependencies: true}", text=OLD_MOCK)),
+        "run.yaml:15 megatron_wrap.init.skip_compile_dependencies: Megatron-Core comes from pip now; delete this key",
     )
     old = load_run_config(write_run(retired, "{}", text=OLD_MOCK))
     shipped = load_run_config(CONFIGS / "llama2-7b-minimal-mock.yaml")
@@ -288,8 +298,9 @@ def test_the_documented_example_reads_but_for_its_retired_keys(write_run: Write)
     ],
 )
 def test_a_retired_or_misplaced_key_says_what_to_do(write_run: Write, section: str, key: str, message: str) -> None:
-    assert refusal(write_run(), f"megatron_lm.{section}.{key}=true").startswith(
-        f"command line megatron_lm.{section}.{key}: {message}"
+    assert_facts(
+        refusal(write_run(), f"megatron_lm.{section}.{key}=true"),
+        f"command line megatron_lm.{section}.{key}: {message}",
     )
 
 

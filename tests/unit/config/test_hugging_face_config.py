@@ -229,7 +229,7 @@ def test_a_family_from_outside(run):
     mine = register_bridge(dataclasses.replace(FAMILY, model_type="my_llama"))
     try:
         assert run(model_type="my_llama").arch == run().arch
-        with pytest.raises(ConfigError, match="'my_llama' is registered already"):
+        with pytest.raises(ConfigError, match="'my_llama' is already registered"):
             register_bridge(dataclasses.replace(mine))
     finally:
         FAMILIES._targets.pop("my_llama")
