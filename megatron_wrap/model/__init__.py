@@ -1,4 +1,4 @@
-"""Models: the tree's architecture as Megatron-Core's configuration, providers, and initial weights."""
+"""Model providers, Megatron-Core's configuration of the model, and initial weights."""
 
 from megatron_wrap.model.provider import MegatronModelProviderEntry
 from megatron_wrap.model.request import ModelRequest

@@ -1,8 +1,8 @@
-"""Megatron-Core's GPTModel whose logits are made as [B, S, V/tp], not made as [S, B, V/tp] and copied.
+"""Megatron-Core's GPTModel with logits computed as [B, S, V/tp], instead of computed as [S, B, V/tp] and transposed.
 
-GPTModel transposes and copies the logits where it is given no labels (megatron/core/models/gpt/gpt_model.py,
-`_postprocess`), and their gradient again: two passes over the largest tensor of the step. Transposing the hidden states
-before the output layer moves V / hidden_size times less. Imported only once the platform is installed.
+Without labels, GPTModel transposes and copies the logits (megatron/core/models/gpt/gpt_model.py, `_postprocess`) and in
+the backward their gradient, the largest tensors of the step. Transposing the hidden states before the output layer
+moves V / hidden_size times less memory. Import this module only after the platform is installed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 
 class BatchFirstGPTModel(GPTModel):
-    """A GPTModel; with labels it is Megatron-Core's own. With an inference context the logits are those of the last
-    position, [B, 1, V/tp]."""
+    """A GPTModel, unchanged with labels. With an inference context it returns the logits of the last position only,
+    [B, 1, V/tp]."""
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **inputs: Any) -> Tensor:
         if inputs.get("inference_context") is not None:
-            # generation looks at the last position alone. Cut here, the output layer need not know of the cache:
-            # versions of Megatron-Core differ in what they then demand of it
+            # Generation needs only the last position. Select it here and hide the inference context from
+            # `_postprocess`, whose requirements for it differ between Megatron-Core versions.
             inputs["inference_context"] = None
             hidden_states = hidden_states[-1:] if self.post_process else hidden_states
-        # sequence parallelism gathers the first dimension inside the output layer, which has to be the sequence
+        # with sequence parallelism, the output layer gathers the first dimension, which must be the sequence
         if labels is not None or not self.post_process or self.output_layer.sequence_parallel:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
         with _batch_first(self.output_layer):
@@ -35,7 +35,7 @@ class BatchFirstGPTModel(GPTModel):
 
 @contextmanager
 def _batch_first(output_layer: torch.nn.Module) -> Iterator[None]:
-    """The output layer computes on [B, S, H] what it is given as [S, B, H]; what it returns is a view of that."""
+    """Make the output layer transpose its input [S, B, H] to [B, S, H], and return a transposed view of its output."""
 
     def batch_first(_layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
         return inputs[0].transpose(0, 1).contiguous(), *inputs[1:]

@@ -1,4 +1,4 @@
-"""Model chunks: the parts of the model that one process holds, and the wrappers that Megatron-Core puts around them."""
+"""Model chunks: the parts of the model on one process, and Megatron-Core's wrappers around them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def bare_model(chunk: torch.nn.Module) -> Any:
 
 
 def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """The biases by which this process's routers balance their experts, [experts] each: buffers that a step moves
+    """The expert biases of this process's routers for load balancing, each [experts]: buffers that each step updates
     without a gradient. Empty for a model without them."""
     return [buffer for chunk in chunks for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
 
 
 @contextlib.contextmanager
 def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """The tensors have their values back, bit for bit, where the body raises."""
+    """Restore the values of the tensors bit for bit if the body raises."""
     saved = [tensor.clone() for tensor in tensors]
     try:
         yield

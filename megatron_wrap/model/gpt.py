@@ -1,4 +1,4 @@
-"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like shapes, dense or with experts."""
+"""The provider `gpt_model`: Megatron-Core's GPT for Llama-like and GPT-2-like architectures, dense or MoE."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def gpt_model_provider(request: ModelRequest) -> GPTModel:
-    """One chunk of a GPT model, on this process's device, with weights not yet filled.
+    """One chunk of a GPT model on this process's device, with uninitialized weights.
 
-    Logits are [B, S/cp, V/tp]; entries past the true vocabulary have a value so low that they get no probability.
+    Logits are [B, S/cp, V/tp]; vocabulary padding is masked to probability 0.
     """
     from megatron_wrap.model.batch_first import BatchFirstGPTModel
 
@@ -47,7 +47,7 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
 
 
 def _block_spec(request: ModelRequest) -> Any:
-    """The layers of this chunk: each dense or with experts, by its place in the whole model."""
+    """The spec of this chunk's layers; whether a layer is dense or MoE depends on its global layer number."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -79,7 +79,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
     if request.transformer_engine:
         layer = versions.te_layer_spec(**arguments)
-        if not _has_attention_of_transformer_engine(request.config):
+        if not _can_use_attention_of_transformer_engine(request.config):
             layer.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     else:
         layer = versions.local_layer_spec(
@@ -98,11 +98,11 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     return layer
 
 
-def _has_attention_of_transformer_engine(config: RunConfig) -> bool:
-    """Over context-parallel ranks that pass keys around, none of its backends takes fp32 or a sliding window
-    (dot_product_attention/utils.py, get_attention_backend)."""
-    alone = config.parallel.context_parallel_size == 1
-    return alone or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
+def _can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
+    """With context parallelism by p2p exchange of keys, no backend of Transformer Engine supports fp32 or a sliding
+    window (dot_product_attention/utils.py, get_attention_backend)."""
+    without_cp = config.parallel.context_parallel_size == 1
+    return without_cp or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
 
 
 def _torch_norm(arch: ArchConfig) -> Any:
@@ -112,8 +112,8 @@ def _torch_norm(arch: ArchConfig) -> Any:
 
 
 def _mask_padded_vocabulary(model: GPTModel, request: ModelRequest) -> None:
-    """Give the columns past the true vocabulary no probability, so that a loss does not depend on the padding,
-    which grows with the tensor-parallel size."""
+    """Mask the padding columns of the vocabulary, so that the loss does not depend on the amount of padding, which
+    grows with the tensor-parallel size."""
     tp = request.state.tp
     columns = request.padded_vocab_size // tp.size
     first_padded = max(0, request.vocab_size - tp.rank * columns)

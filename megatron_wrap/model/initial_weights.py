@@ -1,8 +1,8 @@
-"""Initial weights as a function of the seed and the parameter's global name alone, so every layout starts equal.
+"""Initial weights that depend only on the seed and the parameter's global name, so all parallel layouts start equal.
 
-Element i of a parameter is a normal variate made from a hash of (seed, name, i): counter-based, as Philox is (Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), here with the finalizer of splitmix64 (Steele, Lea, Flood,
-OOPSLA 2014). So a process makes only the elements it owns, on its own device, whatever the split.
+Element i of a parameter is a normal random number from a hash of (seed, name, i). This is a counter-based generator,
+like Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with the finalizer of splitmix64
+(Steele, Lea, Flood, OOPSLA 2014). A process generates only its own elements, on its own device, for any sharding.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import Axis
 
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements made at a time: what stays in a CPU's cache (12 ns an element there, 150 ns with 2^24), and enough to fill
-a GPU with half a GiB of working memory."""
+"""Elements generated at once: fits a CPU's cache (12 ns per element, 150 ns with 2^24), and saturates a GPU with half a
+GiB of temporary memory."""
 
 OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
-"""Weights that write into the residual stream: their deviation is divided by sqrt(2 * num_layers), as
-Megatron-Core's scaled_init_method_normal does (megatron/core/utils.py)."""
+"""Projections into the residual stream: their standard deviation is divided by sqrt(2 * num_layers), as in
+Megatron-Core's scaled_init_method_normal (megatron/core/utils.py)."""
 
 
 @torch.no_grad()
 def fill_initial_weights(
     chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, seed: int, tp: Axis, expert_tp: Axis | None = None
 ) -> None:
-    """Fill every parameter of one model chunk, in place.
+    """Initialize all parameters of one model chunk in place.
 
     Args:
-        tp: over which slices of matrices are cut, `expert_tp` those of experts (default: as tp).
+        tp: the axis over which matrices are sharded.
+        expert_tp: the axis over which matrices of experts are sharded; default: `tp`.
 
-    Matrices are normal with deviation `init_method_std`, biases 0, norm weights 1 (0 when stored zero-centred), rows of
-    the embedding and output layer past `vocab_size` 0.
+    Matrices are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
+    zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0.
     """
     for name, parameter in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
         if name.endswith("bias"):
@@ -58,9 +59,8 @@ def fill_initial_weights(
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a chunk under the names they have in the whole model: layers counted over all stages, experts
-    over all expert-parallel processes (`mlp.experts.5.linear_fc1.weight`, one product for all or each its own), the
-    tied output layer under the embedding's name."""
+    """The parameters of a chunk with their global names: global layer numbers, global expert numbers with and without
+    grouped GEMM (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer."""
     layers = list(getattr(chunk.decoder, "layers", ()))
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
@@ -73,7 +73,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
 
 
 _LOCAL_EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<of_one>.*)|(?P<of_all>.*\.(?:weight|bias))(?P<place>\d+))"
+    r"mlp\.experts\.(?:local_experts\.(?P<index>\d+)\.(?P<name>.*)|(?P<grouped_name>.*\.(?:weight|bias))(?P<grouped_index>\d+))"
 )
 
 
@@ -81,20 +81,19 @@ def _with_global_expert(name: str, layer: torch.nn.Module) -> str:
     match = _LOCAL_EXPERT.fullmatch(name)
     if not match:
         return name
-    number = layer.mlp.local_expert_indices[int(match["one"] or match["place"])]  # type: ignore[union-attr,index]
-    return f"mlp.experts.{number}.{match['of_one'] or match['of_all']}"
+    number = layer.mlp.local_expert_indices[int(match["index"] or match["grouped_index"])]  # type: ignore[union-attr,index]
+    return f"mlp.experts.{number}.{match['name'] or match['grouped_name']}"
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to one of the routed experts, which expert-parallel processes share."""
+    """Whether a parameter belongs to a routed expert, which expert parallelism distributes."""
     return ".mlp.experts." in name
 
 
 def split_dim(name: str, parameter: Tensor) -> int | None:
-    """Dimension along which a parameter is cut over its tensor-parallel axis; None: not at all."""
-    if is_expert(
-        name
-    ):  # Transformer Engine does not mark them (extensions/transformer_engine.py, explicit_expert_comm)
+    """Dimension along which a parameter is sharded over its tensor-parallel axis; None: replicated."""
+    if is_expert(name):
+        # Transformer Engine does not mark these as sharded (extensions/transformer_engine.py, explicit_expert_comm)
         return 0 if ".linear_fc1." in name else 1 if name.endswith("weight") else None
     return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 
@@ -107,13 +106,13 @@ def _key(seed: int, name: str) -> int:
 def _fill_normal(
     parameter: Tensor, std: float, key: int, tp: Axis, dim: int | None, gated: bool, valid_rows: int | None
 ) -> None:
-    """Fill a matrix [rows, columns] that may be a slice, cut along `dim`, of a larger one."""
+    """Initialize a matrix [rows, columns], which may be a shard along `dim` of a larger matrix."""
     rows, columns = parameter.shape
     full_columns = columns * tp.size if dim == 1 else columns
     row_index = torch.arange(rows, device=parameter.device)
     column_offset = tp.rank * columns if dim == 1 else 0
     if dim == 0:
-        if gated:  # each slice holds its part of the gate and then its part of the up projection
+        if gated:  # each shard contains its part of the gate projection, then its part of the up projection
             half = rows // 2
             row_index = row_index % half + (row_index // half) * half * tp.size + tp.rank * half
         else:
@@ -129,7 +128,7 @@ def _fill_normal(
 
 
 def _normal(counter: Tensor, key: int) -> Tensor:
-    """Standard normal variates, fp32, from int64 counters: Box-Muller on two 32-bit halves of one hash."""
+    """Standard normal random numbers, fp32, from int64 counters: Box-Muller on the two 32-bit halves of a hash."""
     bits = _splitmix64(counter + key)
     low = (bits & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     high = ((bits >> 32) & 0xFFFFFFFF).to(torch.float32).mul_(2.0 * math.pi * 2.0**-32)
@@ -137,12 +136,12 @@ def _normal(counter: Tensor, key: int) -> Tensor:
 
 
 def _splitmix64(value: Tensor) -> Tensor:
-    """The finalizer of splitmix64 on int64 (wrapping), with logical shifts."""
+    """The finalizer of splitmix64 on int64 with wraparound and logical shifts."""
     value = value * -7046029254386353131  # 0x9E3779B97F4A7C15
-    value = (value ^ _shift(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    value = (value ^ _shift(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return value ^ _shift(value, 31)
+    value = (value ^ _logical_shift_right(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    value = (value ^ _logical_shift_right(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return value ^ _logical_shift_right(value, 31)
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
+def _logical_shift_right(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)

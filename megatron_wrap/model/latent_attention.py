@@ -1,5 +1,5 @@
-"""Multi-latent attention (DeepSeek V2, arXiv:2405.04434) where Megatron-Core's own differs from the published models or
-between its versions. Imported only once the platform is installed."""
+"""Multi-latent attention (DeepSeek V2, arXiv:2405.04434), corrected where Megatron-Core differs from the published
+models or between its versions. Import this module only after the platform is installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-Core's, with the modules of the layer spec in both versions: 0.19 would put a norm before the queries'
-    projection where they have no latent vector (transformer/mla_qk_norm_config.py), which no published model has."""
+    """Uses the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm before the query
+    projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all published models."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -21,10 +21,10 @@ class LatentAttention(MLASelfAttention):
 
 
 class LocalLatentAttention(LatentAttention):
-    """The same without Transformer Engine, whose down-projections are whole on each tensor-parallel process.
+    """`LatentAttention` without Transformer Engine, with down-projections replicated over tensor-parallel ranks.
 
-    Megatron-Core's local layers cut them, and gather the rotated part of the key so that each process keeps only the
-    gradient of its own heads.
+    Megatron-Core's local layers shard the down-projections, and gather the rotary part of the key with a backward that
+    drops the gradients from other ranks' heads.
     """
 
     def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
@@ -35,11 +35,11 @@ class LocalLatentAttention(LatentAttention):
 
 
 class DownProjection(nn.Module):
-    """A product without bias that every tensor-parallel process does whole for its part of the sequence.
+    """A replicated linear layer without bias, which each tensor-parallel rank applies to its part of the sequence.
 
     Args:
-        config: Megatron-Core's; `hidden_size`, `params_dtype` and `sequence_parallel` are read.
-        output_size: columns of the result.
+        config: Megatron-Core's; reads `hidden_size`, `params_dtype` and `sequence_parallel`.
+        output_size: size of the last dimension of the result.
     """
 
     def __init__(self, config: Any, output_size: int) -> None:
@@ -48,5 +48,5 @@ class DownProjection(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[s, b, hidden_size] to [s, b, output_size] and, as Megatron-Core's linear layers have it, no bias."""
+        """[s, b, hidden_size] -> [s, b, output_size], and None for the bias as in Megatron-Core's linear layers."""
         return F.linear(x, self.weight), None

@@ -1,4 +1,4 @@
-"""Model providers: functions that build one model chunk, found by `provider_key`."""
+"""Model providers: functions that build one model chunk, registered by `provider_key`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _PROVIDERS: Registry[ModelProvider] = Registry(
 
 
 class MegatronModelProviderEntry:
-    """Providers by key: shipped ones, registered ones, `my_package.my_module:my_provider` and entry points."""
+    """Providers by key: built-in, registered, from entry points, or `my_package.my_module:my_provider`."""
 
     @staticmethod
     def register(provider_key: str) -> Callable[[Any], Any]:
-        """Decorator that makes a function (ModelRequest) -> torch.nn.Module available as `provider_key`."""
+        """Decorator that registers a function (ModelRequest) -> torch.nn.Module as `provider_key`."""
         return _PROVIDERS.register(provider_key)
 
     @staticmethod
     def get_provider(provider_key: str) -> ModelProvider:
-        """The provider of `provider_key`; `ConfigError` when unknown."""
+        """The provider registered as `provider_key`; `ConfigError` if unknown."""
         return _PROVIDERS.resolve(provider_key)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """The smallest multiple of divisible_by * tensor_parallel_size that holds the vocabulary (Megatron-LM's rule,
-    megatron/training/tokenizer)."""
+    """The vocabulary size rounded up to a multiple of divisible_by * tensor_parallel_size, as in Megatron-LM
+    (megatron/training/tokenizer)."""
     multiple = divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What the engine asks a model provider for."""
+"""The argument of model providers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What a provider is asked for: one chunk of the model on this process."""
+    """Describes the model chunk that a provider has to build on this process."""
 
     config: RunConfig
     transformer_config: TransformerConfig
     state: ParallelState
     transformer_engine: bool
-    """Layers from Transformer Engine; else the `torch` implementation."""
+    """True: layers of Transformer Engine; False: the `torch` implementation."""
     vocab_size: int
-    """Entries of the vocabulary, without padding."""
+    """Size of the vocabulary without padding."""
     padded_vocab_size: int
-    """Rows of the embedding, a multiple of the tensor-parallel size."""
+    """Global number of rows of the embedding, a multiple of the tensor-parallel size."""
     pre_process: bool
-    """The chunk holds the embedding."""
+    """Whether the chunk contains the embedding."""
     post_process: bool
-    """The chunk holds the output layer."""
+    """Whether the chunk contains the output layer."""
     virtual_stage: int | None
-    """Place of the chunk among this stage's, None where the pipeline is not interleaved."""
+    """Index of the chunk on this pipeline stage; None: the pipeline is not interleaved."""

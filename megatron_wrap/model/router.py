@@ -1,10 +1,10 @@
-"""The experts' router: Megatron-Core's, with losses that count each token once and padding not at all.
+"""Megatron-Core's MoE router with corrected auxiliary losses, which count each token once and ignore padding.
 
-Megatron-Core takes a padding mask (transformer/moe/router.py, 0.16 and 0.19), but means the z-loss over each process's
-own tokens, divides the loss of a sequence by the mean length, fails on the mask with an expert bias, and divides the
-gradient of the global loss by the data-parallel size. Here every loss of a micro-batch is a sum over its real tokens
-on all tensor- and context-parallel processes, divided by their number, and the step's is the mean over micro-batches
-and replicas.
+Megatron-Core accepts a padding mask (transformer/moe/router.py, 0.16 and 0.19), but it averages the z-loss over each
+rank's own tokens, divides the loss of a sequence by the mean length, fails on the mask with an expert bias, and divides
+the gradient of the global loss by the data-parallel size. Here, each loss of a micro-batch is the mean over its
+non-padding tokens on all tensor- and context-parallel ranks, and the loss of a step is the mean over micro-batches and
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from megatron_wrap.parallel.collectives import reduce_in_place
 
 
 class Router(TopKRouter):
-    """Sends each token to its top experts.
+    """Routes each token to its top-k experts.
 
     Args:
-        group_score_experts: with group-limited routing, how many of a group's best scores are summed to rank it; None:
-            Megatron-Core's rule, topk / group_topk.
-        arguments: those of `TopKRouter`.
+        group_score_experts: for group-limited routing, the number of highest scores whose sum is a group's score;
+            None: topk / group_topk, as in Megatron-Core.
+        arguments: arguments of `TopKRouter`.
     """
 
     def __init__(self, *, group_score_experts: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         if group_score_experts is not None:
-            self.router_replay = _ChoiceAmongGroups(group_score_experts)
+            self.router_replay = _GroupLimitedTopK(group_score_experts)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
+        """Add the gradient of coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
 
         Args:
-            logits: [tokens, experts], this process's.
+            logits: [tokens, experts], local.
             padding_mask: bool [tokens], True on padding.
         """
         coefficient = self.config.moe_z_loss_coeff
@@ -59,7 +59,7 @@ class Router(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """The balancing loss of each sequence over its own tokens, meant over sequences; rows of padding are zero."""
+        """The load-balancing loss of each sequence, averaged over sequences. Rows of padding are zero."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if not coefficient:
             return probs
@@ -75,8 +75,8 @@ class Router(TopKRouter):
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """The balancing loss with the experts' loads of all micro-batches of the step so far, on all replicas
-        (arXiv:2501.11873)."""
+        """The load-balancing loss with the experts' load over all micro-batches of the step so far and all
+        data-parallel ranks (arXiv:2501.11873)."""
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if not coefficient:
             return probs
@@ -92,16 +92,16 @@ class Router(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count each expert's real tokens; after the step the bias moves by them (finalize_model_grads.py)."""
+        """Count each expert's non-padding tokens, for the bias update after the step (finalize_model_grads.py)."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             with torch.no_grad():
                 self.local_tokens_per_expert += counted.sum(dim=0)
 
 
-class _ChoiceAmongGroups:
-    """Top experts among the best groups. It stands where Megatron-Core has its replay of earlier choices, the one place
-    that takes another rule."""
+class _GroupLimitedTopK:
+    """Selects the top-k experts from the best groups. It has the interface of Megatron-Core's router replay, the only
+    hook for a different selection."""
 
     def __init__(self, score_experts: int) -> None:
         self.score_experts = score_experts
@@ -109,7 +109,7 @@ class _ChoiceAmongGroups:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
-        """(scores, indices) of the chosen, both [tokens, topk], from scores [tokens, experts]."""
+        """(scores, indices) of the selected experts, both [tokens, topk], from scores [tokens, experts]."""
         by_group = scores.unflatten(-1, (num_groups, -1))
         group_scores = by_group.topk(self.score_experts, dim=-1).values.sum(dim=-1)
         groups = group_scores.topk(group_topk, dim=-1).indices
@@ -118,7 +118,7 @@ class _ChoiceAmongGroups:
 
 
 def _sum(tensor: Tensor, group: Any) -> Tensor:
-    """Sum over the group, without a graph."""
+    """All-reduce (sum) over the group, detached."""
     total = tensor.detach().clone()
     reduce_in_place(total, "sum", group)
     return total

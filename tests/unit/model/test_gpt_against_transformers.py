@@ -1,5 +1,5 @@
-"""The provider `gpt_model` against transformers: logits, the loss of `gpt_sft` and every gradient, in fp32 with random
-weights, biases and norm weights, for each kind of architecture."""
+"""The provider `gpt_model` against transformers: logits, loss of `gpt_sft` and all gradients, in fp32 with random
+parameters, for each architecture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rope(kind: str = "default", base: float = 10000.0, **settings: Any) -> dict[
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture in our keys, and the transformers model that has it."""
+    """One architecture as our configuration keys and as a transformers model."""
 
     name: str
     model_class: type[PreTrainedModel]
@@ -70,7 +70,7 @@ DEEPSEEK_V2: dict[str, Any] = {
     "multi_latent_attention": "true",
     "num_query_groups": 6,
     "qk_layernorm": "true",
-    "norm_epsilon": 1e-6,  # theirs of the latent vectors is fixed
+    "norm_epsilon": 1e-6,  # transformers' value for the latent vectors is fixed
     "kv_lora_rank": 20,
     "qk_head_dim": 10,
     "qk_pos_emb_head_dim": 8,
@@ -191,7 +191,7 @@ FAMILIES = [
         {**rope(), "num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True},
     ),
     Family(
-        "deepseek-v2-lite",  # queries without a latent vector
+        "deepseek-v2-lite",  # no latent vector of queries
         DeepseekV2ForCausalLM,
         {**DEEPSEEK_V2, "moe_router_topk": 3},
         {**rope(), **THEIR_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3, "topk_method": "greedy"},
@@ -261,8 +261,8 @@ FAMILIES = [
 ]
 
 
-def weights_at_random(model: torch.nn.Module, zero_centered: bool) -> None:
-    """Every parameter random, the rows past the vocabulary too; sizes such that logits are of order 1."""
+def randomize_weights(model: torch.nn.Module, zero_centered: bool) -> None:
+    """Randomize all parameters, including vocabulary padding, such that logits are of order 1."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -275,8 +275,8 @@ def weights_at_random(model: torch.nn.Module, zero_centered: bool) -> None:
                 parameter.copy_(0.15 * noise)
 
 
-def biases_of_experts_at_random(ours: Any, theirs: Any) -> None:
-    """The routers' correction biases, which are buffers, alike in both."""
+def randomize_expert_biases(ours: Any, theirs: Any) -> None:
+    """Randomize the routers' correction biases (buffers), with equal values in both models."""
     generator = torch.Generator().manual_seed(14)
     for layer, their_layer in zip(ours.decoder.layers, theirs.model.layers, strict=True):
         bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)
@@ -286,18 +286,18 @@ def biases_of_experts_at_random(ours: Any, theirs: Any) -> None:
 
 
 def sft_samples() -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal length, with labels -100 where nothing is to be learnt."""
+    """Tokenized samples of unequal length, with label -100 for tokens without loss."""
     generator = torch.Generator().manual_seed(12)
     samples = []
     for length in (65, 23, 40, 58):
         ids = torch.randint(0, VOCAB, (length,), generator=generator)
-        learnt = torch.rand(length, generator=generator) < 0.6
-        samples.append({"input_ids": ids.tolist(), "labels": torch.where(learnt, ids, -100).tolist()})
+        has_loss = torch.rand(length, generator=generator) < 0.6
+        samples.append({"input_ids": ids.tolist(), "labels": torch.where(has_loss, ids, -100).tolist()})
     return samples
 
 
 def their_loss(model: Any, samples: list[dict[str, list[int]]]) -> Tensor:
-    """transformers' own loss of one padded batch, which shifts labels inside."""
+    """transformers' loss of one padded batch; the model shifts the labels."""
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def padded(key: str, value: int) -> Tensor:
@@ -322,7 +322,7 @@ def run_config(tmp_path: Path, arch: dict[str, Any]) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_logits_loss_and_gradients_are_those_of_transformers(family: Family, tmp_path: Path):
+def test_logits_loss_and_gradients_equal_transformers(family: Family, tmp_path: Path):
     from megatron_wrap.testing.gradients import gather_weights, unwrapped
 
     with MegatronWrap(*run_config(tmp_path, family.arch)) as wrap:
@@ -331,17 +331,17 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family: Family, tmp
         config: RunConfig = wrap.config
         state = wrap._ready()
         ours = unwrapped(state.chunks[0])
-        weights_at_random(ours, config.arch.apply_layernorm_1p)
+        randomize_weights(ours, config.arch.apply_layernorm_1p)
         theirs = hf.build(family.model_class, config.arch, family.mapping, **family.settings)
         hf.load_all(theirs, family.mapping(gather_weights(state), config))
 
         if config.arch.moe_router_enable_expert_bias:
-            biases_of_experts_at_random(ours, theirs)
+            randomize_expert_biases(ours, theirs)
         ids = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(13))
         with torch.no_grad():
             found = ours.eval()(ids, torch.arange(64).expand(2, -1), None)
             expected = theirs(ids).logits
-        assert found.shape == (2, 64, 384)  # 301 up to a multiple of 128
+        assert found.shape == (2, 64, 384)  # 301 padded to a multiple of 128
         assert found.softmax(-1)[..., VOCAB:].sum() == 0.0
         assert expected.std() > 0.5
         assert (found[..., :VOCAB] - expected).abs().max() <= 1e-4

@@ -1,4 +1,4 @@
-"""Initial weights: normal numbers that depend on seed and global name alone, alike for every tensor-parallel split."""
+"""Initial weights are normal, depend only on seed and global name, and are equal for every tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arch() -> ArchConfig:
 
 
 class Layer(nn.Module):
-    """A layer with given parameters, as it stands in Megatron-Core's decoder."""
+    """A layer with given parameters and the attributes of Megatron-Core's decoder layers."""
 
     def __init__(self, layer_number: int, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Chunk(nn.Module):
-    """What `fill_initial_weights` reads of a model chunk."""
+    """A model chunk with the attributes that `fill_initial_weights` reads."""
 
     def __init__(self, outside: dict[str, nn.Parameter], layers: dict[int, dict[str, nn.Parameter]]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _register(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def matrix(rows: int = ROWS, columns: int = COLUMNS, dim: int | None = None) -> nn.Parameter:
-    """An unset matrix; with `dim`, marked as a tensor-parallel slice as Megatron-Core does."""
+    """A matrix of NaNs; with `dim`, marked as a tensor-parallel shard as in Megatron-Core."""
     parameter = nn.Parameter(torch.full((rows, columns), torch.nan))
     if dim is not None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def filled(
     tp: tuple[int, int] = (1, 0),
     vocab_size: int = 301,
 ) -> dict[str, Tensor]:
-    """The parameters of a chunk after `fill_initial_weights`, by their names in the chunk."""
+    """The parameters of a chunk after `fill_initial_weights`, by their local names."""
     chunk = Chunk(outside or {}, layers or {})
     fill_initial_weights(chunk, arch, vocab_size, seed, Axis(*tp, group=NO_GROUP))
     return {name: parameter.detach() for name, parameter in chunk.named_parameters()}
@@ -84,26 +84,26 @@ def one_matrix(arch: ArchConfig, seed: int = 1234, name: str = "self_attention.l
     return filled(arch, layers={1: {name: matrix()}}, seed=seed)[f"decoder.layers.0.{name}"]
 
 
-def test_the_numbers_are_normal(arch):
+def test_weights_are_normally_distributed(arch):
     values = (one_matrix(arch).double() / STD).flatten()
     count = values.numel()
     assert abs(values.mean()) < 4 / math.sqrt(count)
     assert abs(values.std() - 1) < 4 / math.sqrt(2 * count)
     assert abs((values**3).mean()) < 4 * math.sqrt(15 / count)
     assert abs((values**4).mean() - 3) < 4 * math.sqrt(96 / count)
-    # Kolmogorov and Smirnov's distance to the normal distribution; 1.63 / sqrt(n) is its 1% point
+    # Kolmogorov-Smirnov statistic against the normal distribution; 1.63 / sqrt(n) is its 1% critical value
     ordered = values.sort().values
     expected = torch.tensor([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in ordered.tolist()])
     ranks = torch.arange(count + 1, dtype=torch.double) / count
     distance = torch.maximum((ranks[1:] - expected).max(), (expected - ranks[:-1]).max())
     assert distance < 1.63 / math.sqrt(count)
-    assert ordered.unique().numel() > 0.98 * count  # what fp32 tells apart
+    assert ordered.unique().numel() > 0.98 * count  # the rest are equal in fp32
     assert 4 < ordered[-1] < 7
     assert -7 < ordered[0] < -4
 
 
-def test_neighbours_rows_columns_and_parameters_are_uncorrelated(arch):
-    """Pairs that a counter-based generator could tie together, each against four standard errors."""
+def test_neighboring_elements_and_parameters_are_uncorrelated(arch):
+    """Pairs that a counter-based generator could correlate; the tolerance is four standard errors."""
     first = one_matrix(arch).double() / STD
     count = first.numel()
     others = {
@@ -123,23 +123,23 @@ def test_neighbours_rows_columns_and_parameters_are_uncorrelated(arch):
             values = first.flatten() ** power
             pair = torch.stack((values[lag:], values[:-lag]))
             assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(count - lag), lag
-    # 384 independent rows: singular values as Marchenko and Pastur have them
+    # singular values of a random matrix with independent rows: Marchenko-Pastur bounds
     singular = torch.linalg.svdvals(first)
     assert singular[0] < 1.03 * (math.sqrt(COLUMNS) + math.sqrt(ROWS))
     assert singular[-1] > 0.97 * (math.sqrt(COLUMNS) - math.sqrt(ROWS))
 
 
-def test_weights_depend_on_seed_and_global_name_alone(arch):
+def test_weights_depend_only_on_seed_and_global_name(arch):
     again = one_matrix(arch)
     assert torch.equal(one_matrix(arch), again)
     assert not torch.equal(one_matrix(arch, seed=1235), again)
-    # the third layer of the model, alone on its stage or after others
+    # the third layer of the model, alone on a pipeline stage or after others
     name = "self_attention.linear_qkv.weight"
     alone = filled(arch, layers={3: {name: matrix()}})["decoder.layers.0." + name]
     third = filled(arch, layers={1: {name: matrix()}, 2: {name: matrix()}, 3: {name: matrix()}})
     assert torch.equal(third["decoder.layers.2." + name], alone)
     assert not torch.equal(third["decoder.layers.1." + name], alone)
-    # the host's generator has no part in it
+    # torch's generator is not used
     state = torch.get_rng_state()
     one_matrix(arch)
     assert torch.equal(torch.get_rng_state(), state)
@@ -156,7 +156,7 @@ def test_weights_depend_on_seed_and_global_name_alone(arch):
         ("mlp.linear_fc2.weight", 1, True),
     ],
 )
-def test_slices_are_parts_of_the_whole(arch, name: str, dim: int, swiglu: bool, size: int):
+def test_shards_are_parts_of_the_whole_matrix(arch, name: str, dim: int, swiglu: bool, size: int):
     arch = replace(arch, swiglu=swiglu)
     whole = filled(arch, layers={1: {name: matrix()}})[f"decoder.layers.0.{name}"]
     rows, columns = (ROWS // size, COLUMNS) if dim == 0 else (ROWS, COLUMNS // size)
@@ -168,17 +168,17 @@ def test_slices_are_parts_of_the_whole(arch, name: str, dim: int, swiglu: bool, 
 
 
 @pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "output_layer.weight"])
-def test_the_vocabulary_is_padded_with_zeros(arch, name: str):
+def test_vocabulary_padding_is_zero(arch, name: str):
     whole = filled(arch, {name: matrix(384, 64)})[name]
     assert whole[301:].eq(0).all()
     assert abs(whole[:301].std() / STD - 1) < 0.05
-    # with TP the padding grows; what is no padding stays
+    # with tensor parallelism the padding grows; the other rows are unchanged
     parts = [filled(arch, {name: matrix(128, 64, dim=0)}, tp=(4, rank))[name] for rank in range(4)]
     assert torch.equal(torch.cat(parts)[:384], whole)
     assert torch.cat(parts)[301:].eq(0).all()
 
 
-def test_a_tied_output_layer_has_the_weights_of_the_embedding(arch):
+def test_tied_output_layer_has_the_weights_of_the_embedding(arch):
     tied = replace(arch, untie_embeddings_and_output_weights=False)
     name = "embedding.word_embeddings.weight"
     embedding = filled(tied, {name: matrix(384, 64)})[name]
@@ -187,7 +187,7 @@ def test_a_tied_output_layer_has_the_weights_of_the_embedding(arch):
     assert not torch.equal(untied, embedding)
 
 
-def test_projections_into_the_residual_stream_are_smaller(arch):
+def test_projections_into_the_residual_stream_are_scaled_down(arch):
     for name in ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"):
         assert abs(one_matrix(arch, name=name).std() / (STD / math.sqrt(2 * arch.num_layers)) - 1) < 0.01
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
@@ -195,8 +195,8 @@ def test_projections_into_the_residual_stream_are_smaller(arch):
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_norms_and_biases_under_both_implementations_names(arch, zero_centered: bool):
-    """Transformer Engine's fused modules keep the norm inside the linear layer that follows."""
+def test_norms_and_biases_with_names_of_both_implementations(arch, zero_centered: bool):
+    """Transformer Engine fuses a norm into the linear layer that follows it."""
     arch = replace(arch, apply_layernorm_1p=zero_centered)
     norms = [
         "input_layernorm.weight",
@@ -228,7 +228,7 @@ def test_half_precision_weights_are_rounded_from_fp32(arch):
     assert torch.equal(rounded, full.bfloat16())
 
 
-def test_weights_do_not_depend_on_how_many_are_made_at_a_time(arch, monkeypatch):
+def test_weights_do_not_depend_on_the_chunk_size(arch, monkeypatch):
     from megatron_wrap.model import initial_weights
 
     name = "mlp.linear_fc1.weight"

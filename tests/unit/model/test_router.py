@@ -1,4 +1,4 @@
-"""The routers' losses against transformers and against their formulas, with padding."""
+"""Auxiliary losses of MoE routers with padding, against transformers and formulas."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 def step(tmp_path: Path, extra_padding: int = 0, **arch: Any) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
-    """Metrics of a step of a model of one layer, all samples in one micro-batch; its router's logits of the same
-    batch, [B, S, experts]; and the gradient of the router's weight."""
+    """Train a one-layer model for one step with all samples in one micro-batch. Returns the metrics, the router's
+    logits [B, S, experts], and the gradient of the router's weight."""
     overrides = {
         "model.arch.num_layers": 1,
         "model.arch.num_experts": EXPERTS,
@@ -52,24 +52,24 @@ def mask(width: int) -> torch.Tensor:
     return torch.arange(width)[None] < torch.tensor(LENGTHS)[:, None]
 
 
-def test_load_balancing_loss_is_that_of_transformers(tmp_path: Path):
+def test_load_balancing_loss_equals_transformers(tmp_path: Path):
     metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT)
     assert logits.shape[:2] == (4, max(LENGTHS))
     expected = load_balancing_loss_func((logits.flatten(0, 1),), EXPERTS, TOPK, mask(logits.shape[1]).long())
-    # transformers means over tokens, Megatron-LM over tokens and choices
+    # transformers averages over tokens, Megatron-LM over tokens and their top-k experts
     assert metrics["load_balancing_loss"] == pytest.approx(expected.item() / TOPK, rel=1e-5)
 
 
-def test_sequence_loss_is_the_mean_of_each_sequence_by_itself(tmp_path: Path):
+def test_sequence_loss_is_the_mean_over_sequences(tmp_path: Path):
     metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="seq_aux_loss")
-    of_each = [
+    by_sequence = [
         load_balancing_loss_func((row[:length],), EXPERTS, TOPK) / TOPK
         for row, length in zip(logits, LENGTHS, strict=True)
     ]
-    assert metrics["seq_load_balancing_loss"] == pytest.approx(sum(of_each).item() / 4, rel=1e-5)
+    assert metrics["seq_load_balancing_loss"] == pytest.approx(sum(by_sequence).item() / 4, rel=1e-5)
 
 
-def test_global_loss_of_one_micro_batch_is_that_of_the_micro_batch(tmp_path: Path):
+def test_global_loss_of_one_micro_batch_equals_its_load_balancing_loss(tmp_path: Path):
     metrics, logits, _ = step(
         tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="global_aux_loss"
     )
@@ -96,6 +96,6 @@ def test_padding_changes_no_loss_and_no_gradient(tmp_path: Path, kind: str):
     torch.testing.assert_close(padded_gradients, gradients, rtol=1e-4, atol=1e-7)
 
 
-def test_metrics_name_the_losses_that_count(tmp_path: Path):
+def test_losses_without_coefficient_are_not_reported(tmp_path: Path):
     metrics, _, _ = step(tmp_path)
     assert not [name for name in metrics if "balancing" in name or name == "z_loss"]

@@ -1,5 +1,5 @@
-"""Our parameters under transformers' names, for each family that is compared; the mapping is linear, so gradients go
-the same way as weights."""
+"""Maps our parameters to transformers' names, for each compared family. The mapping is linear, so it also maps
+gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Named = dict[str, Tensor]
 
 
 def split_qkv(tensor: Tensor, config: RunConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value rows of the fused projection's weight or bias, whose rows go group by group: the queries of
-    the group, its key, its value (Megatron-Core's transformer/attention.py, get_query_key_value_tensors)."""
+    """Query, key and value rows of the fused projection's weight or bias. Its rows are ordered by group: the group's
+    queries, its key, its value (Megatron-Core's transformer/attention.py, get_query_key_value_tensors)."""
     groups, width = derived.num_query_groups(config.arch), derived.kv_channels(config.arch)
     queries = config.arch.num_attention_heads // groups
     by_group = tensor.reshape(groups, (queries + 2) * width, *tensor.shape[1:])
@@ -37,8 +37,8 @@ def to_llama_like(
     shared: str = "shared_expert",
     other_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Named:
-    """Names of Llama, Qwen2, Qwen3, StableLM, Nemotron, Mixtral, Qwen2-MoE, Qwen3-MoE, and of GLM, which keeps gate and
-    up in one matrix."""
+    """Names of Llama, Qwen2, Qwen3, StableLM, Nemotron, Mixtral, Qwen2-MoE and Qwen3-MoE; with `joined_gate`, those
+    of GLM, which has gate and up in one matrix."""
     theirs: Named = {
         "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
         "lm_head.weight": ours.get("output_layer.weight", ours["embedding.word_embeddings.weight"]),
@@ -107,7 +107,7 @@ def to_glm(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
 
 
 def to_gpt2(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
-    """Names of GPT-2, whose linear layers are transposed (Conv1D) and keep queries, keys and values in blocks."""
+    """Names of GPT-2, whose linear layers are transposed (Conv1D), with queries, keys and values in three blocks."""
     theirs: Named = {
         "transformer.wte.weight": ours["embedding.word_embeddings.weight"],
         "transformer.wpe.weight": ours["embedding.position_embeddings.weight"],
@@ -141,7 +141,7 @@ def _by_module(ours: Mapping[str, Tensor]) -> Iterator[tuple[str, str, str, Tens
 
 
 def load_all(model: PreTrainedModel, theirs: Named) -> None:
-    """Copy every parameter of a transformers model; a name too many or too few is an error."""
+    """Copy all parameters into a transformers model; a missing or unexpected name is an error."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert parameters.keys() == theirs.keys(), parameters.keys() ^ theirs.keys()
     with torch.no_grad():
@@ -151,11 +151,11 @@ def load_all(model: PreTrainedModel, theirs: Named) -> None:
 
 
 def build(model_class: type[PreTrainedModel], arch: Any, mapping: Callable[..., Named], **settings: Any) -> Any:
-    """A transformers model of the architecture's sizes in fp32 and in evaluation mode; `settings` go to its config."""
+    """A transformers model with the architecture's sizes, in fp32 and evaluation mode; `settings` go to its config."""
     sizes: dict[str, Any] = {
         "vocab_size": arch.vocab_size,
         "tie_word_embeddings": not arch.untie_embeddings_and_output_weights,
-        # ids that its defaults place beyond this vocabulary
+        # the default ids exceed this vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if mapping is to_gpt2:
