@@ -1,6 +1,6 @@
-"""Every metric that a run reports: its name, unit, meaning and form on the console, declared here and nowhere else.
+"""The only declaration of all metrics that a run reports: name, unit, meaning and console format.
 
-The console line (utils/progress.py) and the tables of the READMEs (scripts/metric_docs.py) are made from `METRICS`.
+The console line (utils/progress.py) and the tables of docs/metrics.md (scripts/metric_docs.py) are generated from it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,43 +25,44 @@ def _always(value: float) -> bool:
 
 @dataclass(frozen=True)
 class ConsoleFormat:
-    """A metric's part of the console line."""
+    """How a metric appears on the console line."""
 
     number: Callable[[float], str]
     example: float
-    """A value that the documentation shows in this format."""
+    """Example value for the documentation."""
     text: str = "{name} {number}"
-    """What stands around the number; `{name}` is the metric's name."""
+    """Template; `{name}` is the metric's name."""
     shown: Callable[[float], bool] = _always
-    """False for values that are left out of the line."""
+    """Whether the line includes the value."""
 
     def render(self, name: str, value: float) -> str:
-        """The part's text, whether the line shows the value or not."""
+        """The text of a value, even if `shown` is False for it."""
         return self.text.format(name=name, number=self.number(value))
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """One metric: a row of the documentation."""
+    """One metric: a row in the documentation's table."""
 
     name: str
-    """Key in `wrap.train`'s result and in `metrics.jsonl`; upper-case parts stand for names that the user gives."""
+    """Key in `wrap.train`'s result and in `metrics.jsonl`; upper-case parts are placeholders for the user's names."""
     meaning: str
     unit: str = ""
-    """Empty: it has none."""
+    """Empty: no unit."""
     console: ConsoleFormat | None = None
-    """None: not on the console line."""
+    """None: not shown on the console line."""
     config_key: str | None = None
-    """Dotted key of the configuration that adds the metric; None: it is always there."""
+    """Dotted configuration key that enables the metric; None: always enabled."""
 
 
 _WITHOUT_COEFFICIENT = "; without its coefficient, no part of `loss`"
 _LOGGER = "megatron_wrap.logger"
 _ARCH = "megatron_lm.model.arch"
-_OF_FLOW = partial(short, digits=4)
+_FOUR_DIGITS = partial(short, digits=4)
 
-# The console line in three parts: the flow's own metrics stand between the engine's, beside the routers' losses.
-_BEFORE_FLOW_METRICS = (
+# Order of the console line: first metrics of the engine, then those of the flow, evaluations and MoE routers, then the
+# other metrics of the engine.
+_FIRST_METRICS = (
     MetricInfo(
         "iteration",
         "taken since the start of the run",
@@ -83,42 +84,42 @@ EVALUATION_LOSS = MetricInfo(
 EVALUATION_METRIC = MetricInfo(
     "eval/NAME/METRIC",
     "the flow's own metric METRIC on the evaluation set NAME",
-    console=ConsoleFormat(_OF_FLOW, example=2.0),
+    console=ConsoleFormat(_FOUR_DIGITS, example=2.0),
 )
 FLOW_METRIC = MetricInfo(
     "METRIC",
     "the flow's own, such as `truncated_samples` of `gpt_sft`",
-    console=ConsoleFormat(_OF_FLOW, example=0.75),
+    console=ConsoleFormat(_FOUR_DIGITS, example=0.75),
 )
 
-_BESIDE_FLOW_METRICS = (
+_ROUTER_METRICS = (
     MetricInfo(
         "load_balancing_loss",
         f"auxiliary loss of the experts' routers over a micro-batch (`aux_loss`){_WITHOUT_COEFFICIENT}",
-        console=ConsoleFormat(_OF_FLOW, example=1.0312),
+        console=ConsoleFormat(_FOUR_DIGITS, example=1.0312),
         config_key=f"{_ARCH}.moe_aux_loss_coeff",
     ),
     MetricInfo(
         "seq_load_balancing_loss",
         f"the same over each sequence (`seq_aux_loss`){_WITHOUT_COEFFICIENT}",
-        console=ConsoleFormat(_OF_FLOW, example=1.0874),
+        console=ConsoleFormat(_FOUR_DIGITS, example=1.0874),
         config_key=f"{_ARCH}.moe_aux_loss_coeff",
     ),
     MetricInfo(
         "global_load_balancing_loss",
         f"the same over all micro-batches of the step so far (`global_aux_loss`){_WITHOUT_COEFFICIENT}",
-        console=ConsoleFormat(_OF_FLOW, example=1.0071),
+        console=ConsoleFormat(_FOUR_DIGITS, example=1.0071),
         config_key=f"{_ARCH}.moe_aux_loss_coeff",
     ),
     MetricInfo(
         "z_loss",
         f"mean square of the logsumexp of the routers' logits{_WITHOUT_COEFFICIENT}",
-        console=ConsoleFormat(_OF_FLOW, example=4.3271),
+        console=ConsoleFormat(_FOUR_DIGITS, example=4.3271),
         config_key=f"{_ARCH}.moe_z_loss_coeff",
     ),
 )
 
-_AFTER_FLOW_METRICS = (
+_LAST_METRICS = (
     MetricInfo(
         "grad_norm",
         "norm of the whole gradient, before clipping",
@@ -222,23 +223,23 @@ _AFTER_FLOW_METRICS = (
 )
 
 METRICS = (
-    *_BEFORE_FLOW_METRICS,
+    *_FIRST_METRICS,
     FLOW_METRIC,
     EVALUATION_LOSS,
     EVALUATION_METRIC,
-    *_BESIDE_FLOW_METRICS,
-    *_AFTER_FLOW_METRICS,
+    *_ROUTER_METRICS,
+    *_LAST_METRICS,
 )
-"""All of them, in the order of the console line and of the documentation."""
+"""All metrics, in the order of the console line and the documentation."""
 
 ENGINE_METRICS: Mapping[str, MetricInfo] = MappingProxyType(
-    {info.name: info for info in (*_BEFORE_FLOW_METRICS, *_BESIDE_FLOW_METRICS, *_AFTER_FLOW_METRICS)}
+    {info.name: info for info in (*_FIRST_METRICS, *_ROUTER_METRICS, *_LAST_METRICS)}
 )
-"""Those that the engine makes in a step, by name."""
+"""Metrics that the engine computes in a step, by name."""
 
 
 def metric_info(name: str) -> MetricInfo:
-    """The declaration of a reported metric; a name that the engine does not make is the flow's own."""
+    """The declaration of a reported metric; unknown names are metrics of the flow."""
     if name in ENGINE_METRICS:
         return ENGINE_METRICS[name]
     if name.startswith("eval/"):
@@ -247,15 +248,15 @@ def metric_info(name: str) -> MetricInfo:
 
 
 def console_order(names: Iterable[str]) -> list[str]:
-    """The names as declared; those of the flow, of evaluations and of routers keep their order, after the loss."""
+    """The names in declared order; metrics of flows, evaluations and routers follow the loss in the given order."""
     given = dict.fromkeys(names)
-    before = [info.name for info in _BEFORE_FLOW_METRICS if info.name in given]
-    after = [info.name for info in _AFTER_FLOW_METRICS if info.name in given]
-    return [*before, *(name for name in given if name not in {*before, *after}), *after]
+    first = [info.name for info in _FIRST_METRICS if info.name in given]
+    last = [info.name for info in _LAST_METRICS if info.name in given]
+    return [*first, *(name for name in given if name not in {*first, *last}), *last]
 
 
 def console_text(name: str, value: float) -> str | None:
-    """A metric's part of the console line; None where it is left out."""
+    """A metric's text for the console line; None if the line omits it."""
     console = metric_info(name).console
     if console is None or not console.shown(value):
         return None

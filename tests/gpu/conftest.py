@@ -1,5 +1,5 @@
-"""fp32 means fp32 in these tests, whichever of them uses cuBLAS first: it reads the variable once. And NCCL ranks with
-a GPU each, started once per world size; a test that takes more GPUs than are here is skipped."""
+"""Disables TF32 before the first use of cuBLAS, which reads the variable once. Provides pools of NCCL ranks with one
+GPU each, started once per world size; a test that needs more GPUs than available is skipped."""
 
 import os
 import sys
@@ -13,15 +13,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """ranks(world_size) -> a pool of that many ranks."""
+    """ranks(world_size) -> a pool of `world_size` ranks."""
     import torch
     from _pools import pools
 
     with pools(tmp_path_factory.mktemp("ranks"), "cuda") as of_size:
 
-        def here(world_size):
+        def pool(world_size):
             if world_size > torch.cuda.device_count():
-                pytest.skip(f"takes {world_size} GPUs")
+                pytest.skip(f"needs {world_size} GPUs")
             return of_size(world_size)
 
-        yield here
+        yield pool

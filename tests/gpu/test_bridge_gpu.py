@@ -1,5 +1,5 @@
-"""Hugging Face in and out on GPUs with both implementations, in fp32: the cases of tests/distributed/test_bridge.py
-that the GPUs here hold; skipped where there is no GPU."""
+"""Hugging Face import and export on GPUs with both implementations in fp32: the cases of
+tests/distributed/test_bridge.py for which there are enough GPUs; skipped without a GPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def original(tmp_path_factory):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
-def test_logits_are_those_of_transformers_and_the_export_is_the_original(
+def test_logits_equal_transformers_and_the_export_equals_the_original(
     family, layout, implementation, ranks, original, tmp_path
 ):
     world_size, overrides = runs.LAYOUTS[layout]

@@ -1,5 +1,5 @@
-"""Models with experts and with multi-latent attention on one GPU: Transformer Engine's grouped experts and our torch
-implementation start from the same weights, train alike and load each other's checkpoints."""
+"""MoE models and multi-latent attention on one GPU: Transformer Engine with grouped GEMM and the torch implementation
+have equal initial weights and losses, and load each other's checkpoints."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 if importlib.util.find_spec("transformer_engine") is None:
-    pytest.skip("Transformer Engine is not here", allow_module_level=True)
+    pytest.skip("Transformer Engine is not installed", allow_module_level=True)
 
 import numpy
 
@@ -69,7 +69,7 @@ def samples(count: int) -> list[dict]:
 
 
 def train(folder: Path, model: str, implementation: str, steps: int, save: bool = False) -> dict:
-    """Losses of the steps taken, objective first, and the initial or loaded matrices, in fp32."""
+    """Losses per step (objective first), initial or loaded matrices in fp32, and whether grouped GEMM is used."""
     from megatron_wrap.testing.gradients import gather_weights
 
     overrides = [
@@ -87,10 +87,10 @@ def train(folder: Path, model: str, implementation: str, steps: int, save: bool 
         grouped = state.transformer_config.moe_grouped_gemm
         size, first = wrap.global_batch_size, wrap.iteration
         data = samples(64)
-        taken = [wrap.train(data[step * size : (step + 1) * size]) for step in range(first, first + steps)]
+        metrics = [wrap.train(data[step * size : (step + 1) * size]) for step in range(first, first + steps)]
         if save:
             wrap.save()
-    losses = [[step["loss"], *(step[name] for name in LOSSES if name in step)] for step in taken]
+    losses = [[step["loss"], *(step[name] for name in LOSSES if name in step)] for step in metrics]
     return {"losses": losses, "weights": weights, "grouped": grouped}
 
 
@@ -107,8 +107,8 @@ def test_the_two_implementations_agree(tmp_path, model):
 
 @pytest.mark.parametrize(("saves", "loads"), [("torch", "transformer_engine"), ("transformer_engine", "torch")])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, model, saves, loads):
-    straight = train(tmp_path / "straight", model, saves, 4)
-    train(tmp_path / "cut", model, saves, 2, save=True)
-    resumed = train(tmp_path / "cut", model, loads, 2)
-    numpy.testing.assert_allclose(resumed["losses"], straight["losses"][2:], rtol=1e-3)
+def test_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, model, saves, loads):
+    uninterrupted = train(tmp_path / "uninterrupted", model, saves, 4)
+    train(tmp_path / "resumed", model, saves, 2, save=True)
+    resumed = train(tmp_path / "resumed", model, loads, 2)
+    numpy.testing.assert_allclose(resumed["losses"], uninterrupted["losses"][2:], rtol=1e-3)

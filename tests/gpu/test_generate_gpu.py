@@ -1,5 +1,5 @@
-"""wrap.generate on GPUs with both implementations, in fp32: the cases of tests/distributed/test_generate.py that the
-GPUs here hold; skipped where there is no GPU."""
+"""wrap.generate on GPUs with both implementations in fp32: the cases of tests/distributed/test_generate.py for which
+there are enough GPUs; skipped without a GPU."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def original(tmp_path_factory):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
-def test_greedy_is_that_of_transformers_token_for_token(family, layout, implementation, ranks, original, tmp_path):
+def test_greedy_tokens_equal_transformers(family, layout, implementation, ranks, original, tmp_path):
     world_size, overrides = runs.LAYOUTS[layout]
     pool = ranks(world_size)
     folder, expected = original(family)
@@ -38,7 +38,7 @@ def test_greedy_is_that_of_transformers_token_for_token(family, layout, implemen
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("family", "layout"), STEPS, ids=["-".join(case) for case in STEPS])
 @pytest.mark.parametrize("padding", [[0, 0], [5, 0]], ids=["equal", "padded"])
-def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
+def test_logits_with_kv_cache_equal_those_of_the_whole_sequence(
     family, layout, padding, implementation, ranks, original, tmp_path
 ):
     world_size, overrides = runs.LAYOUTS[layout]

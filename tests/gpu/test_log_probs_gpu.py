@@ -1,4 +1,4 @@
-"""The Triton kernels of `ops.log_probs` against float64 on the CPU; skipped where there is no GPU."""
+"""The Triton kernels of `ops.log_probs` against float64 on the CPU; skipped without a GPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megatron_wrap.ops.log_probs import token_log_probs
 
 
 class OneRank:
-    """A group of one."""
+    """A process group of one rank."""
 
     def size(self) -> int:
         return 1
@@ -24,7 +24,7 @@ class OneRank:
 def test_kernels_agree_with_float64(columns, dtype, tolerance):
     torch.manual_seed(columns)
     logits = (torch.randn(2, 33, columns) * 4).to(dtype)
-    logits[0, 0, columns // 2 :] = torch.finfo(dtype).min / 2  # masked columns, as those of a padded vocabulary
+    logits[0, 0, columns // 2 :] = torch.finfo(dtype).min / 2  # masked columns, like vocabulary padding
     ids = torch.randint(0, max(1, columns // 2), (2, 33))
     weights = torch.randn(2, 33)
     on_gpu = logits.cuda().requires_grad_()
@@ -34,11 +34,11 @@ def test_kernels_agree_with_float64(columns, dtype, tolerance):
     expected = wide.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     (expected * weights).sum().backward()
     assert found.dtype == torch.float32
-    assert (found.cpu().double() - expected).norm() / expected.norm() < 1e-6  # fp32 inside, whatever the logits are
+    assert (found.cpu().double() - expected).norm() / expected.norm() < 1e-6  # computed in fp32 for any dtype
     assert (on_gpu.grad.cpu().double() - wide.grad).norm() / wide.grad.norm() < tolerance
 
 
-def test_memory_beyond_inputs_and_one_gradient_is_a_few_numbers_a_token():
+def test_memory_besides_inputs_and_gradient_is_a_few_numbers_per_token():
     rows, columns = 8192, 128256
     logits = torch.randn(1, rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ids = torch.randint(0, columns, (1, rows), device="cuda")

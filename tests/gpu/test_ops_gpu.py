@@ -1,4 +1,5 @@
-"""Operations on vocabulary-parallel logits on a GPU: float64 on the CPU, and memory at a real size; else skipped."""
+"""Operations on vocabulary-parallel logits on a GPU, against float64 on the CPU, and their memory; skipped without a
+GPU."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ TOKENS, COLUMNS, K = 8192, 128256, 64
 
 
 class OneRank:
-    """A group of one."""
+    """A process group of one rank."""
 
     def size(self) -> int:
         return 1
@@ -27,7 +28,7 @@ ONE = OneRank()
 
 
 def operations(ids, known):
-    """name -> (function, how many logits it takes)"""
+    """name -> (function, number of its logits)"""
     table = {
         "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
         "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
@@ -53,7 +54,7 @@ NAMES = tuple(operations(torch.zeros(1, 1, 1), None))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("columns", [1000, 128256])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_agrees_with_float64(name, columns, dtype, tolerance):
+def test_gpu_agrees_with_float64(name, columns, dtype, tolerance):
     torch.manual_seed(columns)
     ids = distinct_ids(17, columns, 5, "cpu")
     values = torch.randn(1, 17, 5)
@@ -68,10 +69,8 @@ def test_a_gpu_agrees_with_float64(name, columns, dtype, tolerance):
     (expected * weights).sum().backward()
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
     for one, other in zip(on_gpu, wide, strict=True):
-        if name in (
-            "top_k",
-            "vocabulary_max",
-        ):  # which of equal bf16 logits is chosen is torch's choice: the sum over them is not
+        if name in ("top_k", "vocabulary_max"):
+            # which of equal bf16 logits gets the gradient is not defined; the sum over them is
             one, other = (x.grad.double().cpu().sum(-1) for x in (one, other))
         else:
             one, other = one.grad.double().cpu(), other.grad
@@ -93,14 +92,12 @@ def test_memory_at_8192_tokens_and_a_vocabulary_of_128256(name):
     result = operation(*logits)
     outputs = result.nbytes + (ids.nbytes if name == "top_k" else 0)
     forward = torch.cuda.max_memory_allocated() - before - outputs
-    outer = torch.ones_like(result)
+    grad_out = torch.ones_like(result)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result.backward(outer)
+    result.backward(grad_out)
     gradients = sum(x.grad.nbytes for x in logits)
     backward = torch.cuda.max_memory_allocated() - before - gradients
-    print(
-        f"{name}: beyond inputs and outputs {forward / 2**20:.1f} MiB, backward beside gradients {backward / 2**20:.1f}"
-    )
+    print(f"{name}: forward {forward / 2**20:.1f} MiB besides inputs and outputs, backward {backward / 2**20:.1f} MiB")
     assert forward <= bound
     assert backward <= bound

@@ -1,4 +1,4 @@
-"""Training on one GPU with both implementations, and checkpoints between them; skipped where there is no GPU."""
+"""Training on one GPU with both implementations, and checkpoints between them; skipped without a GPU."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def samples(count: int) -> list[dict]:
 
 
 def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", save: bool = False) -> tuple:
-    """(losses of the steps taken, loss of an evaluation before them)."""
+    """(losses of the steps, loss of an evaluation before them)."""
     overrides = [
         f"megatron_lm.model.arch.transformer_impl={implementation}",
         f"megatron_lm.train.dtype.__select__={dtype}",
@@ -43,7 +43,7 @@ def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", sa
     return losses, before
 
 
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not here")
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
 def test_the_two_implementations_agree(tmp_path):
     ours, _ = train(tmp_path / "torch", "torch", 4)
     theirs, _ = train(tmp_path / "te", "transformer_engine", 4)
@@ -51,22 +51,22 @@ def test_the_two_implementations_agree(tmp_path):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_resumed_run_goes_on(tmp_path, implementation, ranks):
-    """Bit for bit, in a process whose kernels add in one order; attention's fast backward passes need not."""
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path, implementation, ranks):
+    """Bit for bit, in a process with deterministic kernels; attention's fast backward kernels are not deterministic."""
 
-    def train_in_one_order(folder, steps, save=False):
+    def train_deterministically(folder, steps, save=False):
         [(losses, _)] = ranks(1).run(train, tmp_path / folder, implementation, steps, save=save)
         return losses
 
-    straight = train_in_one_order("straight", 6)
-    assert train_in_one_order("cut", 3, save=True) + train_in_one_order("cut", 3) == straight
+    uninterrupted = train_deterministically("uninterrupted", 6)
+    assert train_deterministically("resumed", 3, save=True) + train_deterministically("resumed", 3) == uninterrupted
 
 
-@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not here")
+@pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize(("saves", "loads"), [("torch", "transformer_engine"), ("transformer_engine", "torch")])
-def test_a_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, saves, loads):
-    straight, start = train(tmp_path / "straight", saves, 6)
-    train(tmp_path / "cut", saves, 3, save=True)
-    second, before = train(tmp_path / "cut", loads, 3)
-    numpy.testing.assert_allclose(second, straight[3:], rtol=0.01)
-    assert before < start  # the trained weights were there before the first resumed step
+def test_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, saves, loads):
+    uninterrupted, start = train(tmp_path / "uninterrupted", saves, 6)
+    train(tmp_path / "resumed", saves, 3, save=True)
+    second, before = train(tmp_path / "resumed", loads, 3)
+    numpy.testing.assert_allclose(second, uninterrupted[3:], rtol=0.01)
+    assert before < start  # the trained weights were loaded before the first resumed step
