@@ -1,4 +1,4 @@
-"""Flows: one algorithm, one file. `base` has the contract."""
+"""Flows: one algorithm per file. `base` defines the contract."""
 
 from megatron_wrap.flow.base import (
     FlowContext,

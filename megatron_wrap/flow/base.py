@@ -1,12 +1,12 @@
-"""The contract between an algorithm (a flow) and the engine. A flow imports torch and nothing of Megatron-Core.
+"""The contract between an algorithm (a flow) and the engine. A flow imports torch, but not Megatron-Core.
 
-The law of the loss:
+Loss normalization:
 
     objective = sum over terms k of coefficient_k * (sum of loss_sum_k) / (sum of weight_k)
 
-with both sums over all micro-batches, data-parallel and context-parallel ranks of one optimizer step. A flow gives
-`weight_k` on the whole collated micro-batch, before any split, and `loss_sum_k` on this context-parallel rank's part
-of it. No parallel size and no number of micro-batches ever appears in a flow.
+with both sums over all micro-batches, data-parallel and context-parallel ranks of one optimizer step. A flow computes
+`weight_k` on the full collated micro-batch, before any split, and `loss_sum_k` on this context-parallel rank's shard of
+it. A flow never uses a parallel size or the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What `calculate_loss` returns."""
+    """Return value of `calculate_loss`."""
 
     loss_sum: Tensor | dict[str, Tensor]
-    """Scalar: this rank's share of the sum; or one scalar for each named term of `get_loss_weight`."""
+    """Scalar, this rank's share of the sum; or one scalar for each named term of `get_loss_weight`."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Further numbers to report, detached."""
+    """Metrics to report, detached."""
 
 
 @dataclass(frozen=True)
 class FlowContext:
-    """What the framework hands to a flow."""
+    """Values and collectives that the framework provides to a flow."""
 
     micro_batch_size: int
-    """Samples that `collate_data_micro_batch` takes, at most: the last batch of an evaluation may hold fewer."""
+    """Maximum number of samples of a micro-batch; the last one of an evaluation may be smaller."""
     seq_length: int
-    """Longest sequence a flow may collate, tokens."""
+    """Longest sequence that a flow may collate, in tokens."""
     vocab_size: int
-    """Entries of the vocabulary, without padding."""
+    """Vocabulary size, without padding."""
     cp_size: int
     """Context-parallel size, for `sequence_mean`."""
     sum_on_cp_group: Callable[[Tensor], Tensor]
-    """All-reduce (sum) over the context-parallel group with its true adjoint."""
+    """All-reduce (sum) over the context-parallel group; its backward is the true adjoint."""
     average_across_dp_ranks: Callable[[Tensor], Tensor]
     """Mean over the data-parallel group, detached."""
     tokenizer: PreTrainedTokenizerBase | None
-    """The tokenizer of the run, None where there is none."""
+    """The run's tokenizer; None if it has none."""
     gather_on_cp_group: Callable[[Tensor, int], Tensor] = lambda part, dim: part
-    """(part, dim) -> the whole sequence from the context-parallel ranks' parts, with its true adjoint; default: that of
-    one rank."""
+    """(shard, dim) -> full sequence, gathered over the context-parallel group; its backward is the true adjoint. The
+    default is for one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronWrapFlowConfig:
     """Base of the dataclass `Config` that a flow declares: one field for each key of `megatron_wrap.flow`, with type,
-    default (none: the YAML must give it) and a docstring. `self.flow_config` is then an instance.
+    default (without one the YAML must set the key) and docstring. `self.flow_config` is an instance of it.
 
         @dataclass(frozen=True, kw_only=True)
         class Config(MegatronWrapFlowConfig):
@@ -74,7 +74,7 @@ class MegatronWrapFlowConfig:
 
 
 class FlowOptions:
-    """The keys of a flow that declares no `Config`, as the tree's file has them: `self.flow_config.KEY`."""
+    """The options of a flow without a `Config`, as in its file of the configuration tree: `self.flow_config.KEY`."""
 
     def __init__(self, flow_key: str, options: Mapping[str, Any]) -> None:
         self.flow_key = flow_key
@@ -82,28 +82,30 @@ class FlowOptions:
 
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(sorted(vars(self)))
-        raise FlowError(f"the flow asks for its configuration key {name!r}, but megatron_wrap.flow has only: {known}")
+        raise FlowError(
+            f"the flow reads its configuration key {name!r}, but megatron_wrap.flow has only {known}; add the key there"
+        )
 
 
 class MegatronWrapTrainingFlowBase(ABC):
-    """Base of all flows: how samples become tensors and what the loss is."""
+    """Base of all flows: defines how samples are collated and how the loss is computed."""
 
     Config: ClassVar[type[MegatronWrapFlowConfig] | None] = None
-    """The flow's own keys; None: what the tree's file of the flow gives, unchecked beyond its types."""
+    """The flow's options; None: those of its file in the configuration tree, of which only types are validated."""
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
-        """An instance of `Config`, or `FlowOptions` where the flow declares none."""
+        """An instance of `Config`, or `FlowOptions` if the flow declares none."""
         self.context = context
         self.micro_batch_size = context.micro_batch_size
         self.seq_length = context.seq_length
         self.vocab_size = context.vocab_size
 
-    # ---- what a flow says ----
+    # ---- methods that a flow defines ----
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """Field -> index of its sequence dimension, for model inputs, loss inputs and outputs alike. Listed fields
-        are padded and split over context-parallel ranks; a field not listed is copied to every one."""
+        """Field -> index of its sequence dimension, for model inputs, loss inputs and outputs. Listed fields are padded
+        and split over context-parallel ranks; a field not listed is copied to every rank."""
         return {
             "input_ids": 1,
             "position_ids": 1,
@@ -113,59 +115,60 @@ class MegatronWrapTrainingFlowBase(ABC):
         }
 
     def get_pad_values(self) -> dict[str, float]:
-        """Field -> the value it is padded with where the layout needs a longer sequence; a field not listed gets 0,
-        so that a padded `loss_mask` counts nothing."""
+        """Field -> padding value, used if the layout needs a longer sequence. The default is 0, so `loss_mask` is 0 on
+        padding."""
         return {}
 
     @abstractmethod
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Take `micro_batch_size` samples with `next(iterator)` and make (model_forward_inputs, loss_inputs): CPU
-        tensors of full length, [B, S] each. No rank, no device, no padding to parallel sizes.
+        """Take `micro_batch_size` samples with `next(iterator)` and return (model_forward_inputs, loss_inputs): CPU
+        tensors of full sequences, [B, S] each, not padded to a parallel size.
 
-        Every process of a replica collates the same samples with equally seeded random generators.
+        Every process of a replica collates the same samples, with equally seeded random generators.
         """
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float] | None:
-        """What the loss is a mean over, counted on the full collated micro-batch: tokens, pairs, sums of sample
-        weights; a dictionary for several terms. Default: the number of tokens with `loss_mask`; without one None,
-        which suits the older two-value return alone."""
+        """The weight of this micro-batch in the mean of the loss, counted on the full collated micro-batch: a number of
+        tokens, of pairs, a sum of sample weights; a dictionary for several terms. Default: the sum of `loss_mask`, or
+        None without a `loss_mask`, which is valid only with the older two-value return."""
         return float(loss_inputs["loss_mask"].sum()) if "loss_mask" in loss_inputs else None
 
     def get_loss_coefficients(self) -> dict[str, float]:
-        """Coefficient of each named term; a term not listed has 1."""
+        """Coefficient of each named term; the default is 1."""
         return {}
 
     @abstractmethod
     def calculate_loss(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor
     ) -> LossOutput | tuple[Tensor, Mapping[str, Metric]]:
-        """On the last pipeline stage, with this context-parallel rank's part of the sequence; logits are
-        [B, S/cp, V/tp]. The older two-value return (loss, metrics) is the mean over this micro-batch, complete and
-        equal on every context-parallel rank; it depends on how the batch is cut into micro-batches."""
+        """This rank's share of the loss sum, on the last pipeline stage. Fields are this context-parallel rank's
+        shards, logits are [B, S/cp, V/tp]. The older two-value return (loss, metrics) is the mean over this
+        micro-batch, complete and equal on every context-parallel rank; it depends on the micro-batch size."""
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """Forward only, for `wrap.forward` and for a reference model: named tensors with one row for each sample of
-        the micro-batch; one with a sequence dimension is named in `get_fields_and_seqdims`.
+        """Named tensors with one row for each sample of the micro-batch, without a graph, for `wrap.forward` and for a
+        reference model. An output with a sequence dimension must be listed in `get_fields_and_seqdims`.
 
-        With `megatron_wrap.models.reference` the reference model's outputs are among the loss inputs of
-        `calculate_loss`, `reference_` before their names, and like them this context-parallel rank's part.
+        With `megatron_wrap.models.reference` the loss inputs of `calculate_loss` contain the reference model's outputs
+        with the prefix `reference_`, as this context-parallel rank's shards.
         """
         raise FlowError(
-            f"{type(self).__name__} does not define calculate_outputs, which wrap.forward and a reference model need"
+            f"{type(self).__name__} does not define calculate_outputs, which wrap.forward and a reference model need; "
+            "define it"
         )
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Raise `FlowError` when the inputs are not what the model takes; any are right unless a flow says so."""
+        """Raise `FlowError` if the model cannot take these inputs; the default accepts all."""
 
     # ---- helpers ----
 
     def token_mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        """This rank's share of a mean over tokens: sum of per_token * mask, both [B, S/cp], where mask is 0 the
-        value does not matter (it may be inf or nan)."""
+        """This rank's share of a mean over tokens: the sum of per_token * mask, both [B, S/cp]. Values where mask is 0
+        are ignored, also inf and nan."""
         return torch.where(mask != 0, per_token * mask, torch.zeros_like(per_token)).sum()
 
     def sequence_mean(self, per_sequence: Tensor) -> Tensor:
-        """This rank's share of a mean over sequences: per_sequence [B] is complete and equal on every
+        """This rank's share of a mean over sequences; per_sequence [B] must be complete and equal on every
         context-parallel rank."""
         return per_sequence.sum() / self.context.cp_size
 
@@ -174,13 +177,13 @@ class MegatronWrapTrainingFlowBase(ABC):
         return self.context.sum_on_cp_group(partial)
 
     def gather_on_cp_group(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence in its order, [B, S, ...], from this rank's part [B, S/cp, ...] of it along `dim`, on
-        every context-parallel rank; its backward is the true adjoint. For a loss that looks along a sequence: a sum of
-        what is to come, a neighbour, a sort. S includes padding. Share the result with `sequence_mean`."""
+        """Gather the full sequence [B, S, ...] in its order, along `dim`, from the context-parallel ranks' shards
+        [B, S/cp, ...]; its backward is the true adjoint. For a loss that combines tokens of a sequence: a suffix sum, a
+        difference of neighbors, a sort. S includes padding. Reduce the result with `sequence_mean`."""
         return self.context.gather_on_cp_group(part, dim)
 
     def average_loss_across_dp_ranks(self, value: Tensor) -> Tensor:
-        """Mean of a metric over data-parallel ranks, detached, as older flows used it."""
+        """Mean of a metric over data-parallel ranks, detached; for older flows."""
         return self.context.average_across_dp_ranks(value)
 
     def __str__(self) -> str:

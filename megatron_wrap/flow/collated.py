@@ -1,4 +1,4 @@
-"""Contract checks on what a flow collates: fields, sequence lengths, loss weights. No process group, no device."""
+"""Validation of a collated micro-batch: fields, sequence lengths, loss weights. No process group, no device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checked_fields(
 
 
 def common_width(flow: MegatronWrapTrainingFlowBase, *parts: Mapping[str, Tensor]) -> int:
-    """The sequence length, tokens, which all fields with a sequence dimension share.
+    """The sequence length in tokens, which must be the same in all fields with a sequence dimension.
 
     Raises:
         FlowError: a field lacks that dimension, lengths differ, or they exceed the flow's `seq_length`.
@@ -52,23 +52,26 @@ def common_width(flow: MegatronWrapTrainingFlowBase, *parts: Mapping[str, Tensor
                     )
                 widths[field] = part[field].shape[dim]
     if not widths:
-        raise FlowError(f"{name}.get_fields_and_seqdims names no field of the collated micro-batch")
+        raise FlowError(
+            f"{name}.get_fields_and_seqdims lists no field of the collated micro-batch; list those with a sequence "
+            "dimension"
+        )
     if len(set(widths.values())) > 1:
-        raise FlowError(f"{name}: sequence lengths differ between fields: {widths}")
+        raise FlowError(f"{name}: sequence lengths differ between fields: {widths}; collate them to one length")
     width = next(iter(widths.values()))
     if width > flow.seq_length:
         raise FlowError(
             f"{name} collates sequences of {width} tokens, more than megatron_lm.train.common.seq_length "
-            f"{flow.seq_length}"
+            f"{flow.seq_length}; truncate them or raise seq_length"
         )
     return width
 
 
 def sequence_lengths(flow: MegatronWrapTrainingFlowBase, model_inputs: Mapping[str, Tensor], width: int) -> Tensor:
-    """Tokens of each sequence without padding, [B] int64, from the attention mask; `width` each without one.
+    """Tokens of each sequence without padding, [B] int64, from the attention mask; `width` if there is no mask.
 
     Raises:
-        FlowError: the mask is not [B, S], or has padding elsewhere than on the right.
+        FlowError: the mask is not [B, S], or has padding that is not on the right.
     """
     mask = model_inputs.get("attention_mask")
     if mask is None:
@@ -77,7 +80,7 @@ def sequence_lengths(flow: MegatronWrapTrainingFlowBase, model_inputs: Mapping[s
     name = type(flow).__name__
     if mask.dim() != 2:
         raise FlowError(
-            f"{name}: attention_mask has shape {tuple(mask.shape)}; give [B, S], 1 on tokens and 0 on padding "
+            f"{name}: attention_mask has shape {tuple(mask.shape)}; return [B, S], 1 on tokens and 0 on padding "
             "(attention is causal)"
         )
     lengths = (mask != 0).sum(dim=1)
@@ -89,10 +92,10 @@ def sequence_lengths(flow: MegatronWrapTrainingFlowBase, model_inputs: Mapping[s
 
 
 def loss_weights(flow: MegatronWrapTrainingFlowBase, returned: Any) -> dict[str, float]:
-    """Weight of each term from what `get_loss_weight` returned: a number, or a mapping of terms to numbers.
+    """Weight of each term from the return value of `get_loss_weight`, a number or a mapping of terms to numbers.
 
     Raises:
-        FlowError: a weight is not a finite number, 0 or larger.
+        FlowError: a weight is not a finite number of at least 0.
     """
     weights = {}
     for term, value in (returned if isinstance(returned, Mapping) else {DEFAULT_TERM: returned}).items():
@@ -102,33 +105,33 @@ def loss_weights(flow: MegatronWrapTrainingFlowBase, returned: Any) -> dict[str,
             weights[term] = float("nan")
         if not 0 <= weights[term] < float("inf"):
             raise FlowError(
-                f"{type(flow).__name__}.get_loss_weight returns {value} for term {term or 'loss'!r}; a weight is a "
-                "finite number, 0 or larger"
+                f"{type(flow).__name__}.get_loss_weight returns {value} for term {term or 'loss'!r}; return a finite "
+                "number of at least 0"
             )
     return weights
 
 
-def check_terms(flow: MegatronWrapTrainingFlowBase, of_each: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of the loss terms, sorted, which all micro-batches must share.
+def check_terms(flow: MegatronWrapTrainingFlowBase, micro_batch_weights: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names of the loss terms, sorted; they must be the same in all micro-batches.
 
     Args:
-        of_each: weights by term of each micro-batch.
+        micro_batch_weights: term -> weight, for each micro-batch.
 
     Raises:
-        FlowError: micro-batches have different terms, or a coefficient belongs to no term.
+        FlowError: micro-batches have different terms, or there is a coefficient without a term.
     """
     name = type(flow).__name__
-    terms = sorted(of_each[0])
-    for weights in of_each:
+    terms = sorted(micro_batch_weights[0])
+    for weights in micro_batch_weights:
         if sorted(weights) != terms:
             raise FlowError(
-                f"{name}.get_loss_weight names the terms {terms} in one micro-batch and {sorted(weights)} in another; "
-                "name the same ones, with weight 0 where there is nothing"
+                f"{name}.get_loss_weight returns the terms {terms} for one micro-batch and {sorted(weights)} for "
+                "another; return the same terms for all, with weight 0 for an empty one"
             )
     unknown = sorted(set(flow.get_loss_coefficients()) - set(terms))
     if unknown:
         raise FlowError(
-            f"{name}.get_loss_coefficients names {', '.join(map(repr, unknown))}, but get_loss_weight has the terms "
+            f"{name}.get_loss_coefficients returns {', '.join(map(repr, unknown))}, but get_loss_weight has the terms "
             f"{', '.join(map(repr, terms))}; use the same names in both"
         )
     return terms

@@ -1,4 +1,4 @@
-"""A flow's block of the YAML, held against the dataclass that the flow declares."""
+"""Decodes a flow's section of the YAML into the dataclass that the flow declares."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _SECTION = SECTION_PATHS["flow"]
 def decode_flow_config(
     flow_class: type[MegatronWrapTrainingFlowBase], config: RunConfig
 ) -> MegatronWrapFlowConfig | FlowOptions:
-    """What a flow reads as `self.flow_config`: an instance of its `Config`; `FlowOptions` where it declares none.
+    """The value of `self.flow_config`: an instance of the flow's `Config`, or `FlowOptions` if it declares none.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a missing key, or a value that `Config` refuses (ValueError in its
+        ConfigError: an unknown key, a wrong type, a missing key, or a value that `Config` rejects (ValueError in its
             `__post_init__`); the message names file, line and dotted path.
-        FlowError: `Config` is no dataclass on `MegatronWrapFlowConfig`.
+        FlowError: `Config` is not a dataclass derived from `MegatronWrapFlowConfig`.
     """
     given, declared = config.flow.options, flow_class.Config
     if declared is None:
         for key in given:
             if f"{_SECTION}.{key}" in config.undeclared:
                 raise ConfigError(
-                    f"{_where(config, key)}: unknown key; {flow_class.__name__} declares no keys: give it a dataclass "
-                    f"Config with the field {key} (docs/flow-contract.md), or declare the key in a file of the tree"
+                    f"{_where(config, key)}: unknown key; {flow_class.__name__} declares no keys: add a dataclass "
+                    f"Config with the field {key} (docs/flow-contract.md), or add the key to a file of the tree"
                 )
         return FlowOptions(config.flow.flow_key, given)
     hints = _hints(flow_class, declared)
@@ -63,16 +63,16 @@ def _hints(flow_class: type[MegatronWrapTrainingFlowBase], declared: Any) -> dic
     name = f"{flow_class.__name__}.Config"
     if not (isinstance(declared, type) and issubclass(declared, MegatronWrapFlowConfig)):
         raise FlowError(
-            f"{name} is {declared!r}; write @dataclass(frozen=True, kw_only=True) over class "
-            "Config(MegatronWrapFlowConfig), or inherit the Config of the flow that it extends"
+            f"{name} is {declared!r}; write @dataclass(frozen=True, kw_only=True) above class "
+            "Config(MegatronWrapFlowConfig), or inherit the Config of the base flow"
         )
     if not vars(declared).get("__dataclass_fields__"):
-        raise FlowError(f"{name} is no dataclass; write @dataclass(frozen=True, kw_only=True) over it")
+        raise FlowError(f"{name} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it")
     try:
         hints = get_type_hints(declared)
     except NameError as error:
         raise FlowError(
-            f"{name}: a type of a field cannot be found ({error}); import it outside TYPE_CHECKING"
+            f"{name}: the type of a field cannot be resolved ({error}); import it outside TYPE_CHECKING"
         ) from error
     return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.name != "flow_key"}
 

@@ -1,4 +1,4 @@
-"""What can be held against a flow's class before anything runs: its methods and what they take."""
+"""Validation of a flow's class before anything runs: its methods and their signatures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow.base import MegatronWrapTrainingFlowBase
 
-_TAKEN = {
+_ARGUMENTS = {
     "__init__": ("flow_config", "context"),
     "get_fields_and_seqdims": (),
     "get_pad_values": (),
@@ -18,11 +18,11 @@ _TAKEN = {
     "calculate_outputs": ("loss_inputs", "model_forward_output"),
     "validate_model_forward_inputs": ("model_forward_inputs",),
 }
-"""Method -> what the engine calls it with, beside self."""
+"""Method -> the arguments that the engine passes, besides self."""
 
 
 def check_flow_class(flow_class: type[MegatronWrapTrainingFlowBase]) -> None:
-    """Hold a flow's class against the contract.
+    """Validate a flow's class against the contract.
 
     Raises:
         FlowError: a method is missing, or cannot be called as the engine calls it.
@@ -30,22 +30,22 @@ def check_flow_class(flow_class: type[MegatronWrapTrainingFlowBase]) -> None:
     name = flow_class.__name__
     missing = sorted(getattr(flow_class, "__abstractmethods__", ()))
     if missing:
-        words = " and ".join(f"{method}(self, {', '.join(_TAKEN.get(method, ()))})" for method in missing)
-        raise FlowError(f"flow {name} does not implement {words}; see docs/flow-contract.md for what to return")
-    for method, taken in _TAKEN.items():
-        _check_arguments(name, method, getattr(flow_class, method), taken)
+        signatures = " and ".join(f"{method}(self, {', '.join(_ARGUMENTS.get(method, ()))})" for method in missing)
+        raise FlowError(f"flow {name} does not implement {signatures}; see docs/flow-contract.md for what to return")
+    for method, arguments in _ARGUMENTS.items():
+        _check_arguments(name, method, getattr(flow_class, method), arguments)
 
 
-def _check_arguments(name: str, method: str, function: object, taken: tuple[str, ...]) -> None:
+def _check_arguments(name: str, method: str, function: object, arguments: tuple[str, ...]) -> None:
     if not callable(function):
         raise FlowError(f"{name}.{method} is {function!r}; write it as a method")
     try:
-        inspect.signature(function).bind(None, *taken)
+        inspect.signature(function).bind(None, *arguments)
     except TypeError as error:
-        wanted = ", ".join(("self", *taken))
+        expected = ", ".join(("self", *arguments))
         raise FlowError(
-            f"{name}.{method} takes {inspect.signature(function)}, but the engine calls it with {len(taken)} "
-            f"arguments; write def {method}({wanted}) ({error})"
+            f"{name}.{method} takes {inspect.signature(function)}, but the engine calls it with {len(arguments)} "
+            f"arguments; write def {method}({expected}) ({error})"
         ) from None
-    except ValueError:  # a built-in without a signature to read
+    except ValueError:  # a built-in without a signature
         return

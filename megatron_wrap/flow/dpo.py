@@ -1,4 +1,4 @@
-"""Direct preference optimization of a GPT model on pairs of a better and a worse answer."""
+"""Direct preference optimization (DPO) of a GPT model on pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
     log-probability of the chosen answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290,
     equation 7); with `label_smoothing` its conservative form (Mitchell, 2023), as in trl's loss_type "sigmoid".
 
-    A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). The reference's log-probabilities come from
-    `megatron_wrap.models.reference: copy`, or stand in each sample as `reference_chosen_log_probs` and
-    `reference_rejected_log_probs`: what `wrap.forward` gave for it. A micro-batch of B pairs has 2B sequences, the
+    A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). The reference's log-probabilities come from the
+    model of `megatron_wrap.models.reference: copy`, or each sample contains them, as `wrap.forward` returns them, in
+    `reference_chosen_log_probs` and `reference_rejected_log_probs`. A micro-batch of B pairs has 2B sequences, the
     chosen ones first.
     """
 
@@ -37,7 +37,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = 0.1
-        """How strongly the policy is held to the reference model; above 0."""
+        """Strength of the penalty for deviating from the reference model; above 0."""
         label_smoothing: float = 0.0
         """Probability that a pair's labels are swapped; at least 0 and below 0.5."""
 
@@ -49,7 +49,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B pairs as 2B sequences [2B, S], the chosen ones first; `truncated` and the reference's
-        log-probabilities, where the samples contain them, are [B].
+        log-probabilities, if the samples contain them, are [B].
 
         Raises:
             DataError: only some of the samples contain reference log-probabilities.
@@ -63,18 +63,20 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
 
     def _given_reference(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         given = [[sample.get(name) for sample in samples] for name in REFERENCE_FIELDS]
-        values = [value for of_field in given for value in of_field]
+        values = [value for column in given for value in column]
         if all(value is None for value in values):
             return {}
         if any(value is None for value in values):
-            raise DataError(f"some samples give {' and '.join(REFERENCE_FIELDS)} and others do not; give both in each")
+            raise DataError(
+                f"only some samples contain {' and '.join(REFERENCE_FIELDS)}; add both to every sample or remove them"
+            )
         return {
-            name: torch.tensor(of_field, dtype=torch.float32)
-            for name, of_field in zip(REFERENCE_FIELDS, given, strict=True)
+            name: torch.tensor(column, dtype=torch.float32)
+            for name, column in zip(REFERENCE_FIELDS, given, strict=True)
         }
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
-        """Pairs of the micro-batch."""
+        """Number of pairs in the micro-batch."""
         return float(len(loss_inputs["truncated"]))
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
@@ -86,7 +88,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         if REFERENCE_FIELDS[0] not in loss_inputs:
             raise DataError(
                 "gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy, or "
-                f"give {' and '.join(REFERENCE_FIELDS)} in each sample"
+                f"add {' and '.join(REFERENCE_FIELDS)} to each sample"
             )
         beta, smoothing = self.flow_config.beta, self.flow_config.label_smoothing
         chosen, rejected = self._answer_log_probs(loss_inputs, model_forward_output)
@@ -112,7 +114,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
 
     def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the chosen and the rejected answers, [B] each, complete and equal on every context-parallel rank."""
+        """Log-probabilities of the chosen and the rejected answers, [B] each, equal on every context-parallel rank."""
         mask = loss_inputs["loss_mask"]
         log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
         chosen, rejected = self.sum_on_cp_group((log_probs * mask).sum(dim=1)).chunk(2)

@@ -1,4 +1,4 @@
-"""Finding a flow by its `flow_key`."""
+"""Look-up of flows by `flow_key`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ class MegatronWrapFlowEntry:
 
     @staticmethod
     def register(flow_key: str) -> Callable[[type], type]:
-        """Class decorator that makes a flow available as `flow_key`."""
+        """Class decorator that registers a flow as `flow_key`."""
         return _FLOWS.register(flow_key)
 
     @staticmethod
     def get_flow_class(flow_key: str) -> type[MegatronWrapTrainingFlowBase]:
-        """The class of `flow_key`, held against the contract; `ConfigError` when unknown, `FlowError` when it is no
-        flow or an incomplete one."""
+        """The class of `flow_key`, validated against the contract.
+
+        Raises:
+            ConfigError: the key is unknown.
+            FlowError: it is not a flow, or an incomplete one.
+        """
         found = _FLOWS.resolve(flow_key)
         if not (isinstance(found, type) and issubclass(found, MegatronWrapTrainingFlowBase)):
             raise FlowError(f"flow {flow_key!r} is {found!r}, not a subclass of MegatronWrapTrainingFlowBase")

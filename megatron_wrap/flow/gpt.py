@@ -1,4 +1,4 @@
-"""Flows over a GPT model: what its forward pass takes."""
+"""Base of flows for a GPT model: its forward inputs."""
 
 from collections.abc import Mapping
 
@@ -29,8 +29,8 @@ class MegatronWrapGPTModelFlow(MegatronWrapTrainingFlowBase):
             )
         ids = model_forward_inputs["input_ids"]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            # a vocabulary-parallel embedding would not notice
+            # a vocabulary-parallel embedding would not raise
             raise DataError(
-                f"{type(self).__name__}: input_ids go from {int(ids.min())} to {int(ids.max())}, but the model's "
+                f"{type(self).__name__}: input_ids are between {int(ids.min())} and {int(ids.max())}, but the model's "
                 f"vocabulary has the ids 0 to {self.vocab_size - 1}; tokenize with this model's tokenizer"
             )

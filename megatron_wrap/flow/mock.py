@@ -1,4 +1,4 @@
-"""A flow without data: random tokens and a squared error, to try a layout or a cluster."""
+"""A flow without data: random tokens and a squared error, to test a layout or a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_wrap.ops.log_probs import vocabulary_max
 
 
 class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
-    """Mean over tokens of (largest logit - 1)^2 on random tokens; a sample's tokens depend on its `index` alone."""
+    """Mean over tokens of (largest logit - 1)^2 on random tokens; a sample's tokens depend only on its `index`."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MegatronWrapFlowConfig):
@@ -40,7 +40,7 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
     def _random_tokens(self, sample: Any) -> Tensor:
         if isinstance(sample, Mapping) and "index" in sample:
             seed = int(sample["index"])
-        else:  # a caller's own placeholder: the engine has seeded torch alike on all processes of a replica
+        else:  # a placeholder of the caller: the engine has seeded torch equally on all processes of a replica
             seed = int(torch.randint(2**31, ()))
         generator = torch.Generator().manual_seed(seed)
         shortest = max(1, self.seq_length // 4) if self.flow_config.vary_length else self.seq_length
@@ -48,7 +48,7 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         return torch.randint(0, self.vocab_size, (length,), generator=generator)
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """`target` beside the fields of every flow."""
+        """The base class's fields and `target`."""
         return {**super().get_fields_and_seqdims(), "target": 1}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a GPT model on conversations: cross-entropy of the assistant's turns."""
+"""Supervised fine-tuning (SFT) of a GPT model on conversations: cross-entropy of the assistant's turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelTextFlow):
     """Mean cross-entropy over the tokens with `loss_mask`.
 
     A sample is `{"messages": [...]}`, `{"prompt", "completion"}`, `{"text"}` or already tokenized (see
-    `megatron_wrap.data.chat.encode_sample`); one that is cut is counted in the metric `truncated_samples`.
+    `megatron_wrap.data.chat.encode_sample`); the metric `truncated_samples` counts truncated samples.
     """
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -28,7 +28,7 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelTextFlow):
         return self.collate_tokens([encode_sample(self.context.tokenizer, sample) for sample in samples])
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """`log_probs`, an output, beside the fields of every flow."""
+        """The base class's fields and the output `log_probs`."""
         return {**super().get_fields_and_seqdims(), "log_probs": 1}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:

@@ -1,4 +1,4 @@
-"""What flows on tokenized text share: token sequences to a padded micro-batch for next-token prediction."""
+"""Base of flows on tokenized text: collates token sequences into a padded micro-batch for next-token prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
 
 
 class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
-    """Its keys say what becomes of short and long sequences."""
+    """Its keys define how sequences are padded and truncated."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MegatronWrapFlowConfig):
@@ -33,10 +33,10 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
 
     def collate_tokens(self, sequences: Sequence[ChatTokens]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Inputs are all tokens but the last, labels all but the first; a sequence of more than seq_length + 1 tokens
-        is cut.
+        is truncated.
 
         Returns:
-            Model inputs, and `labels`, `loss_mask` ([B, S] each) and `truncated` ([B], 1 where a sequence was cut).
+            Model inputs; and `labels`, `loss_mask` ([B, S] each) and `truncated` ([B], 1 for a truncated sequence).
         """
         cut = [truncate(tokens, self.seq_length + 1, self.flow_config.truncation) for tokens in sequences]
         longest = max(len(tokens.input_ids) for tokens, _ in cut) - 1

@@ -1,4 +1,4 @@
-"""A flow's block of the YAML against the dataclass that the flow declares. No process group."""
+"""Decoding of a flow's section of the YAML into the dataclass that the flow declares. No process group."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Read = Callable[..., Any]
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """read(flow, *lines of the block): what the flow gets as `flow_config`."""
+    """read(flow, *lines of the section): the flow's `flow_config`."""
     monkeypatch.chdir(tmp_path)
 
     def read(flow: str, *lines: str, select: str = "custom", overrides: tuple[str, ...] = ()) -> Any:
@@ -81,11 +81,11 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     return read
 
 
-def test_the_block_becomes_an_instance(read: Read) -> None:
+def test_the_section_is_decoded_into_an_instance(read: Read) -> None:
     found = read(HERE + "Focal", "exponent: 2", "truncation: left", overrides=("megatron_wrap.flow.layers=[3]",))
     assert found == Focal.Config(flow_key=HERE + "Focal", exponent=2.0, truncation="left", layers=(3,))
     assert type(found.exponent) is float
-    # beside the keys of the file that it was selected with
+    # with the keys of the selected file
     assert read(HERE + "Focal", "exponent: 0.5", select="gpt_sft").collate_type == "variable_length"
 
 
@@ -99,11 +99,11 @@ def test_a_flow_registered_by_decorator(read: Read) -> None:
     [
         (
             ["exponent: 1", "exponnet: 2"],
-            "run.yaml:13 megatron_wrap.flow.exponnet: unknown key; did you mean exponent?",
+            "run.yaml:13 megatron_wrap.flow.exponnet: unknown key; did you mean exponent",
         ),
         (
             ["exponent: 1", "zz: 2"],
-            "run.yaml:13 megatron_wrap.flow.zz: unknown key; the fields of Focal.Config are coll",
+            "run.yaml:13 megatron_wrap.flow.zz: unknown key; the fields of Focal.Config are ",
         ),
         (["exponent: much"], "run.yaml:12 megatron_wrap.flow.exponent: must be a number, not the string 'much'"),
         (
@@ -117,27 +117,27 @@ def test_a_flow_registered_by_decorator(read: Read) -> None:
         (["exponent: -1"], "Focal.Config refuses its values: exponent is -1.0; 0 or larger"),
     ],
 )
-def test_a_wrong_block_is_refused_where_it_stands(read: Read, lines: list[str], message: str) -> None:
+def test_the_error_of_a_wrong_section_has_file_and_line(read: Read, lines: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         read(HERE + "Focal", *lines)
     assert message in str(refusal.value)
 
 
-def test_a_key_of_the_command_line_is_named_so(read: Read) -> None:
+def test_the_error_of_an_override_names_the_command_line(read: Read) -> None:
     with pytest.raises(ConfigError, match=r"^command line megatron_wrap\.flow\.exponent: must be a number"):
         read(HERE + "Focal", overrides=("megatron_wrap.flow.exponent=x",))
 
 
 @pytest.mark.parametrize(
     ("flow", "message"),
-    [("Undecorated", "is no dataclass; write @dataclass"), ("Foreign", r"class Config\(MegatronWrapFlowConfig\)")],
+    [("Undecorated", r"Undecorated\.Config .*@dataclass"), ("Foreign", r"Foreign\.Config .*MegatronWrapFlowConfig")],
 )
-def test_a_config_that_is_none_is_refused(read: Read, flow: str, message: str) -> None:
+def test_a_config_that_is_not_a_flow_config_dataclass_is_refused(read: Read, flow: str, message: str) -> None:
     with pytest.raises(FlowError, match=message):
         read(HERE + flow)
 
 
-def test_without_a_config_only_the_tree_s_keys_are_known(read: Read) -> None:
+def test_without_a_config_only_the_keys_of_the_tree_are_known(read: Read) -> None:
     found = read(HERE + "Silent", "vary_length: false", select="minimal_mock")
     assert isinstance(found, FlowOptions)
     assert found.vary_length is False
@@ -148,7 +148,7 @@ def test_without_a_config_only_the_tree_s_keys_are_known(read: Read) -> None:
 
 
 def test_keys_beyond_the_file_need_another_flow(read: Read, tmp_path: Path) -> None:
-    """A file of the tree says all keys of its own flow, without anything being imported."""
+    """A file of the tree lists all keys of its flow, so they are validated without importing the flow."""
     Path("run.yaml").write_text(RUN.replace("SELECT", "gpt_sft").replace("flow_key: FLOW", "colate_type: x"))
     with pytest.raises(ConfigError, match=r"run\.yaml:11 megatron_wrap\.flow\.colate_type: unknown key; did you mean"):
         load_run_config("run.yaml")

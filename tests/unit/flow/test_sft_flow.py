@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what is learned of a conversation, shifted, padded and cut. No process group."""
+"""Supervised fine-tuning: loss mask, shift, padding and truncation of conversations. No process group."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def flow(
     return MegatronWrapGPTModelSFTFlow(FlowOptions("gpt_sft", settings), context)
 
 
-def test_exactly_the_assistant_s_turns_are_learned(tokenizer, conversations):
-    """What the masked labels decode to is each assistant's text with the token that ends its turn."""
+def test_the_loss_mask_covers_exactly_the_assistant_s_turns(tokenizer, conversations):
+    """The masked labels decode to each assistant's text and the end token of its turn."""
     for conversation in conversations:
         _, loss_inputs = flow(tokenizer, 1, seq_length=4096).collate_data_micro_batch(iter([conversation]))
         learned = loss_inputs["labels"][0][loss_inputs["loss_mask"][0] == 1].tolist()
@@ -82,7 +82,7 @@ def test_labels_are_the_ids_of_the_chat_template_shifted_by_one(tokenizer, conve
 
 
 @pytest.mark.parametrize("collate_type", ["fixed_length", "variable_length"])
-def test_padding_stands_on_the_right_and_counts_nothing(tokenizer, conversations, collate_type):
+def test_padding_is_on_the_right_and_not_counted(tokenizer, conversations, collate_type):
     pair = sorted(conversations[:6], key=lambda sample: len(str(sample)))[:2]
     made = flow(tokenizer, seq_length=512, collate_type=collate_type)
     inputs, loss_inputs = made.collate_data_micro_batch(iter(pair))
@@ -109,7 +109,7 @@ def token_sample(count: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("right", range(0, 9)), ("left", range(3, 12))])
-def test_a_long_sample_is_cut_by_the_rule_and_counted(rule, kept):
+def test_a_long_sample_is_truncated_by_the_rule_and_counted(rule, kept):
     """seq_length inputs need seq_length + 1 tokens: twelve tokens lose three."""
     made = flow(seq_length=8, truncation=rule)
     inputs, loss_inputs = made.collate_data_micro_batch(iter([token_sample(12), token_sample(9)]))
@@ -118,8 +118,8 @@ def test_a_long_sample_is_cut_by_the_rule_and_counted(rule, kept):
     assert loss_inputs["truncated"].tolist() == [1.0, 0.0]
 
 
-def test_a_long_sample_is_refused_where_truncation_is():
-    with pytest.raises(DataError, match="a sample has 12 tokens, 3 more than the 9 that fit"):
+def test_truncation_refuse_raises_for_a_long_sample():
+    with pytest.raises(DataError, match=r"12 tokens.* 9 "):
         flow(seq_length=8, truncation="refuse").collate_data_micro_batch(iter([token_sample(12)]))
 
 
