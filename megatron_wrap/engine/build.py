@@ -29,7 +29,7 @@ from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, 
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
 from megatron_wrap.model.request import ModelRequest
-from megatron_wrap.model.transformer import transformer_config, use_transformer_engine
+from megatron_wrap.model.transformer import same_named, transformer_config, use_transformer_engine
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
@@ -228,9 +228,8 @@ def wrap_chunks(
 
     ddp = config.ddp
     settings: dict[str, Any] = {
+        **same_named(ddp, DistributedDataParallelConfig),
         "grad_reduce_in_fp32": ddp.accumulate_allreduce_grads_in_fp32,
-        "overlap_grad_reduce": ddp.overlap_grad_reduce,
-        "overlap_param_gather": ddp.overlap_param_gather,
         "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
         # Megatron-Core's check raises on one rank only, during the backward pass, and synchronizes for each bucket;
         # ours checks the norm of the full gradient on all ranks (checked_optimizer.py)

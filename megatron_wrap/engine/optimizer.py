@@ -8,7 +8,7 @@ import torch
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.model.transformer import parameter_dtype
+from megatron_wrap.model.transformer import parameter_dtype, same_named
 from megatron_wrap.platform.versions import accepts
 
 if TYPE_CHECKING:
@@ -23,26 +23,12 @@ def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.
 
     optim, dtype = config.optimizer, config.dtype
     settings: dict[str, Any] = {
-        "optimizer": optim.optimizer,
-        "lr": config.learning_rate.lr,
-        "min_lr": config.learning_rate.min_lr,
-        "weight_decay": optim.weight_decay,
-        "clip_grad": optim.clip_grad,
-        "adam_beta1": optim.adam_beta1,
-        "adam_beta2": optim.adam_beta2,
-        "adam_eps": optim.adam_eps,
-        "sgd_momentum": optim.sgd_momentum,
-        "use_distributed_optimizer": optim.use_distributed_optimizer,
+        **same_named(optim, OptimizerConfig),
+        **same_named(config.learning_rate, OptimizerConfig),
+        **same_named(dtype, OptimizerConfig),
         "overlap_param_gather": config.ddp.overlap_param_gather,
         "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
         "params_dtype": parameter_dtype(config),
-        "bf16": dtype.bf16,
-        "fp16": dtype.fp16,
-        "loss_scale": dtype.loss_scale,
-        "initial_loss_scale": dtype.initial_loss_scale,
-        "min_loss_scale": dtype.min_loss_scale,
-        "loss_scale_window": dtype.loss_scale_window,
-        "hysteresis": dtype.hysteresis,
         **optim.upstream,
     }
     optimizer = CheckedOptimizer(get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks))

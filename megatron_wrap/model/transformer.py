@@ -1,4 +1,4 @@
-"""From the configuration tree to Megatron-Core's `TransformerConfig`."""
+"""Builds Megatron-Core's `TransformerConfig` from the run's configuration."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
-    """Type of weights and activations."""
+    """Dtype of weights and activations."""
     return torch.bfloat16 if config.dtype.bf16 else torch.float16 if config.dtype.fp16 else torch.float32
 
 
 def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
-    """Whether the layers come from Transformer Engine.
+    """Whether the layers use Transformer Engine.
 
     Raises:
-        PlatformError: `transformer_engine` is asked for where it cannot run.
+        PlatformError: `transformer_engine` is selected but not available.
     """
     wanted = config.arch.transformer_impl
     if wanted == "torch":
@@ -37,58 +37,70 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     available = platform.has_transformer_engine
     if wanted == "transformer_engine" and not available:
         raise PlatformError(
-            f"megatron_lm.model.arch.transformer_impl is transformer_engine, but it cannot be used on the "
-            f"{platform.name} platform here: install transformer-engine[pytorch] on a GPU machine, or set auto or torch"
+            f"megatron_lm.model.arch.transformer_impl is transformer_engine, which is not available on platform "
+            f"{platform.name}; install transformer-engine[pytorch] on a GPU machine, or set auto or torch"
         )
     return available
 
 
 def transformer_config(config: RunConfig, state: ParallelState, platform: Platform) -> TransformerConfig:
-    """Megatron-Core's configuration of the model on this layout; fields of `arch.upstream` come last.
+    """Megatron-Core's configuration of the model for this layout; `arch.upstream` overrides other fields.
 
     Raises:
-        PlatformError: Megatron-Core refuses the combination; the message is its own.
+        PlatformError: Megatron-Core rejects the configuration; the message includes its own.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     transformer_engine = use_transformer_engine(config, platform)
+    config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
     settings: dict[str, Any] = {
-        **_architecture(config.arch),
-        **_latent_attention(config.arch),
-        **_experts(config, platform, transformer_engine),
-        **_parallelism(config),
-        **_recompute(config),
+        **_architecture(config.arch, config_class),
+        **_experts(config.arch, config_class, platform, transformer_engine),
+        **same_named(config.parallel, config_class),
+        "virtual_pipeline_model_parallel_size": derived.virtual_pipeline_size(config),
+        "sequence_parallel": derived.sequence_parallel(config.parallel),
+        "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,
+        **same_named(config.recompute, config_class),
+        **same_named(config.dtype, config_class),
         "params_dtype": parameter_dtype(config),
         "pipeline_dtype": parameter_dtype(config),
-        "bf16": config.dtype.bf16,
-        "fp16": config.dtype.fp16,
-        # `initial_weights` fills the weights, alike for every layout. Initialization stays on, since it also marks
-        # which parameters are slices (tensor_parallel/layers.py, set_tensor_model_parallel_attributes).
+        # `initial_weights` initializes the weights, equally for every layout. Megatron-Core's initialization stays
+        # enabled because it also marks sharded parameters (tensor_parallel/layers.py,
+        # set_tensor_model_parallel_attributes).
         "init_method": _leave_unset,
         "output_layer_init_method": _leave_unset,
         "embedding_init_method": _leave_unset,
-        # a tenth of a step's time on an H200; the platform takes it back where its kernel is not there
+        # saves a tenth of a step's time on an H200; the platform disables it if the kernel is not available
         "apply_rope_fusion": transformer_engine and _has_fused_rope(config.arch),
         **platform.transformer_config_settings(
             pipeline_size=state.pp.size, virtual_size=state.virtual_size, transformer_engine=transformer_engine
         ),
         **config.arch.upstream,
     }
-    config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
     for field in dataclasses.fields(config_class):
         if isinstance(field.default, enum.Enum) and isinstance(settings.get(field.name), str):
-            settings[field.name] = type(field.default)[settings[field.name]]  # the YAML gives a member's name
+            settings[field.name] = type(field.default)[settings[field.name]]  # the YAML has the member's name
     try:
         return config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
-        raise PlatformError(f"Megatron-Core refuses the model's configuration: {error}") from error
+        raise PlatformError(f"Megatron-Core rejects the model's configuration: {error}") from error
+
+
+def same_named(section: Any, target: type) -> dict[str, Any]:
+    """Values of the keys of a decoded section that are also fields of Megatron-Core's dataclass `target`; tuples become
+    lists."""
+    known = {field.name for field in dataclasses.fields(target)}
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section) if field.name in known}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _architecture(arch: ArchConfig) -> dict[str, Any]:
+def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
+    """Settings of dense models; only MLATransformerConfig has the fields of multi-latent attention."""
     from megatron.core.activations import fast_gelu, squared_relu
 
     activation: Any
@@ -98,30 +110,19 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
         activation = squared_relu
     else:
         activation = fast_gelu if arch.openai_gelu else functional.gelu
+    same = same_named(arch, config_class)
+    same.pop("transformer_impl", None)  # selects the layer spec; Megatron-Core's field has other values
     return {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
+        **{name: value for name, value in same.items() if not name.startswith("moe_")},
         "ffn_hidden_size": derived.ffn_hidden_size(arch),
-        "num_attention_heads": arch.num_attention_heads,
         "num_query_groups": derived.num_query_groups(arch),
         "kv_channels": derived.kv_channels(arch),
-        "normalization": arch.normalization,
         "layernorm_epsilon": arch.norm_epsilon,
         "layernorm_zero_centered_gamma": arch.apply_layernorm_1p,
-        "qk_layernorm": arch.qk_layernorm,
         "gated_linear_unit": arch.swiglu,
         "activation_func": activation,
-        "add_bias_linear": arch.add_bias_linear,
-        "add_qkv_bias": arch.add_qkv_bias,
-        "hidden_dropout": arch.hidden_dropout,
-        "attention_dropout": arch.attention_dropout,
-        "init_method_std": arch.init_method_std,
-        "attention_softmax_in_fp32": arch.attention_softmax_in_fp32,
-        "fp32_residual_connection": arch.fp32_residual_connection,
-        "rotary_interleaved": arch.rotary_interleaved,
-        "window_size": arch.window_size,
-        "window_attn_skip_freq": _list(arch.window_attn_skip_freq),
-        # the fused form of GELU is the tanh one whatever is asked for (fusions/fused_bias_gelu.py)
+        "window_size": arch.window_size,  # a tuple for Megatron-Core, too
+        # not for GELU: its fused kernel always uses the tanh approximation (fusions/fused_bias_gelu.py)
         "bias_activation_fusion": arch.swiglu,
         "bias_dropout_fusion": True,
     }
@@ -129,74 +130,22 @@ def _architecture(arch: ArchConfig) -> dict[str, Any]:
 
 def _has_fused_rope(arch: ArchConfig) -> bool:
     if arch.multi_latent_attention:
-        return False  # its kernel takes yarn alone, and no fp32 (fusions/fused_mla_yarn_rope_apply.py)
+        return False  # its kernel supports only YaRN, and not fp32 (fusions/fused_mla_yarn_rope_apply.py)
     return arch.position_embedding_type == "rope"
 
 
-def _latent_attention(arch: ArchConfig) -> dict[str, Any]:
-    if not arch.multi_latent_attention:
-        return {}
-    names = (
-        *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    )
-    return {name: getattr(arch, name) for name in names}
-
-
-def _experts(config: RunConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
-    arch = config.arch
+def _experts(arch: ArchConfig, config_class: type, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+    """Settings of MoE models; empty for a dense model."""
     if arch.num_experts is None:
         return {}
     grouped = transformer_engine if arch.moe_grouped_gemm is None else arch.moe_grouped_gemm
     dispatcher = arch.moe_token_dispatcher_type
     platform.refuse_unsafe({"moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}, transformer_engine)
-    same = (
-        *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
-        *("moe_router_bias_update_rate", "moe_router_dtype", "moe_z_loss_coeff", "moe_shared_expert_gate"),
-        *("moe_shared_expert_intermediate_size",),
-    )
+    same = same_named(arch, config_class)
     return {
-        **{name: getattr(arch, name) for name in same},
+        **{name: value for name, value in same.items() if name.startswith("moe_")},
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": derived.moe_ffn_hidden_size(arch),
         "moe_layer_freq": list(derived.moe_layer_pattern(arch)),
-        "moe_router_load_balancing_type": _list(arch.moe_router_load_balancing_type),
-        "moe_aux_loss_coeff": _list(arch.moe_aux_loss_coeff),
         "moe_grouped_gemm": grouped,
-        "moe_token_dispatcher_type": dispatcher,
     }
-
-
-def _list(value: Any) -> Any:
-    """Megatron-Core asks for lists where the decoded configuration has tuples."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _parallelism(config: RunConfig) -> dict[str, Any]:
-    parallel = config.parallel
-    return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": derived.virtual_pipeline_size(config),
-        "context_parallel_size": parallel.context_parallel_size,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        "sequence_parallel": derived.sequence_parallel(parallel),
-        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-    }
-
-
-def _recompute(config: RunConfig) -> dict[str, Any]:
-    recompute = config.recompute
-    settings: dict[str, Any] = {
-        "recompute_granularity": recompute.recompute_granularity,
-        "recompute_method": recompute.recompute_method,
-        "recompute_num_layers": recompute.recompute_num_layers,
-        "distribute_saved_activations": recompute.distribute_saved_activations,
-    }
-    if recompute.recompute_modules is not None:
-        settings["recompute_modules"] = list(recompute.recompute_modules)
-    return settings
