@@ -40,7 +40,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, its configurations, tests and documentation; the examples have no file in common."""
     folder = tmp_path_factory.mktemp("contributing")
-    for name in ("megatron_wrap", "configs", "docs", "tests"):
+    for name in ("megatron_wrap", "configs", "docs", "scripts", "tests"):
         # compiled files spare a second of every process; files that another process is just writing are not copied
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -108,32 +108,42 @@ def apply_diff(path: Path, diff: str) -> None:
 
 def test_a_configuration_key(copy: Path, run: Run) -> None:
     apply_example("add a configuration key", copy)
+    run("scripts/config_docs.py")
     (copy / "key.yaml").write_text(RUN.replace("FLOW", "minimal_mock"))
     key = "megatron_lm.train.learning-rate.lr_decay_fraction"
 
     explained = command(run, "explain", "key.yaml", key)
-    assert explained.startswith(f"{key} = null\n  type: a number or null\n  lr_decay_iters as a share of train_iters")
+    kind = "a number or null, above 0 and at most 1"
+    assert explained.startswith(f"{key} = null\n  type: {kind}\n  lr_decay_iters as a share of train_iters")
+    assert f"| `lr_decay_fraction` | {kind} | `null` |" in (copy / "docs/config-reference.md").read_text()
     assert "learning-rate.yaml" in explained
     refused = command(run, "explain", "key.yaml", f"{key}=much", code=2)
     assert f"command line {key}: must be a number or null" in refused
 
-    # the range and the contradiction, by the tests that the example adds
+    # the contradiction, by the test that the example adds
     tests = ("tests/unit/config/test_config_checks.py", "-k", "lr_decay_fraction")
-    assert "2 passed" in run("-m", "pytest", "-p", "no:cacheprovider", *tests).stdout
+    assert "1 passed" in run("-m", "pytest", "-p", "no:cacheprovider", *tests).stdout
     read = f"""if True:
         from megatron_wrap.config import derived, load_run_config
+        from megatron_wrap.config.checks import check_values
+        from megatron_wrap.errors import ConfigError
         print([derived.lr_decay_iters(load_run_config("key.yaml", given)) for given in ([], ["{key}=0.5"])])
+        try:
+            check_values(load_run_config("key.yaml", ["{key}=0"]))
+        except ConfigError as refusal:
+            print(refusal)
     """
-    assert run("-c", read).stdout == "[10, 5]\n"
+    assert run("-c", read).stdout == f"[10, 5]\ncommand line {key}: must be above 0 and at most 1, not 0.0\n"
 
 
 def test_a_flow_with_an_option(copy: Path, run: Run) -> None:
     apply_example("add a flow with an option", copy)
+    run("scripts/config_docs.py")
     (copy / "flow.yaml").write_text(RUN.replace("FLOW", "gpt_gce"))
     key = "megatron_wrap.flow.exponent"
 
     explained = command(run, "explain", "flow.yaml", key)
-    assert explained.startswith(f"{key} = 0.7\n  type: a number\n  toward 0: cross-entropy; 1: mean absolute error\n")
+    assert explained.startswith(f"{key} = 0.7\n  type: a number\n  Toward 0: cross-entropy; 1: mean absolute error.")
     assert f"{key}: must be a number" in command(run, "explain", "flow.yaml", f"{key}=much", code=2)
 
     code = f"""if True:  # one process, which imports torch once
