@@ -1,5 +1,5 @@
 # Short names for the scripts; each sets the environment up on its first call.
-.PHONY: install fast test all lint example metric-docs config-docs
+.PHONY: install fast test all lint example docs metric-docs config-docs
 
 install:
 	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
@@ -26,3 +26,6 @@ metric-docs: install
 
 config-docs: install
 	.venv/bin/python scripts/config_docs.py
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict

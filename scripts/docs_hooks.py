@@ -24,7 +24,7 @@ MERMAID = "11.17.2"
 """The theme calls the interface of this major version."""
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Page of the site -> file of the repository."""
-OPTIONAL = {"config-reference.md": ("Reference", "Configuration keys"), "testing.md": ("", "Testing")}
+OPTIONAL = {"config-reference.md": ("Reference", "Configuration keys"), "testing.md": ("Project", "Testing")}
 """Page -> its section of the navigation and its title; in the navigation where the file exists."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
@@ -33,11 +33,11 @@ log = logging.getLogger("mkdocs.hooks.docs")
 
 def on_config(config: Any) -> Any:
     """Add the optional pages to the navigation, and mermaid's script where it can be had."""
+    sections = {name: entries for section in config.nav for name, entries in section.items()}
     for page, (section, title) in OPTIONAL.items():
         if (Path(config.docs_dir) / page).is_file():
-            entries = next((entry[section] for entry in config.nav if section in entry), config.nav)
-            entries.append({title: page})
-    config.nav.append({"Contributing": [{"Contribute": "contributing.md"}, {"Changelog": "changelog.md"}]})
+            sections[section].append({title: page})
+    sections["Project"] += [{"Contribute": "contributing.md"}, {"Changelog": "changelog.md"}]
     config.extra["mermaid_script"] = mermaid_script()
     if config.extra["mermaid_script"]:
         config.extra_javascript.append("assets/mermaid.min.js")

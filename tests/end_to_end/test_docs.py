@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,42 +19,31 @@ from megatron_wrap.core import MegatronWrap, flow
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs/reference"
 PAGES = sorted(REFERENCE.glob("*.md"))
-PROGRAM = """\
-import sys
-import huggingface_hub
 
-class Hub:  # stands in for the hub, which is not asked
-    def create_repo(self, name, **options): ...
-    def upload_folder(self, **options):
-        return type("Commit", (), {"commit_url": "https://hub.example/commit/1"})
 
-huggingface_hub.HfApi = Hub
-if __name__ == "__main__":  # not in the processes that check_parity starts
-    exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"), {"__name__": "example"})
-"""
+class Hub:
+    """Stands in for the hub, which is not asked."""
+
+    def create_repo(self, name: str, **options: object) -> None: ...
+
+    def upload_folder(self, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(commit_url="https://hub.example/commit/1")
 
 
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
+@pytest.mark.process_group
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_examples_of_a_page_run(page, tmp_path):
-    """As one program, in a process of its own, beside the configurations."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "run.py").write_text(PROGRAM)
-    (tmp_path / "example.py").write_text("\n".join(python_blocks(page)))
-    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        [sys.executable, "run.py", "example.py"],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    """As one program, in a forked process, beside the configurations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    Path("configs").symlink_to(ROOT / "configs")
+    exec(compile("\n".join(python_blocks(page)), page.name, "exec", dont_inherit=True), {"__name__": "example"})
 
 
 def public_verbs() -> list[str]:
