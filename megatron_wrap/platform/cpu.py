@@ -7,7 +7,7 @@ CUDA packages. In modules that are already imported, the names are rebound.
 
 The host program's `torch` and imports do not change, except for three Tensor methods that behave differently when
 Megatron-Core calls them. A few of Megatron-Core's functions are replaced after a check of their signatures. `uninstall`
-restores everything.
+restores everything except the malloc thresholds (`heap.py`).
 """
 
 from __future__ import annotations
