@@ -6,16 +6,50 @@ Entry points print only the message and exit with `exit_code`; a Python caller c
 import difflib
 from collections.abc import Iterable
 
-
-def closest(name: object, known: Iterable[str]) -> str | None:
-    """The known name most similar to `name`; None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), list(known), n=1)), None)
+_TYPO = 2
+"""Edits up to which a name is taken for a misspelling of another."""
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The suffix `; did you mean NAME?` with the closest known name; empty if no known name is similar."""
-    found = closest(name, known)
+def closest(name: object, known: Iterable[str], further: Iterable[str] = ()) -> str | None:
+    """The name most similar to `name`, whatever the case and `-` or `_`; None if none is similar.
+
+    A name that at most two typos separate comes first; then the names in `known` come before those in `further`.
+    """
+    wanted = _folded(name)
+    ranked: list[tuple[int, int, float, int, str]] = []
+    for is_further, candidates in enumerate((known, further)):
+        for candidate in candidates:
+            folded = _folded(candidate)
+            edits = _edits(wanted, folded)
+            ratio = difflib.SequenceMatcher(None, folded, wanted).ratio()
+            if edits <= min(1, len(wanted) - 1) or ratio >= 0.6:
+                ranked.append((edits, is_further, -ratio, len(ranked), candidate))
+    return min(ranked)[-1] if ranked else None
+
+
+def did_you_mean(name: object, known: Iterable[str], further: Iterable[str] = ()) -> str:
+    """The suffix `; did you mean NAME?` with the closest name; empty if no name is similar."""
+    found = closest(name, known, further)
     return "" if found is None else f"; did you mean {found}?"
+
+
+def _folded(name: object) -> str:
+    return str(name).casefold().replace("-", "_")
+
+
+def _edits(first: str, second: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbors from one text to the other, at most `_TYPO` + 1."""
+    if abs(len(first) - len(second)) > _TYPO:
+        return _TYPO + 1
+    above: list[int] = []
+    row = list(range(len(second) + 1))
+    for place, character in enumerate(first, 1):
+        before, above, row = above, row, [place]
+        for column, other in enumerate(second, 1):
+            cost = min(above[column] + 1, row[-1] + 1, above[column - 1] + (character != other))
+            swapped = place > 1 and column > 1 and character == second[column - 2] and first[place - 2] == other
+            row.append(min(cost, before[column - 2] + 1) if swapped else cost)
+    return min(row[-1], _TYPO + 1)
 
 
 class MegatronWrapError(Exception):

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.drill
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "drill"
-COUNTS = {"corrupt_checkpoint": 24, "fuzz_config": 400, "kill_during_save": 12}
+COUNTS = {"config_typos": 100, "corrupt_checkpoint": 24, "fuzz_config": 400, "kill_during_save": 12}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))

@@ -1,0 +1,172 @@
+"""Misspelled keys at every level of the configuration: each is refused, and nearly all with the right suggestion.
+
+python scripts/drill/config_typos.py --count 2000 [--seed 0] [--show]
+
+A typo drops, doubles, swaps or replaces a character of a root, section, key, option of a flow, field of Megatron-Core
+or selection, exchanges `-` and `_`, or changes the case. It stands on the command line or in the YAML. Ends with 1 if a
+typo is accepted, or if less than 97% of the errors suggest the key that was meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import string
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_wrap.config import load_run_config, schema
+from megatron_wrap.config.advice import RETIRED, SET_ELSEWHERE
+from megatron_wrap.config.decode import load_tree
+from megatron_wrap.config.upstream import upstream_fields
+from megatron_wrap.errors import MegatronWrapError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RIGHT_AT_LEAST = 0.97
+LEVELS = {"section": 3, "key": 8, "option": 2, "field": 5, "selection": 2}
+"""Kind of name -> share of the typos."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A shipped configuration: its content and, for each kind of `LEVELS`, the dotted paths that end in such a name."""
+
+    config: Path
+    content: dict[str, Any]
+    selected: dict[str, str]
+    """Section with a selection -> the selected name."""
+    names: dict[str, list[str]]
+    valid: frozenset[str]
+    """No typo is one of these."""
+
+
+def read(config: Path) -> Run:
+    """The names of a shipped configuration."""
+    tree = load_tree(config)
+    selected = {section.path: section.selected for section in tree.sections.values() if section.selected is not None}
+    flow = schema.SECTION_PATHS["flow"]
+    sections = {path.rsplit(".", end)[0] for path in tree.sections for end in range(path.count(".") + 1)}
+    fields = [
+        f"{schema.SECTION_PATHS[name]}.{field}"
+        for name, class_name in schema.UPSTREAM.items()
+        for field in upstream_fields(class_name)
+        if field not in SET_ELSEWHERE[name]
+    ]
+    names = {
+        "section": sorted(sections),
+        "key": sorted(path for path in tree.leaves() if not path.startswith(flow)),
+        "option": sorted(path for path in tree.leaves() if path.startswith(flow)),
+        "field": sorted(fields),
+        "selection": sorted(f"{path}.{name}" for path, name in selected.items()),
+    }
+    elsewhere = [key for keys in (*SET_ELSEWHERE.values(), RETIRED) for key in keys]
+    segments = {segment for paths in names.values() for path in paths for segment in path.split(".")}
+    choices = [entry.stem for entry in (CONFIGS / "nest").rglob("*")]
+    valid = frozenset([*elsewhere, *segments, *choices])
+    return Run(config, yaml.safe_load(config.read_text(encoding="utf-8")), selected, names, valid)
+
+
+def misspelled(name: str, valid: frozenset[str], generator: random.Random) -> str:
+    """The name with one typo; never a valid name."""
+    while True:
+        at = generator.randrange(len(name))
+        edits = {
+            "drop": name[:at] + name[at + 1 :],
+            "double": name[:at] + name[at] * 2 + name[at + 1 :],
+            "swap": name[:at] + name[at + 1 : at + 2] + name[at] + name[at + 2 :],
+            "replace": name[:at] + generator.choice(string.ascii_lowercase) + name[at + 1 :],
+            "dash": name.translate(str.maketrans("-_", "_-")),
+            "case": generator.choice((name.upper(), name.title(), name[:at] + name[at].upper() + name[at + 1 :])),
+        }
+        typo = edits[generator.choice(list(edits))]
+        if typo and typo not in valid and "." not in typo and set(typo) - {"_"}:
+            return typo
+
+
+def on_the_command_line(run: Run, path: str, kind: str, typo: str) -> str:
+    """The override with the typo in place of the last name of the path."""
+    section = path.rpartition(".")[0]
+    if kind == "selection":
+        return f"{section}.__select__={typo}"
+    misspelled_path = f"{section}.{typo}" if section else typo
+    return f"{misspelled_path}.key=1" if kind == "section" else f"{misspelled_path}=1"
+
+
+def in_the_yaml(run: Run, path: str, kind: str, typo: str, target: Path) -> Path:
+    """A copy of the run with the typo beside its other keys, or as its selection."""
+    content = yaml.safe_load(yaml.safe_dump(run.content))
+    below, *parts = content, *path.split(".")[:-1]
+    for place, part in enumerate(parts):
+        below[part] = below.get(part) or {}
+        below = below[part]
+        if ".".join(parts[: place + 1]) in run.selected:
+            below.setdefault("__select__", run.selected[".".join(parts[: place + 1])])
+            if kind != "selection":
+                below["__override__"] = below.get("__override__") or {}
+                below = below["__override__"]
+    below["__select__" if kind == "selection" else typo] = {
+        "section": {"key": 1},
+        "selection": typo,
+    }.get(kind, 1)
+    target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return target
+
+
+def error_of(config: Path, overrides: list[str]) -> str | None:
+    """The error's message; None: the configuration was accepted."""
+    try:
+        load_run_config(config, overrides)
+    except MegatronWrapError as error:
+        return str(error)
+    return None
+
+
+def drill(count: int, seed: int, folder: Path, show: bool) -> tuple[int, int]:
+    """Make `count` typos; returns how many were refused, and with the right suggestion."""
+    generator = random.Random(seed)
+    runs = [read(config) for config in sorted(CONFIGS.glob("*.yaml"))]
+    kinds = generator.choices(list(LEVELS), list(LEVELS.values()), k=count)
+    refused = right = 0
+    for kind in kinds:
+        run = generator.choice(runs)
+        path = generator.choice(run.names[kind])
+        meant = path.rpartition(".")[2]
+        typo = misspelled(meant, run.valid, generator)
+        if generator.random() < 0.5:
+            config, overrides = run.config, [on_the_command_line(run, path, kind, typo)]
+        else:
+            config, overrides = in_the_yaml(run, path, kind, typo, folder / run.config.name), []
+        message = error_of(config, overrides)
+        suggested = re.search(r"did you mean (\S+?)\?", message or "")
+        refused += message is not None
+        is_right = suggested is not None and suggested[1].rpartition(".")[2] == meant
+        right += is_right
+        if message is None or (show and not is_right):
+            print(f"{'WRONG: accepted' if message is None else 'unhelpful'}: {path} as {typo}: {message}")
+    return refused, right
+
+
+def main() -> int:
+    """0: all typos were refused, and enough of them with the right suggestion; else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000, help="typos")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", action="store_true", help="print the errors without the right suggestion")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        refused, right = drill(arguments.count, arguments.seed, Path(scratch), arguments.show)
+    print(
+        f"{arguments.count} typos: {refused} refused, {right} with the right suggestion "
+        f"({right / arguments.count:.1%}; at least {RIGHT_AT_LEAST:.0%} is asked)"
+    )
+    return 0 if refused == arguments.count and right >= RIGHT_AT_LEAST * arguments.count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

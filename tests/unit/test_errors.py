@@ -1,0 +1,36 @@
+"""The name that an error suggests."""
+
+import pytest
+
+from megatron_wrap.errors import closest, did_you_mean
+
+KEYS = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "clip_grad", "lr", "learning-rate"]
+FURTHER = ["mtp_num_layers", "pin_cpu_grads", "attention_backend"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("num_layer", "num_layers"),
+        ("numm_layers", "num_layers"),
+        ("hiddne_size", "hidden_size"),
+        ("hidden_sise", "hidden_size"),
+        ("NUM_LAYERS", "num_layers"),
+        ("num-layers", "num_layers"),
+        ("learning_rate", "learning-rate"),
+        ("rl", "lr"),
+        ("layers", "num_layers"),  # no typo, but alike
+        ("seed", None),
+        ("x", None),
+    ],
+)
+def test_a_misspelled_name_leads_to_the_one_that_was_meant(name, meant):
+    assert closest(name, KEYS) == meant
+    assert did_you_mean(name, KEYS) == ("" if meant is None else f"; did you mean {meant}?")
+
+
+def test_further_names_come_first_only_where_they_are_nearer_as_a_typo():
+    assert closest("pim_cpu_grads", KEYS, FURTHER) == "pin_cpu_grads"
+    assert closest("attention_backnd", KEYS, FURTHER) == "attention_backend"
+    assert closest("n_layers", KEYS, FURTHER) == "num_layers"
+    assert closest("attention_heads", KEYS, FURTHER) == "num_attention_heads"
