@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            if error.name and not module_name.startswith(error.name):
+            if error.name and not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module exists but one of its own imports is missing
             raise ConfigError(
                 f"{self.kind} {path!r}: module {module_name!r} was not found; check that its folder is on PYTHONPATH"

@@ -1,0 +1,26 @@
+"""Plug-ins by name: which error blames the user's name, and which comes from inside the plug-in."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.registry import Registry
+
+
+def test_a_missing_import_of_a_plug_in_is_not_blamed_on_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_package_ext.py").write_text("import absent_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[object] = Registry("flow", "no.such.group", {})
+    with pytest.raises(ModuleNotFoundError, match="'absent_package'"):
+        registry.resolve("absent_package_ext:Flow")
+    with pytest.raises(ConfigError, match=r"'absent_package\.flow' was not found; .*PYTHONPATH"):
+        registry.resolve("absent_package.flow:Flow")
+
+
+def test_an_unknown_name_suggests_the_closest() -> None:
+    registry: Registry[object] = Registry("flow", "no.such.group", {"gpt_sft": "megatron_wrap.flow.sft:Flow"})
+    with pytest.raises(ConfigError, match=r"'gpt_stf'; did you mean gpt_sft\?"):
+        registry.resolve("gpt_stf")
