@@ -40,8 +40,11 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     elif _has_checkpoint(config.train.save):
         if evaluates and config.data.validation:
             add("evaluate the checkpoint: no steps are left, so nothing is trained", _train(config, command))
-        more = config.train.train_iters
-        add(f"train {more} more steps, on the schedule of the longer run", _train(config, _longer(config, command)))
+        last = 2 * config.train.train_iters
+        add(
+            f"resume up to step {last}, on the schedule of the longer run",
+            _train(config, _longer(config, command, last)),
+        )
         if _is_exportable(config):
             folder = os.path.join(output_dir(config), "hf")
             add(
@@ -59,10 +62,10 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     return "\n".join(lines)
 
 
-def _longer(config: RunConfig, command: Sequence[str]) -> list[str]:
-    """The command for twice the steps: a schedule of another length is refused unless one of two keys chooses."""
+def _longer(config: RunConfig, command: Sequence[str], steps: int) -> list[str]:
+    """The command for a run of `steps`: a schedule of another length is refused unless one of two keys chooses."""
     words = [text for text in command if not text.startswith(f"{_TRAIN}train_iters=")]
-    words.append(f"{_TRAIN}train_iters={2 * config.train.train_iters}")
+    words.append(f"{_TRAIN}train_iters={steps}")
     chosen = config.optimizer.override_opt_param_scheduler or config.optimizer.use_checkpoint_opt_param_scheduler
     return words if chosen else [*words, "megatron_lm.train.optimizer.override_opt_param_scheduler=true"]
 

@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megatron_wrap.cli.next_steps import next_steps
 
         script = ["--script", arguments.script] if arguments.script else []
-        evaluates = not script or Path(arguments.script).resolve() == _default_script().resolve()
-        print(next_steps(config, ["train", arguments.config, *script, *arguments.overrides], evaluates))
+        print(next_steps(config, ["train", arguments.config, *script, *arguments.overrides], evaluates=not script))
     return exit_code
 
 

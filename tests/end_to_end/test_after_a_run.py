@@ -54,7 +54,7 @@ def test_what_comes_next_runs(command, tmp_path, sample_data):
     assert records() == before  # nothing was trained
     assert run("export").stdout.strip().endswith("out/hf")
     assert run("then generate").stdout.startswith("What is it?")
-    run("train 2 more steps")
+    run("resume up to step 4")
     assert [record["iteration"] for record in records() if "loss" in record] == [1, 2, 3, 4]
     assert json.loads(run("the metrics of each step").stdout.splitlines()[-1])["iteration"] == 4
     (curves,) = [text for comment, text in commands.items() if comment.startswith("their curves")]

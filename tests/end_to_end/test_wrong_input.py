@@ -86,7 +86,7 @@ def test_inherit_cycle(command, tmp_path):
     (nest / "hen.yaml").write_text("__inherit__: egg.yaml\nhidden_size: 32\n")
     run = config(tmp_path)
     run.write_text(run.read_text().replace("__select__: tiny-llama", "__select__: egg"))
-    refused(command, tmp_path, run, says=["egg", "hen", "circle"])
+    refused(command, tmp_path, run, says=["egg", "hen", "cycle"])
 
 
 def test_empty_yaml(command, tmp_path):

@@ -47,11 +47,11 @@ def test_a_run_without_checkpoints_is_told_how_to_save_them(steps):
 
 def test_the_longer_run_replaces_the_number_of_steps_and_takes_its_own_schedule(steps):
     own = "megatron_lm.train.optimizer.override_opt_param_scheduler=true"
-    words = only(steps(SFT, f"{TRAIN}train_iters=7", f"{TRAIN}seed=5"), "train 7 more steps")
+    words = only(steps(SFT, f"{TRAIN}train_iters=7", f"{TRAIN}seed=5"), "resume up to step 14")
     assert words[-4:] == [SFT, f"{TRAIN}seed=5", f"{TRAIN}train_iters=14", own]
     _, args = parse(words[words.index("train") :])
     assert load_run_config(args.config, args.overrides).train.train_iters == 14
-    again = only(steps(SFT, own), "train 200 more steps")
+    again = only(steps(SFT, own), "resume up to step 400")
     assert again.count(own) == 1
 
 
@@ -63,7 +63,7 @@ def test_commands_that_the_run_has_no_use_for_are_left_out(steps):
     # a user's script, which may not evaluate; an architecture that no family of transformers can express
     found = steps(SFT, "megatron_lm.model.arch.qk_layernorm=true", "megatron_lm.model.arch.norm_epsilon=1e-4",
                   "megatron_lm.model.arch.add_bias_linear=true", evaluates=False)  # fmt: skip
-    assert [comment.split(",")[0] for comment in found] == ["train 200 more steps"]
+    assert [comment.split(",")[0] for comment in found] == ["resume up to step 400"]
 
 
 def test_records_that_exist_are_named(steps):
