@@ -170,7 +170,7 @@ def cached(folder: Path, model: Path) -> None:
 def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, tmp_path, monkeypatch):
     import socket
 
-    import huggingface_hub
+    import huggingface_hub.constants
 
     def refuse_connection(*arguments: Any) -> None:
         raise AssertionError("a connection was opened")
@@ -185,7 +185,7 @@ def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, 
 
 
 def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tmp_path, monkeypatch):
-    import huggingface_hub
+    import huggingface_hub.constants
 
     from megatron_wrap.bridge.hub import logger, read_run
 
