@@ -1,4 +1,4 @@
-"""The public face: the facade `MegatronWrap`, imported on first use, and the import paths that users rely on."""
+"""The public API: the facade `MegatronWrap`, imported on first use, and the import paths that users rely on."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["MegatronWrap", "exit_on_user_error"]
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: reading a configuration imports this package and must not pay for torch
+    # on first use: reading a configuration imports this package and must not import torch
     if name == "MegatronWrap":
         from megatron_wrap.core.wrap import MegatronWrap
 

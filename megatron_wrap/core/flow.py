@@ -1,4 +1,4 @@
-"""The import path `megatron_wrap.core.flow`, which users' flows take; the code is in `megatron_wrap.flow`."""
+"""Import path `megatron_wrap.core.flow`, used by users' flows; the code is in `megatron_wrap.flow`."""
 
 from megatron_wrap import flow
 from megatron_wrap.flow import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The verbs of `MegatronWrap` around Hugging Face folders: begin from one, hold the model against it, write one."""
+"""Methods of `MegatronWrap` for Hugging Face folders: start from one, compare the model with it, write one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceVerbs:
-    """A part of `MegatronWrap`, which gives what is declared here."""
+    """Mixin of `MegatronWrap`, which defines the attributes declared here."""
 
     config: RunConfig
     tokenizer: Any
@@ -42,12 +42,12 @@ class HuggingFaceVerbs:
         config: str | os.PathLike[str],
         overrides: Sequence[str] = (),
     ) -> Self:
-        """The run of `config` that begins from a Hugging Face folder or hub id: architecture, first weights, tokenizer.
+        """The run of `config`, started from a Hugging Face folder or hub id: its architecture, weights and tokenizer.
 
-        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be left out.
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted.
 
         Raises:
-            ConfigError: the folder, or a value of the YAML that contradicts its config.json, with both values.
+            ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; with both values.
         """
         return cls(config, [*overrides, f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"])
 
@@ -63,9 +63,10 @@ class HuggingFaceVerbs:
 
         Args:
             folder: on a file system that all ranks share.
-            max_shard_size: largest weight file, bytes or text such as "5GB".
-            dtype: "float32", "bfloat16" or "float16"; None: as trained.
-            family: a model_type of transformers; None: that of hf_path, else the first that has this architecture.
+            max_shard_size: maximum size of a weight file, in bytes or as text such as "5GB".
+            dtype: "float32", "bfloat16" or "float16"; None: that of the parameters.
+            family: a model_type of transformers; None: that of hf_path, else the first that can express the
+                architecture.
 
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
@@ -85,9 +86,9 @@ class HuggingFaceVerbs:
     def export_weights(
         self, dtype: str | torch.dtype | None = None, family: str | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of each weight, on every rank and on its device, one at a time.
+        """(Hugging Face name, full tensor) of each weight, on every rank and on its device, one at a time.
 
-        Collective: every rank takes all of them. For an inference engine beside the training.
+        Collective: every rank must iterate over all of them. For example to update an inference engine during training.
         """
         from megatron_wrap.bridge.choose import choose_family
         from megatron_wrap.bridge.export import export_weights
@@ -107,14 +108,14 @@ class HuggingFaceVerbs:
         """`save_pretrained` into `folder`, then upload it from global rank 0 through huggingface_hub. Collective.
 
         Args:
-            repo_id: `org/name`; made where it does not exist, with the login that huggingface_hub knows.
-            save_arguments: of `save_pretrained`.
+            repo_id: `org/name`; created if it does not exist, with the login of huggingface_hub.
+            save_arguments: further arguments of `save_pretrained`.
 
         Returns:
-            The commit's address, on every rank.
+            The commit's URL, on every rank.
 
         Raises:
-            CheckpointError: on every rank, when the hub refuses.
+            CheckpointError: on every rank, if the upload fails.
         """
         from megatron_wrap.bridge.export import upload
 
@@ -125,7 +126,7 @@ class HuggingFaceVerbs:
     def _complete_arch(self) -> ArchConfig:
         from megatron_wrap.bridge.choose import complete
 
-        # the vocabulary may be the tokenizer's
+        # vocab_size of the configuration may be null; the state has the tokenizer's
         return complete(self.config.arch, self.config.train.seq_length, self._ready().shape.vocab_size)
 
     def _weight_stream(self, family: Family, arch: ArchConfig, dtype: str | torch.dtype | None) -> WeightStream:
@@ -144,6 +145,6 @@ class HuggingFaceVerbs:
         logger.info_rank_0(verdict.table())
         if not verdict.agrees:
             raise CheckpointError(
-                f"megatron_wrap.model_provider.verify_hf: the model is not that of {verdict.folder}: "
+                f"megatron_wrap.model_provider.verify_hf: the model differs from that of {verdict.folder}: "
                 f"{verdict.first_difference}; nothing was trained"
             )

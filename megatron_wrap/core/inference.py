@@ -1,4 +1,4 @@
-"""The verbs of `MegatronWrap` that change nothing: evaluate, forward, generate."""
+"""Methods of `MegatronWrap` that do not change the state: evaluate, forward, generate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InferenceVerbs:
-    """A part of `MegatronWrap`, which provides what is declared here."""
+    """Mixin of `MegatronWrap`, which defines the attributes declared here."""
 
     config: RunConfig
     tokenizer: Any
@@ -28,15 +28,15 @@ class InferenceVerbs:
         def _ready(self) -> TrainingState: ...
 
     def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
-        """The objective and the flow's metrics over whole named sets; nothing changes. Collective.
+        """The objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
 
         Args:
-            sets: name -> samples on every rank (or on global rank 0, with None on the others); default: the
-                evaluation sets of `megatron_wrap.data`. Of each, `eval_iters` global batches at most.
+            sets: name -> samples, on every rank or only on global rank 0 with None on the others; default: the
+                evaluation sets of `megatron_wrap.data`. At most `eval_iters` global batches of each set are used.
 
         Returns:
-            `eval/NAME/loss` and `eval/NAME/METRIC` for each set; also logged, and so is what the model now says to each
-            of `megatron_lm.train.common.sample_prompts`.
+            `eval/NAME/loss` and `eval/NAME/METRIC` for each set. They are also logged, and so are completions of
+            `megatron_lm.train.common.sample_prompts`.
         """
         from megatron_wrap.data.sources import validation_sets
         from megatron_wrap.engine.forward import evaluate
@@ -59,12 +59,12 @@ class InferenceVerbs:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether `eval_interval` asks for an evaluation now: before the first step and after each interval."""
+        """Whether an evaluation is due by `eval_interval`: before the first step and after each interval."""
         interval = self.config.train.eval_interval
         return bool(interval) and self._ready().progress.iteration % int(interval or 1) == 0
 
     def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
-        """What the flow's `calculate_outputs` gives for each sample, without a graph. Collective.
+        """The outputs of the flow's `calculate_outputs` for each sample, without a graph. Collective.
 
         Returns:
             For each sample, in order, a dictionary of CPU tensors; the same on every rank.
@@ -84,24 +84,24 @@ class InferenceVerbs:
         stop: str | Sequence[str | int] = (),
         batch_size: int = 8,
     ) -> list[Completion]:
-        """Complete prompts with the weights as they are, on every layout. Collective.
+        """Complete prompts with the current weights, on any layout. Collective.
 
         Args:
             prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
-                on global rank 0 alone with None on the others.
-            max_new_tokens: most tokens of a completion.
-            temperature: 0 takes the most probable token, as transformers does with do_sample=False; else logits are
-                divided by it and a token is drawn.
-            top_p: draw from the most probable tokens of this total probability, as in transformers; None: from all.
-            top_k: draw from the k most probable tokens, as in transformers; None: from all.
-            seed: of the drawing; None: `megatron_lm.train.common.seed`. The same seed gives the same completions on
-                every layout and in every batch, so a rollout loop gives another one at each call.
-            stop: texts and token ids that end a completion, beside the model's end tokens.
-            batch_size: prompts that a replica completes at a time; its cache holds that many whole sequences.
+                only on global rank 0 with None on the others.
+            max_new_tokens: maximum number of tokens of a completion.
+            temperature: 0 chooses the most probable token, as transformers does with do_sample=False; otherwise logits
+                are divided by it and a token is sampled.
+            top_p: sample from the most probable tokens of this total probability, as in transformers; None: from all.
+            top_k: sample from the k most probable tokens, as in transformers; None: from all.
+            seed: of the sampling; None: `megatron_lm.train.common.seed`. The same seed returns the same completions on
+                every layout and in every batch, so a rollout loop must pass another seed in each call.
+            stop: texts and token ids that end a completion, in addition to the model's end tokens.
+            batch_size: prompts that a replica completes at a time; the KV cache has room for that many sequences.
 
         Returns:
             For each prompt, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason": "stop" or
-            "length"}: what follows the prompt. The text ends before a stop text and is None without a tokenizer.
+            "length"}, without the prompt. The text is cut before a stop text, and None without a tokenizer.
 
         Raises:
             DataError: a prompt or an argument is wrong.

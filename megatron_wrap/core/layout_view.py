@@ -1,4 +1,4 @@
-"""Where this process stands in the layout: sizes, ranks and groups that `MegatronWrap` shows."""
+"""This process's position in the layout: the sizes, ranks and groups of `MegatronWrap`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LayoutView:
-    """A part of `MegatronWrap`; every property needs `initialize()` first."""
+    """Mixin of `MegatronWrap`; every property requires `initialize()` first."""
 
     if TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""The import path `megatron_wrap.core.model`; the code is in `megatron_wrap.model`."""
+"""Import path `megatron_wrap.core.model`; the code is in `megatron_wrap.model`."""
 
 from megatron_wrap.model import MegatronModelProviderEntry, ModelRequest
 

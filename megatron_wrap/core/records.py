@@ -1,4 +1,4 @@
-"""What a run reports of its steps: metric loggers, the console line, the progress bar."""
+"""Reporting of a run's steps: metric loggers, the console line, the progress bar."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RunRecords:
         """Start the metric loggers that the configuration selects, and the progress bar.
 
         Args:
-            iteration: steps taken before.
-            resumed_from: iteration of the checkpoint that the run resumes from; records of later ones will come again.
+            iteration: number of steps already taken.
+            resumed_from: iteration of the checkpoint that the run resumes from; later iterations are recorded again.
         """
         settings = self._config.logger
         selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
@@ -54,8 +54,8 @@ class RunRecords:
         if settings.progress_bar:
             self._progress_bar = ProgressBar(self._config.train.train_iters, iteration)
 
-    def took(self, report: StepReport) -> None:
-        """Keep the report of the step just taken."""
+    def step_taken(self, report: StepReport) -> None:
+        """Store the report of the last step."""
         self._last = report
 
     def write_last(self) -> None:
@@ -86,7 +86,7 @@ class RunRecords:
         logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
 
     def close(self) -> None:
-        """End loggers and progress bar."""
+        """Close loggers and progress bar."""
         if self._progress_bar is not None:
             self._progress_bar.close()
         self._metric_loggers.close()

@@ -1,4 +1,4 @@
-"""`MegatronWrap`: the lifecycle of a run, and delegation. What a step does is in `megatron_wrap.engine.step`."""
+"""`MegatronWrap`: the lifecycle of a run, and delegation. The training step is in `megatron_wrap.engine.step`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
 
     Args:
         config: path of the run's YAML, or an already decoded `RunConfig`.
-        overrides: `a.b.c=value` strings, the last word on each key.
+        overrides: `a.b.c=value` strings; they take precedence over the YAML.
 
-    Constructing reads and checks the configuration and does nothing else.
+    The constructor only reads and validates the configuration.
 
     Raises:
-        ConfigError, LayoutError, DataError, CheckpointError: the configuration is wrong; the message says where.
+        ConfigError, LayoutError, DataError, CheckpointError: the configuration is wrong; the message has file and line.
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
@@ -111,7 +111,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         Collective over all ranks.
 
         Raises:
-            PlatformError: Megatron-Core cannot build this model here. CheckpointError: see `load`.
+            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`.
         """
         self._set_up(training=True)
         if self._started_from_hugging_face and self.config.model_provider.verify_hf:
@@ -119,9 +119,10 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         self._records.open(self.iteration, self._resumed_from)
 
     def setup_model(self) -> None:
-        """Build the model alone, with the weights it would train from: to evaluate, look at or export it. Collective.
+        """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
+        Collective.
 
-        No gradient buffers, no optimizer: a third of the memory or less. `train` and `save` need
+        Without gradient buffers and optimizer it needs a third of the memory or less. `train` and `save` require
         `setup_model_and_optimizer`.
         """
         self._set_up(training=False)
@@ -135,7 +136,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
             from megatron_wrap.data.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
-        # of a run that goes on, or begins from a checkpoint, the folder gives the architecture alone
+        # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
         from_hugging_face = self.config.model_provider.hf_path is not None and not has_checkpoint(self.config)
         self._state = build_training_state(
             self.config,
@@ -148,14 +149,15 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         self._started_from_hugging_face = from_hugging_face
         self._describe_model()
         if from_hugging_face:
-            logger.info_rank_0(f"weights of {self.config.model_provider.hf_path}")
+            logger.info_rank_0(f"loaded weights from {self.config.model_provider.hf_path}")
             for text in weights_left_out(self.config):
                 logger.warning_rank_0(text)
         self._checkpoints = RunCheckpoints(self._state)
         self._resumed_from = self._checkpoints.restore(weights_only=not training)
 
     def close(self) -> None:
-        """End loggers, process groups that this object made, and what `initialize` changed of the host program."""
+        """Close loggers, destroy the process groups that this object created, and undo the changes of `initialize` to
+        the host program."""
         self._records.close()
         self._state = self._checkpoints = None
         if self._parallel is not None:
@@ -163,7 +165,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
 
             destroy_parallel_state()
             self._parallel = None
-            # model, hooks and optimizer refer to each other and to process groups in circles
+            # model, hooks, optimizer and process groups form reference cycles
             gc.collect()
         if self._processes is not None:
             from megatron_wrap.parallel import launch
@@ -186,17 +188,17 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
     # ---- training ----
 
     def train(self, batch: Sequence[Any] | None = None) -> dict[str, float]:
-        """One optimizer step, and a save where `save_interval` says so. Collective.
+        """One optimizer step, and a save at each `save_interval`. Collective.
 
         Args:
-            batch: `global_batch_size` samples on every rank, or on global rank 0 while the others pass None.
+            batch: `global_batch_size` samples, on every rank or only on global rank 0 while the others pass None.
 
         Returns:
             The step's metrics, the same on every rank; docs/metrics.md has their names and units.
 
         Raises:
             TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,
-                and nothing has changed.
+                and no state was changed.
             DataError: the batch has another size.
         """
         state = self._trainable()
@@ -208,18 +210,18 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         from megatron_wrap.engine.step import train_step
 
         report = train_step(state, batch)
-        self._records.took(report)
+        self._records.step_taken(report)
         interval = self.config.train.save_interval
         if interval and self.config.train.save and self.iteration % interval == 0:
-            # metrics first: a run killed in between then repeats a step's line, which is dropped, and lacks none
+            # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
             self._records.write_last()
             self.save()
         return dict(report.metrics)
 
     def batches(self, samples: Sequence[Any] | None = None) -> Iterator[list[Any]]:
-        """The global batches that are left of the run, in an order that is a function of the seed.
+        """The remaining global batches of the run, in an order that is a function of the seed.
 
-        A resumed run goes on where it stopped. Every rank yields the same batches.
+        A resumed run continues where it stopped. Every rank yields the same batches.
 
         Args:
             samples: the training set; default: that of `megatron_wrap.data`.
@@ -236,7 +238,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
             yield [samples[place] for place in places]
 
     def log_last_metrics(self) -> None:
-        """Hand the last step to the metric loggers, and write its line each `log_interval` iterations."""
+        """Pass the last step's metrics to the metric loggers, and print a line each `log_interval` iterations."""
         self._records.log_last()
 
     # ---- checkpoints ----
@@ -245,7 +247,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         """Save everything that a resumed run needs, into `megatron_lm.train.common.save`. Collective.
 
         Returns:
-            The checkpoint's folder. Saving one iteration twice changes nothing.
+            The checkpoint's folder. Saving the same iteration again writes nothing.
         """
         state = self._trainable()
         if self.config.train.save is None:
@@ -262,54 +264,54 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
-        """Load a checkpoint of this model, saved on any layout, and the reference model beside it. Collective.
+        """Load a checkpoint of this model, saved on any layout, and the reference model saved with it. Collective.
 
         Args:
-            folder: a folder of checkpoints (its newest is taken) or one checkpoint; default: `save`, then `load` of
-                the configuration.
-            weights_only: leave iteration, optimizer, schedule, random generators and reference model as they are.
+            folder: a checkpoint folder (the newest checkpoint is loaded) or one checkpoint; default: `save`, else
+                `load` of the configuration.
+            weights_only: do not load iteration, optimizer, schedule, random generators and reference model.
 
         Raises:
-            CheckpointError: missing, of an unknown form, or of another model.
+            CheckpointError: the checkpoint is missing, in an unsupported format, or from another model.
         """
         folder = folder or self.config.train.save or self.config.train.load
         if folder is None:
-            raise CheckpointError("wrap.load: give a folder, or set megatron_lm.train.common.load")
+            raise CheckpointError("wrap.load: there is no folder; pass one, or set megatron_lm.train.common.load")
         self._run_checkpoints().load(folder, weights_only)
 
-    # ---- what it knows ----
+    # ---- state ----
 
     @property
     def iteration(self) -> int:
-        """Steps taken, those of earlier parts of a resumed run included."""
+        """Number of steps taken, including those before a resume."""
         return self._ready().progress.iteration
 
     @property
     def train_iters(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the run."""
         return self.config.train.train_iters
 
     @property
     def consumed_samples(self) -> int:
-        """Samples taken so far."""
+        """Number of samples trained on."""
         return self._ready().progress.consumed_samples
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that the next `train` takes; it may ramp up."""
+        """Samples of the next `train` call; grows during a batch size ramp-up."""
         return self._ready().global_batch_size
 
     @property
     def output_dir(self) -> Path:
-        """Folder of metrics.jsonl and other records of the run."""
+        """Folder of metrics.jsonl and the run's other records."""
         return Path(output_dir(self.config))
 
     @property
     def state(self) -> TrainingState:
-        """Everything the run holds, for tools that look inside."""
+        """The run's training state, for tools that inspect it."""
         return self._ready()
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _initialized(self) -> ParallelState:
         if self._parallel is None:

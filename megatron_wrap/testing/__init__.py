@@ -1,4 +1,4 @@
-"""Holding a flow to the promise that every layout trains alike: `check_parity`, `assert_layout_invariant`."""
+"""Checks that a flow trains the same on every parallel layout: `check_parity`, `assert_layout_invariant`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""How two runs are held against each other: tolerances, relative differences and what rounding does to a number."""
+"""Comparison of two runs: tolerances, relative differences, and the effect of rounding."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from typing import Any
 import numpy
 
 OBJECTIVE_TOLERANCE = 1e-5
-"""Largest relative difference of an objective, dense models in fp32."""
+"""Largest relative difference of an objective, for dense models in fp32."""
 METRIC_TOLERANCE = 1e-4
-"""The same of a metric, which may be a small difference of large numbers."""
+"""Largest relative difference of a metric, which may be a small difference of large numbers."""
 EXPERTS_TOLERANCE = 1e-4
-"""The objective's, and ten times that a metric's, for models with experts, whose sums have another order in each
-layout."""
+"""Largest relative difference of an objective for MoE models, ten times as much for a metric: their order of summation
+depends on the layout."""
 GRADIENT_TOLERANCE = 1e-4
-"""Largest norm of a gradient's difference over the norm of the gradient."""
+"""Largest norm of a gradient's difference divided by the norm of the gradient."""
 GRADIENT_FLOOR = 1e-6
-"""Share of the largest parameter gradient's norm below which a gradient counts as rounding."""
+"""Gradients with a norm below this fraction of the largest parameter gradient's norm count as rounding errors."""
 DETERMINISM_TOLERANCE = 1e-6
-"""Largest relative difference of two runs on one process: kernels of a GPU may add up in any order."""
+"""Largest relative difference of two runs on one process; kernels of a GPU may sum in any order."""
 ROUNDING = 1e-6
-"""Relative size of the noise on the model's outputs that shows how much rounding moves an objective or a metric; above
-what layouts differ by in fp32, some 1e-7 to 1e-6."""
+"""Relative size of the noise that is added to the model's outputs to measure how rounding changes an objective or a
+metric. Layouts differ by less in fp32, about 1e-7 to 1e-6."""
 ROUNDING_MARGIN = 10.0
-"""How often what that noise moves may still count as rounding: it is one draw, not a bound."""
+"""Safety factor on the change that this noise causes, because it is one random sample, not a bound."""
 
 
-def rounding_floor(moved: float, value: float, tolerance: float) -> float:
-    """The size below which `tolerance` of a value is less than what rounding may move it by."""
-    difference = abs(moved - value)
+def rounding_floor(noisy: float, value: float, tolerance: float) -> float:
+    """Magnitude below which rounding may change a value by more than `tolerance` relative to it.
+
+    Args:
+        noisy: the value computed with noise of relative size `ROUNDING` on the model's outputs.
+    """
+    difference = abs(noisy - value)
     return ROUNDING_MARGIN * difference / tolerance if math.isfinite(difference) else 0.0
 
 
 def relative(value: float, reference: float, floor: float = 0.0) -> float:
-    """|value - reference| / max(|reference|, floor); inf where exactly one is not a number, 0 where both are not."""
+    """|value - reference| / max(|reference|, floor); inf if exactly one is nan, 0 if both are."""
     if math.isnan(value) or math.isnan(reference):
         return 0.0 if math.isnan(value) and math.isnan(reference) else math.inf
     return abs(value - reference) / max(abs(reference), floor, 1e-8)
@@ -44,7 +48,7 @@ def relative(value: float, reference: float, floor: float = 0.0) -> float:
 def metric_differences(
     found: Sequence[dict[str, float]], reference: Sequence[dict[str, float]], floors: Sequence[dict[str, float]]
 ) -> dict[str, tuple[float, float, float]]:
-    """Metric -> (relative difference, found, reference) of the step in which it differs most."""
+    """Metric -> (relative difference, found, reference) in the step with the largest difference."""
     differences: dict[str, tuple[float, float, float]] = {}
     for mine, theirs, floor in zip(found, reference, floors, strict=True):
         for name, expected in theirs.items():
@@ -56,7 +60,7 @@ def metric_differences(
 
 
 def gradient_differences(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Name -> norm of the difference over the norm of the reference's gradient, or over a floor for tiny ones."""
+    """Name -> norm of the difference divided by the norm of the reference's gradient, or by a floor for tiny ones."""
     floor = GRADIENT_FLOOR * max(float(numpy.linalg.norm(gradient)) for gradient in reference.values())
     differences = {}
     for name, expected in reference.items():
@@ -70,7 +74,7 @@ def gradient_differences(found: dict[str, Any], reference: dict[str, Any]) -> di
 
 
 def gradient_ratio(found: dict[str, Any], reference: dict[str, Any]) -> float:
-    """The factor c for which c * reference is nearest to the found gradient, over all parameters."""
+    """The factor c that minimizes the norm of found - c * reference over all parameters (least squares)."""
     inner = sum(float(numpy.vdot(found[name], reference[name])) for name in reference if name in found)
     square = sum(float(numpy.vdot(gradient, gradient)) for gradient in reference.values())
     return inner / square if square else math.nan

@@ -1,4 +1,4 @@
-"""The whole model's weights and gradients from those of its parts, to compare layouts parameter by parameter."""
+"""Gathers unsharded weights and gradients from all ranks, to compare layouts parameter by parameter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 
 
 def gather_weights(state: TrainingState) -> dict[str, Tensor]:
-    """Global name -> whole weight, as `gather_parameters` has it. Not while an overlapped gathering is pending."""
+    """Global name -> unsharded weight; see `gather_parameters`. Parameters must be synchronized. Collective."""
     return gather_parameters(state, lambda parameter: parameter)
 
 
 def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
-    """Global name -> whole gradient, as `gather_parameters` has it.
+    """Global name -> unsharded gradient; see `gather_parameters`. Collective.
 
-    Call it between `compute_gradients` and the optimizer's step.
+    Call it between `compute_gradients` and the optimizer step.
     """
     if state.config.optimizer.use_distributed_optimizer:
         for chunk in state.chunks:
@@ -30,12 +30,13 @@ def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
 
 
 def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """Global name -> `read` of the whole parameter, fp32 on the CPU, without vocabulary padding; on every rank.
+    """Global name -> unsharded tensor of a parameter, fp32 on the CPU, without vocabulary padding; on every rank.
+    Collective.
 
-    Of a parameter that several pipeline stages hold (tied embeddings), the last stage's.
+    If several pipeline stages have the parameter (tied embeddings), the last stage's is returned.
 
     Args:
-        read: what to take of a parameter: a tensor of its shape, the same slice of the whole. Collective, like this.
+        read: returns the tensor to gather for a local parameter, of the same shape; may be collective.
     """
     arch, parallel = state.config.arch, state.parallel
     mine: dict[str, Tensor] = {}
@@ -49,25 +50,25 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
             if dim is not None:
                 value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1." in name)
             if tp.rank or copies.rank:
-                continue  # another process speaks
+                continue  # another process contributes this parameter
             if name.startswith(("embedding.word_embeddings", "output_layer")):
                 value = value[: state.flow.vocab_size]
             mine[name] = value.cpu()
     whole: dict[str, Tensor] = {}
-    for of_rank in gather_objects(mine):
-        whole |= of_rank
+    for rank_tensors in gather_objects(mine):
+        whole |= rank_tensors
     return whole
 
 
 def unwrapped(chunk: Any) -> Any:
-    """The provider's model inside Megatron-Core's DistributedDataParallel and Float16Module."""
+    """The provider's model, without Megatron-Core's wrappers DistributedDataParallel and Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def join_slices(parts: list[Tensor], dim: int, gated: bool) -> Tensor:
-    """The whole matrix from its tensor-parallel slices; each slice of a gated one holds gate and up halves."""
+    """The unsharded matrix from its tensor-parallel shards; a shard of a gated projection contains gate and up."""
     if not gated:
         return torch.cat(parts, dim=dim)
     gates, ups = zip(*(part.chunk(2, dim=0) for part in parts), strict=True)
@@ -75,7 +76,8 @@ def join_slices(parts: list[Tensor], dim: int, gated: bool) -> Tensor:
 
 
 def _complete_buffers(chunk: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank its shard of the reduced gradients; gather them."""
+    """All-gather the gradient buffers: with the distributed optimizer each data-parallel rank has only its shard of the
+    reduced gradients."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group

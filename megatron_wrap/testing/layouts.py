@@ -1,4 +1,4 @@
-"""Names of parallel layouts, such as `tp2-sp-pp2`, as overrides of a configuration."""
+"""Named parallel layouts, such as `tp2-sp-pp2`, and their overrides of a configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SIZES = {
     "vpp": f"{PARALLEL}.virtual_pipeline_model_parallel_size",
     "etp": f"{PARALLEL}.expert_tensor_parallel_size",
 }
-_NULL_AT_REST = {"vpp": 1, "etp": 0}
-"""Keys that are null where the layout does not use them -> the size that stands for that."""
+_UNUSED_SIZES = {"vpp": 1, "etp": 0}
+"""Axis -> the size with which the layout does not use it; its key is then null."""
 
 DEFAULT_LAYOUTS = (
     "mbs1",
@@ -39,22 +39,22 @@ DEFAULT_LAYOUTS = (
     "cp2-dp2",
     "pp2-cp2",
 )
-"""What `check-parity` runs: every kind of parallelism, their pairs, another cut into micro-batches, more padding."""
+"""Layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size, more padding."""
 
 EXPERT_LAYOUTS = ("ep2", "ep2-dopt", "cp2-ep2", "tp2-sp-ep2-etp1", "tp2-sp-ep2", "pp2-ep2", "ep4")
-"""What it runs besides for a model with experts."""
+"""Further layouts for an MoE model."""
 
 
 def default_layouts(arch: ArchConfig) -> tuple[str, ...]:
-    """Names of the layouts that show a model of this kind."""
+    """Names of the layouts to run for a model of this kind."""
     if arch.num_experts is None:
         return DEFAULT_LAYOUTS
-    return (*(name for name in DEFAULT_LAYOUTS if name != "tp2"), *EXPERT_LAYOUTS)  # tp needs sp there
+    return (*(name for name in DEFAULT_LAYOUTS if name != "tp2"), *EXPERT_LAYOUTS)  # MoE with tp requires sp
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One way to run the same step."""
+    """One layout to run a step on."""
 
     name: str
     tp: int = 1
@@ -62,10 +62,10 @@ class LayoutCase:
     cp: int = 1
     dp: int = 1
     ep: int = 1
-    """Taken out of the processes of tp, cp and dp."""
+    """Expert parallelism, over the processes of tp, cp and dp."""
     vpp: int = 1
     etp: int = 0
-    """Tensor parallelism inside experts; 0: as tp."""
+    """Tensor parallelism of the experts; 0: the same as tp."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     micro_batch_size: int | None = None
@@ -74,7 +74,7 @@ class LayoutCase:
 
     @property
     def processes(self) -> int:
-        """Ranks that the layout takes."""
+        """Number of processes of the layout."""
         return self.tp * self.pp * self.cp * self.dp
 
     def overrides(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class LayoutCase:
         values = [f"{PARALLEL}.sequence_parallel={str(self.sequence_parallel).lower()}"]
         for axis, path in _SIZES.items():
             size = getattr(self, axis)
-            values.append(f"{path}={'null' if _NULL_AT_REST.get(axis) == size else size}")
+            values.append(f"{path}={'null' if _UNUSED_SIZES.get(axis) == size else size}")
         values.append(
             f"megatron_lm.train.optimizer.use_distributed_optimizer={str(self.distributed_optimizer).lower()}"
         )
@@ -92,13 +92,12 @@ class LayoutCase:
 
 
 def parse_layout(name: str) -> LayoutCase:
-    """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `epN` (experts shared by N
-    processes; as many data-parallel ones are added as they need), `etpN` (tensor parallelism inside experts), `sp`
-    (sequence parallel), `dopt` (distributed optimizer), `mbsN` (micro-batch size) or `padded` (sequences padded
-    further).
+    """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `epN` (expert parallelism;
+    data-parallel processes are added as needed), `etpN` (tensor parallelism of the experts), `sp` (sequence
+    parallelism), `dopt` (distributed optimizer), `mbsN` (micro-batch size) or `padded` (more padding).
 
     Raises:
-        ConfigError: a part that is none of these.
+        ConfigError: a part is unknown.
     """
     fields: dict[str, int | bool] = {}
     for part in name.split("-"):
@@ -110,29 +109,29 @@ def parse_layout(name: str) -> LayoutCase:
             fields[key] = True
         else:
             raise ConfigError(
-                f"layout {name!r}: {part!r} is unknown; write parts such as tp2, sp, pp2, vpp2, cp2, dp2, ep2, dopt, "
+                f"layout {name!r}: {part!r} is unknown; use parts such as tp2, sp, pp2, vpp2, cp2, dp2, ep2, dopt, "
                 "mbs1 or padded, joined by '-'"
             )
     case = LayoutCase(name, **fields)  # type: ignore[arg-type]
-    of_experts = case.ep * (case.etp or case.tp) * case.pp if case.ep > 1 else 1
-    return replace(case, dp=case.dp * math.lcm(case.processes, of_experts) // case.processes)
+    expert_processes = case.ep * (case.etp or case.tp) * case.pp if case.ep > 1 else 1
+    return replace(case, dp=case.dp * math.lcm(case.processes, expert_processes) // case.processes)
 
 
 def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
-    """Why a right model with experts may differ in this layout from one process; empty where it must agree."""
+    """Why a correct MoE model may differ between this layout and one process; empty if it must agree."""
     if arch.num_experts is None:
         return ""
     losses = derived.load_balancing_coefficients(arch).keys() - {"seq_aux_loss"}
     if case.micro_batch_size is not None and (losses or arch.moe_z_loss_coeff):
         kind = min(losses) if losses else "z_loss"
-        return f"{kind} of the experts' routers is taken over a micro-batch, so it depends on how the batch is cut"
+        return f"{kind} of the routers is computed for each micro-batch, so it depends on the micro-batch size"
     if "global_aux_loss" in losses and case.dp > 1:
-        return "global_aux_loss counts the experts' loads of micro-batches in the order in which they come"
+        return "global_aux_loss accumulates the experts' loads over micro-batches, so it depends on their order"
     if case.tp * case.cp > 1 or case.pp > 1 or case.extra_padding:
         for chosen, name in (
             (arch.moe_router_load_balancing_type == "sinkhorn", "moe_router_load_balancing_type sinkhorn"),
             (arch.upstream.get("moe_expert_capacity_factor") is not None, "moe_expert_capacity_factor"),
         ):
             if chosen:
-                return f"{name} decides over a process's own tokens and padding, not over the micro-batch"
+                return f"{name} is computed from a process's own tokens and padding, not from the micro-batch"
     return ""

@@ -1,4 +1,4 @@
-"""What a flow's `calculate_loss` is seen to do on each rank, and what must not differ between them."""
+"""Records what a flow's `calculate_loss` returns on each rank, and compares the ranks."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 
 SAME_METRIC = 1e-4
-"""Largest relative difference of two ranks' values that count as one."""
+"""Largest relative difference of two ranks' values that count as equal."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What all ranks' calls of `calculate_loss` have shown; the same on every rank."""
+    """Observations from all ranks' calls of `calculate_loss`; the same on every rank."""
 
     two_values: bool
-    """The flow returns (loss, metrics), a mean over the micro-batch."""
+    """The flow returns (loss, metrics), where the loss is a mean over the micro-batch."""
     draws_random: bool
-    """It draws random numbers, which each layout draws in another order."""
+    """It draws random numbers, which differ between layouts."""
     metric_kinds: dict[str, str] = field(default_factory=dict)
     """Metric -> "number", "pair" or "total"."""
     over_tp: dict[str, str] = field(default_factory=dict)
-    """Metric -> two values, where tensor-parallel ranks report different ones."""
+    """Metric -> two different values that tensor-parallel ranks report."""
     over_cp: dict[str, str] = field(default_factory=dict)
-    """The same for bare numbers of context-parallel ranks; a pair and a total are meant to differ."""
+    """The same for bare numbers of context-parallel ranks; pairs and totals may differ between them."""
 
 
 @dataclass
 class Observer:
-    """Stands before a flow's `calculate_loss` on one rank and keeps what it returned."""
+    """Wraps a flow's `calculate_loss` on one rank and records the metrics that it returns."""
 
     noise: float = 0.0
-    """Relative size of what is added to the model's outputs, to see what rounding does to the flow's numbers."""
+    """Relative size of noise added to the model's outputs, to measure the effect of rounding."""
     two_values: bool = False
     draws_random: bool = False
     calls: list[dict[str, tuple[str, float, float]]] = field(default_factory=list)
-    """Of each call: metric -> (kind, value, weight)."""
+    """For each call: metric -> (kind, value, weight)."""
 
     def watch(self, flow: Any) -> None:
-        """Put the observer into this flow object."""
+        """Wrap `calculate_loss` of this flow object."""
         calculate_loss = flow.calculate_loss
 
         generator = torch.Generator().manual_seed(0)
@@ -66,21 +66,21 @@ class Observer:
         flow.calculate_loss = observed
 
     def seen(self, flow: Any, parallel: ParallelState) -> Seen:
-        """What the ranks together have shown. Collective.
+        """The observations of all ranks. Collective.
 
         Raises:
-            FlowError: the names of the metrics are not the same in each micro-batch and on each rank.
+            FlowError: the names of the metrics differ between micro-batches or ranks.
         """
         place = (parallel.dp.rank, parallel.cp.rank, parallel.tp.rank)
-        told = gather_objects((place, self.calls, self.two_values, self.draws_random))
-        ranks = {place: calls for place, calls, _, _ in told if calls}
+        everywhere = gather_objects((place, self.calls, self.two_values, self.draws_random))
+        ranks = {place: calls for place, calls, _, _ in everywhere if calls}
         _refuse_other_names(type(flow).__name__, ranks)
         names: dict[str, tuple[str, float, float]] = next((calls[0] for calls in ranks.values()), {})
         over_tp = _differences(((dp, cp), calls) for (dp, cp, _), calls in ranks.items())
         over_cp = _differences(((dp, tp), _bare(calls)) for (dp, _, tp), calls in ranks.items())
         return Seen(
-            two_values=any(two for _, _, two, _ in told),
-            draws_random=any(random for _, _, _, random in told),
+            two_values=any(two for _, _, two, _ in everywhere),
+            draws_random=any(random for _, _, _, random in everywhere),
             metric_kinds={name: kind for name, (kind, _, _) in names.items()},
             over_tp=over_tp,
             over_cp=over_cp,
@@ -104,7 +104,7 @@ def _read(metric: Any) -> tuple[str, float, float]:
 
 def _number(value: Any) -> float:
     tensor = torch.as_tensor(value).detach()
-    return float(tensor) if tensor.numel() == 1 else math.nan  # the engine refuses it with words
+    return float(tensor) if tensor.numel() == 1 else math.nan  # the engine raises for it
 
 
 def _bare(calls: Calls) -> Calls:
@@ -117,12 +117,12 @@ def _refuse_other_names(flow: str, ranks: Mapping[tuple[int, ...], Calls]) -> No
     if other is not None:
         raise FlowError(
             f"{flow}.calculate_loss reports the metrics {names[0]} in one micro-batch and {other} in another; report "
-            "the same names in every one, as a pair (0, 0) where there is nothing"
+            "the same names in every one, as a pair (0, 0) if there is no value"
         )
 
 
 def _differences(groups: Iterable[tuple[Any, Calls]]) -> dict[str, str]:
-    """Metric -> two values, of the first ranks of one group that report different ones for one micro-batch."""
+    """Metric -> the first two different values that ranks of the same group report for one micro-batch."""
     first: dict[Any, Calls] = {}
     found: dict[str, str] = {}
     for group, calls in groups:

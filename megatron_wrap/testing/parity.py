@@ -1,7 +1,7 @@
-"""`check_parity`: a flow that is right on one process is right on every layout, shown by running it on them.
+"""`check_parity`: runs a flow on one process and on parallel layouts, and compares them.
 
-A layout agrees when the objective of each step, every metric of the flow and the whole gradient of every parameter are
-those of one process. All ranks are processes on this machine, started once for each world size.
+A layout agrees if the objective of each step, every metric of the flow and the gradient of every parameter equal those
+of one process within tolerances. All ranks are processes on this machine, started once for each world size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_wrap.testing.report import LayoutVerdict, ParityReport
 from megatron_wrap.testing.tiny import check_overrides
 
 EXTRA_PADDING = 16
-"""Tokens by which the case `padded` pads every sequence further."""
+"""Tokens of additional padding of every sequence in the layout `padded`."""
 
 
 def check_parity(
@@ -58,17 +58,17 @@ def check_parity(
     """Run a flow on one process and on each layout, and compare.
 
     Args:
-        config: the run's YAML; its flow, options and data are taken.
+        config: the run's YAML; defines flow, options and data.
         overrides: `a.b.c=value` strings.
-        flow: registered key or `my_package.my_module:MyFlow`, in place of the configuration's.
+        flow: registered key or `my_package.my_module:MyFlow`, instead of the configuration's.
         layouts: names for `parse_layout`; default: `default_layouts`.
-        max_processes: layouts of more are left out.
+        max_processes: layouts with more processes are skipped.
         steps: optimizer steps of each run.
-        samples: take these; default: the head of the configuration's training data.
-        shrink: make the model tiny, of the same kind; False leaves its sizes.
+        samples: default: the head of the configuration's training data.
+        shrink: replace the model by a tiny one of the same kind; False keeps its sizes.
         platform: "cpu" (gloo processes) or "cuda": each process on a GPU of this machine, over NCCL, in fp32 without
-            TF32; layouts of more processes than GPUs are left out. The tolerances are the same: both round in fp32.
-        ranks: world size -> pool of ranks to use, for many checks in one process; default: pools of its own.
+            TF32; layouts with more processes than GPUs are skipped. The tolerances are the same: both compute in fp32.
+        ranks: world size -> existing pool of ranks, for many checks in one process; default: start new pools.
 
     Raises:
         MegatronWrapError: the configuration, the samples or the flow cannot run on one process.
@@ -81,7 +81,7 @@ def check_parity(
         with Pools(platform, ranks) as pools:
             reference = pools.run(1, run_case, reference_config, taken, steps)
             again = pools.run(1, run_case, reference_config, taken, steps)
-            notes, broken = _of_the_flow_itself(reference, again)
+            notes, broken = _check_reference(reference, again)
             rows = [broken] if broken else []
             rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
             comparison = _Comparison(config, base, taken, steps, reference, rounded, pools)
@@ -91,14 +91,14 @@ def check_parity(
 
 
 def assert_layout_invariant(config: str | Path, **arguments: Any) -> None:
-    """For pytest: `check_parity`, and an AssertionError with its table where a layout disagrees."""
+    """For pytest: `check_parity`, and an AssertionError with its table if a layout disagrees."""
     report = check_parity(config, **arguments)
     assert report.agrees, "\n" + report.table()
 
 
 @dataclass
 class _Comparison:
-    """Runs cases and holds each against the reference."""
+    """Runs layouts and compares each with the reference."""
 
     config: str | Path
     base: list[str]
@@ -111,35 +111,35 @@ class _Comparison:
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
-        """For each step: what to hold a difference against where the objective itself is smaller, as a mean of
-        advantages is: rounding is not a share of what cancels out."""
+        """For each step: the smallest denominator of a relative difference. If large terms cancel, as in a mean of
+        advantages, the objective is small but its rounding error is not."""
         return [
-            rounding_floor(moved, value, OBJECTIVE_TOLERANCE)
-            for moved, value in zip(self.rounded.objectives, self.reference.objectives, strict=True)
+            rounding_floor(noisy, value, OBJECTIVE_TOLERANCE)
+            for noisy, value in zip(self.rounded.objectives, self.reference.objectives, strict=True)
         ]
 
     @functools.cached_property
     def metric_floors(self) -> list[dict[str, float]]:
-        """The same of each metric."""
+        """The same for each metric."""
         return [
-            {name: rounding_floor(moved.get(name, math.nan), value, METRIC_TOLERANCE) for name, value in values.items()}
-            for moved, values in zip(self.rounded.metrics, self.reference.metrics, strict=True)
+            {name: rounding_floor(noisy.get(name, math.nan), value, METRIC_TOLERANCE) for name, value in values.items()}
+            for noisy, values in zip(self.rounded.metrics, self.reference.metrics, strict=True)
         ]
 
     def verdict(self, case: LayoutCase, max_processes: int) -> LayoutVerdict:
-        """The row of one layout."""
+        """Run one layout and compare it; its row of the report."""
 
         def left_out(why: str) -> LayoutVerdict:
             return LayoutVerdict(case.name, case.processes, None, note=why)
 
         if case.processes > max_processes:
-            return left_out(f"takes {case.processes} processes, more than {max_processes}")
+            return left_out(f"needs {case.processes} processes, more than {max_processes}")
         if self.pools.devices is not None and case.processes > self.pools.devices:
-            return left_out(f"takes {case.processes} processes, each on a GPU; this machine has {self.pools.devices}")
+            return left_out(f"needs {case.processes} processes, each on a GPU; this machine has {self.pools.devices}")
         if self.reference.seen.two_values and case.micro_batch_size is not None:
             return left_out(
-                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how the batch is cut; "
-                "return LossOutput to be free of the cut"
+                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on the micro-batch size; "
+                "return LossOutput to make the loss independent of it"
             )
         try:
             config = read_run(self.config, [*self.base, *case.overrides()])
@@ -177,7 +177,7 @@ class _Comparison:
             _, value, expected = metrics[worst_metric]
             metric_ratio = value / expected if expected else math.nan
             shown = f"{worst_metric}: {value:.6g}, on one process {expected:.6g}"
-        elif found.seen.over_tp:  # the report is right only because tensor-parallel rank 0 speaks
+        elif found.seen.over_tp:  # the reported value is correct only because it is tensor-parallel rank 0's
             worst_metric = next(iter(found.seen.over_tp))
             shown = f"{worst_metric}: {found.seen.over_tp[worst_metric]} on two ranks"
         agrees = objective_agrees and gradients_agree and not worst_metric and not router_loss > tolerance
@@ -202,7 +202,7 @@ class _Comparison:
         )
 
     def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
-        """Whether reference and layout agree on a batch that repeats its first sample that has a loss."""
+        """Whether reference and layout agree on a batch that repeats one sample, the first with a non-zero loss."""
         reference_config = read_run(self.config, self.base)
         size = config.train.global_batch_size
         for sample in self.samples[:size]:
@@ -218,19 +218,19 @@ class _Comparison:
         )
 
 
-def _of_the_flow_itself(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
-    """Notes on the reference runs, and a row that ends the check where they cannot serve as one."""
+def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
+    """Notes on the two runs on one process, and a failed row if they cannot be used as the reference."""
     notes = []
     if first.router_losses[0]:
-        told = ", ".join(f"{name} {value:.6g}" for name, value in first.router_losses[0].items())
-        notes.append(f"losses of the experts' routers, no part of the objective, without coefficients: {told}")
-    silent = [name for name, gradient in first.gradients.items() if not gradient.any()]
-    if silent:
-        notes.append(f"{len(silent)} parameters get no gradient, such as {silent[0]}")
+        values = ", ".join(f"{name} {value:.6g}" for name, value in first.router_losses[0].items())
+        notes.append(f"router losses, not part of the objective, without coefficients: {values}")
+    without_gradient = [name for name, gradient in first.gradients.items() if not gradient.any()]
+    if without_gradient:
+        notes.append(f"{len(without_gradient)} parameters get no gradient, such as {without_gradient[0]}")
     if first.undeclared_fields:
         notes.append(
-            f"fields {', '.join(first.undeclared_fields)} have a dimension as long as the sequence that "
-            "get_fields_and_seqdims does not name: context parallelism does not split them"
+            f"fields {', '.join(first.undeclared_fields)} have a dimension of the sequence's length, but "
+            "get_fields_and_seqdims does not list them, so context parallelism does not split them"
         )
 
     def broken(why: str) -> LayoutVerdict:
@@ -238,16 +238,16 @@ def _of_the_flow_itself(first: CaseResult, second: CaseResult) -> tuple[list[str
 
     if not all(map(math.isfinite, first.objectives)):
         return notes, broken(
-            "the objective is not finite on one process already: a sample without any loss token divides 0 by 0? Give "
-            "sums (self.token_mean) and let the framework divide"
+            "the objective is not finite on one process, perhaps 0 / 0 for a sample without loss tokens; return sums "
+            "(self.token_mean) and let the framework divide"
         )
     if max(map(relative, second.objectives, first.objectives)) > DETERMINISM_TOLERANCE:
         return notes, broken(
-            f"the flow itself is not deterministic: two runs on one process give {first.objectives[0]:.8g} and "
+            f"the flow is not deterministic: two runs on one process result in {first.objectives[0]:.8g} and "
             f"{second.objectives[0]:.8g}; draw random numbers in collate_data_micro_batch, which is seeded"
         )
-    if silent and len(silent) == len(first.gradients):
-        return notes, broken("no parameter gets a gradient: is the loss computed from model_forward_output?")
+    if without_gradient and len(without_gradient) == len(first.gradients):
+        return notes, broken("no parameter gets a gradient; compute the loss from model_forward_output")
     return notes, None
 
 
@@ -257,5 +257,5 @@ def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> li
     source = training_samples(config.data.train, derived.mock_samples(config.data)) if samples is None else samples
     needed = config.train.global_batch_size * steps
     if not len(source):
-        raise DataError("check-parity: there are no samples")
+        raise DataError("check-parity: there are no samples; set megatron_wrap.data.train, or pass samples")
     return [source[place % len(source)] for place in range(needed)]

@@ -1,4 +1,4 @@
-"""What each rank does for `check_parity`: some steps of the flow, told in numbers that can be compared."""
+"""The part of `check_parity` that runs on each rank: a few steps of the flow, and the values to compare."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class CaseResult:
-    """One layout's numbers, the same on every rank."""
+    """Results of one layout, the same on every rank."""
 
     objectives: list[float]
-    """Of each step."""
+    """The objective of each step."""
     metrics: list[dict[str, float]]
-    """The flow's own metrics of each step."""
+    """The flow's metrics of each step."""
     gradients: dict[str, numpy.ndarray]
-    """Global name -> whole gradient of the first step, before clipping."""
+    """Global name -> unsharded gradient of the first step, before clipping."""
     seen: Seen
-    """What the ranks' calls of the flow have shown."""
+    """Observations from the ranks' calls of `calculate_loss`."""
     num_microbatches: int
     router_losses: list[dict[str, float]] = field(default_factory=list)
-    """The experts' auxiliary losses of each step, without their coefficients; empty where there are none."""
+    """Router losses of each step, without their coefficients; empty for a dense model."""
     undeclared_fields: list[str] = field(default_factory=list)
-    """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not name."""
+    """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not list."""
 
 
 def run_case(
     config: RunConfig, samples: list[Any], steps: int, extra_padding: int = 0, noise: float = 0.0
 ) -> CaseResult:
-    """Take `steps` steps from initial weights on this process's layout; collective over all ranks.
+    """Train `steps` steps from initial weights on the layout of `config`. Collective over all ranks.
 
     Args:
-        samples: global_batch_size * steps of them.
-        extra_padding: tokens by which every sequence is padded further.
+        samples: global_batch_size * steps samples.
+        extra_padding: tokens of additional padding of every sequence.
         noise: relative size of noise on the model's outputs.
     """
     from megatron_wrap.core.wrap import MegatronWrap
@@ -51,7 +51,7 @@ def run_case(
     from megatron_wrap.engine.step import gradients_of_batch, train_step
     from megatron_wrap.testing.gradients import gather_gradients
 
-    # of this rank's process alone: my_module:MyFlow of the working folder, as for `python -m`, and a quiet console
+    # in this rank's process only: find my_module:MyFlow in the working directory, as `python -m` does, and log less
     if "" not in sys.path:
         sys.path.insert(0, "")
     os.environ.setdefault("CONSOLE_LOG_LEVEL", "WARNING")
@@ -69,12 +69,12 @@ def run_case(
         seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         objectives, metrics, router_losses = [], [], []
-        of_routers = router_loss_names(config.arch)
+        router_names = router_loss_names(config.arch)
         for step in range(steps):
             report = train_step(state, samples[step * size : (step + 1) * size])
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
-            router_losses.append({name: report.metrics[name] for name in of_routers})
+            router_losses.append({name: report.metrics[name] for name in router_names})
     return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of one check: pools of processes, started once for each world size, on the CPU or on the GPUs here."""
+"""Pools of ranks for one check, started once for each world size, on the CPU or on this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_wrap.errors import FlowError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.testing.ranks import RankError, RankPool
 
-_NEEDED = (
+_PRELOADED = (
     "numpy.random",
     "torch._dynamo",  # Megatron-Core's optimizer imports it
     "megatron_wrap.core.wrap",
@@ -18,15 +18,15 @@ _NEEDED = (
     "megatron_wrap.engine.step",
     "megatron_wrap.testing.gradients",
 )
-"""What every rank imports: forked ranks need not if their parent has."""
+"""Modules that every rank needs; imported in the parent, so that forked ranks need not import them."""
 
 
 class Pools:
-    """Ranks by world size; with `with`, to be closed again.
+    """One pool of ranks for each world size; a context manager that closes the pools it started.
 
     Args:
         platform: "cpu" (gloo, forked) or "cuda" (NCCL, one GPU each, spawned).
-        given: world size -> a pool that is somebody else's to close, for many checks in one process.
+        given: world size -> an existing pool, which the caller closes, for many checks in one process.
 
     Raises:
         PlatformError: there is no GPU for "cuda".
@@ -38,15 +38,15 @@ class Pools:
         self._own: dict[int, RankPool] = {}
         chosen = choose_platform(platform)
         self.devices: int | None = None
-        """GPUs of this machine; None on the CPU, where processes are free."""
+        """Number of GPUs of this machine; None on the CPU, which does not limit the number of processes."""
         if platform == "cuda":
             import torch
 
-            self.devices = torch.cuda.device_count()  # asks the driver's library: this process stays without CUDA
+            self.devices = torch.cuda.device_count()  # does not initialize CUDA in this process
         elif given is None:
-            chosen.install()  # Megatron-Core's modules are imported with the CPU's meaning
+            chosen.install()  # so that Megatron-Core's modules are imported for the CPU
             try:
-                for name in _NEEDED:
+                for name in _PRELOADED:
                     importlib.import_module(name)
             finally:
                 chosen.uninstall()
@@ -59,10 +59,10 @@ class Pools:
             pool.close()
 
     def run(self, processes: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """`function` on that many ranks; rank 0's result.
+        """Run `function` on that many ranks; returns rank 0's result.
 
         Raises:
-            FlowError: it raised on a rank: the sentence of a user's mistake alone, else the tracebacks.
+            FlowError: it raised on a rank; the message is that of a user error, else the tracebacks.
         """
         try:
             return self._pool(processes).run(function, *arguments, **named)[0]

@@ -1,5 +1,5 @@
-"""Ranks for tests, started once and reused for many layouts: gloo processes forked from a parent that has done the
-imports, or NCCL processes with a GPU each, spawned, since CUDA does not survive a fork."""
+"""Ranks for tests, started once and reused for many layouts: gloo processes forked from a parent that has imported the
+modules, or NCCL processes with a GPU each, which are spawned because CUDA does not support fork."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_wrap.errors import MegatronWrapError
 
 
 class RankError(AssertionError):
-    """A function raised on some ranks; the text holds their tracebacks.
+    """A function raised on some ranks; the text contains their tracebacks.
 
     Args:
-        user_error: the message of a `MegatronWrapError` that one of them raised, else empty.
+        user_error: the message of a `MegatronWrapError` that a rank raised, else empty.
     """
 
     def __init__(self, text: str, user_error: str = "") -> None:
@@ -29,15 +29,15 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one group. The parent of forked ones must not have used threads or a process group.
+    """`world_size` processes in one process group. On the CPU the parent must not have used threads or a process group.
 
     Args:
         world_size: number of ranks.
-        timeout_seconds: longest time that the start, and one `run`, may take.
-        platform: "cpu" (gloo, forked) or "cuda" (NCCL, spawned: the parent's script needs its `__main__` guard).
+        timeout_seconds: time limit of the start, and of one `run`.
+        platform: "cpu" (gloo, forked) or "cuda" (NCCL, spawned: the parent's script needs a `__main__` guard).
 
     Raises:
-        RankError: a process did not start in that time.
+        RankError: a process did not start within the time limit.
     """
 
     def __init__(self, world_size: int, timeout_seconds: float = 180.0, platform: str = "cpu") -> None:
@@ -53,7 +53,7 @@ class RankPool:
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
-        # rank 0 has taken a port that was free, and the others hear of it: one looked up here may be taken by then
+        # rank 0 binds a free port and sends it to the others; a free port chosen here might be taken by then
         try:
             if not self._connections[0].poll(timeout_seconds):
                 raise TimeoutError
@@ -62,33 +62,33 @@ class RankPool:
                 connection.send_bytes(port)
         except (EOFError, OSError) as error:
             self.close()
-            raise RankError(f"a process of {world_size} did not start; what it said stands above") from error
+            raise RankError(f"one of {world_size} processes did not start; see its output above") from error
 
     def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
-        """Call a module-level function on every rank; the results in rank order.
+        """Call a module-level function on every rank; returns the results in rank order.
 
         Raises:
-            RankError: it raised somewhere, or did not end in time. The pool is closed then.
+            RankError: it raised on a rank, or exceeded the time limit; the pool is then closed.
         """
-        message = pickle.dumps((function, arguments, named))
+        request = pickle.dumps((function, arguments, named))
         for connection in self._connections:
-            with contextlib.suppress(BrokenPipeError):  # it died; the answer that does not come says so
-                connection.send_bytes(message)
+            with contextlib.suppress(BrokenPipeError):  # the process died, which is reported below
+                connection.send_bytes(request)
         failures: list[str] = []
         user_error = ""
         results = []
         for rank, connection in enumerate(self._connections):
-            patience = 10.0 if failures else self.timeout_seconds
+            limit_seconds = 10.0 if failures else self.timeout_seconds
             try:
-                answered = connection.poll(patience)
-                silence = (False, "no answer in time", "")
-                succeeded, value, told = pickle.loads(connection.recv_bytes()) if answered else silence
+                answered = connection.poll(limit_seconds)
+                timed_out = (False, f"no result within {limit_seconds:g} s", "")
+                succeeded, value, message = pickle.loads(connection.recv_bytes()) if answered else timed_out
             except (EOFError, ConnectionResetError):
-                succeeded, value, told = False, "the process died", ""
+                succeeded, value, message = False, "the process died", ""
             results.append(value)
             if not succeeded:
                 failures.append(f"--- rank {rank}\n{value}")
-                user_error = user_error or told
+                user_error = user_error or message
         if failures:
             self.close()
             raise RankError(
@@ -99,11 +99,11 @@ class RankPool:
 
     @property
     def closed(self) -> bool:
-        """Whether the processes were ended, by `close` or by a failure."""
+        """Whether the processes were stopped, by `close` or after a failure."""
         return self._connections[0].closed
 
     def close(self) -> None:
-        """End the processes at once: later pools hold copies of these pipes, so closing them tells nobody."""
+        """Kill the processes. Closing the pipes is not enough, because later pools have inherited copies of them."""
         for connection, process in zip(self._connections, self._processes, strict=True):
             process.kill()
             connection.close()
@@ -112,10 +112,10 @@ class RankPool:
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:
-    """What the parent sends, until it closes the connection; the process ends when the parent is gone."""
+    """The parent's messages, until it closes the connection; exits the process if the parent is gone."""
     parent = os.getppid()
     while True:
-        # siblings hold copies of the parent's ends of the pipes, so its death is no end of file
+        # other ranks have inherited copies of the parent's ends of the pipes, so its death causes no end of file
         while not connection.poll(1.0):
             if os.getppid() != parent:
                 os._exit(1)
@@ -133,12 +133,12 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     if platform == "cuda":
-        # Megatron-Core wants one queue; sums in one order where kernels can
+        # Megatron-Core requires one queue; deterministic kernels where available
         os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)
-    # a run ends with a collection of its cycles, which need not look at what was imported
+    # a run ends with a garbage collection, which can skip the objects of imported modules
     gc.collect()
     gc.freeze()
     backend = "gloo" if platform == "cpu" else "nccl"

@@ -1,4 +1,4 @@
-"""What `check_parity` says: one row for each layout, as a table and as plain values."""
+"""The report of `check_parity`: one row for each layout, as a table and as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LayoutVerdict:
     layout: str
     processes: int
     agrees: bool | None
-    """None: the layout was left out; `note` says why."""
+    """None: the layout was skipped; `note` has the reason."""
     objective_difference: float = math.nan
     """Largest relative difference over the steps."""
     metric_difference: float = math.nan
@@ -22,17 +22,17 @@ class LayoutVerdict:
     """Of the worst parameter."""
     worst_parameter: str = ""
     worst_metric: str = ""
-    """The metric that disagrees most and both values; empty where all agree."""
+    """The metric that disagrees most and both values; empty if all agree."""
     gradient_ratio: float = math.nan
-    """Least-squares factor between this layout's whole gradient and the reference's; 1 where they agree."""
+    """Least-squares factor between this layout's gradient and the reference's, over all parameters; 1 if they agree."""
     router_loss_difference: float = math.nan
-    """Of the experts' auxiliary losses, which are no part of the objective; nan where there are none."""
+    """Largest difference of the router losses, which are not part of the objective; nan for a dense model."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """All rows, and what is worth saying of the flow itself."""
+    """All rows, and notes on the flow itself."""
 
     flow: str
     rows: list[LayoutVerdict]
@@ -45,7 +45,7 @@ class ParityReport:
         return all(row.agrees is not False for row in self.rows)
 
     def table(self) -> str:
-        """The report as a person reads it."""
+        """The report as a table for the console."""
         where = "" if self.platform == "cpu" else f", on {self.platform}"
         lines = [f"parity of {self.flow} with one process{where}", ""]
         lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}")
@@ -70,7 +70,7 @@ class ParityReport:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values; a number that is not there is null."""
+        """The report as plain values; nan and infinite numbers are None."""
         rows = [
             {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The overrides with which `check_parity` reads a configuration: a tiny model of the same kind, exact and quiet."""
+"""The overrides of `check_parity`: a tiny model of the same kind, in fp32 without dropout, with little logging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_wrap.testing.layouts import LayoutCase
 def check_overrides(
     config: str | Path, overrides: Sequence[str], flow: str | None, shrink: bool, folder: str, platform: str
 ) -> list[str]:
-    """What the check itself sets: fp32 without dropout, small batches, nothing saved; the user's words come last."""
+    """Overrides of the check: fp32 without dropout, small batches, no checkpoints; the user's overrides come last."""
     train = "megatron_lm.train.common"
     values = [
         f"{train}.{key}={value}"
@@ -31,7 +31,7 @@ def check_overrides(
             "finetune": "false",
             "eval_interval": "null",
             "sample_prompts": "null",
-            "check_for_nan_in_loss_and_grad": "false",  # nan is a finding here
+            "check_for_nan_in_loss_and_grad": "false",  # the check reports nan itself
         }.items()
     ]
     values += [
@@ -53,7 +53,7 @@ def check_overrides(
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:
         whole = read_run(config, [*values, *overrides])
-        if whole.model_provider.hf_path is not None:  # a tiny model has not the architecture of the folder
+        if whole.model_provider.hf_path is not None:  # a tiny model differs from the folder's architecture
             values += spelled_out(whole)
             overrides = [*overrides, f"{HF_PATH}=null"]
         values += _tiny(whole)
@@ -61,7 +61,7 @@ def check_overrides(
 
 
 def _tiny(config: RunConfig) -> list[str]:
-    """The same kind of model in little: its ratio of query to key heads, its norms, activation and positions."""
+    """A tiny model of the same kind: the same ratio of query to key heads, norms, activation and positions."""
     arch = config.arch
     experts = {} if arch.num_experts is None else _tiny_experts(arch)
     groups = arch.num_query_groups or arch.num_attention_heads
@@ -80,14 +80,14 @@ def _tiny(config: RunConfig) -> list[str]:
     if arch.multi_latent_attention:
         ranks = {"kv_lora_rank": 32, "q_lora_rank": "null" if arch.q_lora_rank is None else 48}
         sizes |= {**ranks, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
-    if arch.window_size is not None:  # one that sequences of a few dozen tokens feel
+    if arch.window_size is not None:  # small enough to affect sequences of a few dozen tokens
         sizes["window_size"] = [min(size, 12) for size in arch.window_size]
     values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
     return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]
 
 
 def _tiny_experts(arch: ArchConfig) -> dict[str, Any]:
-    """Few experts of the same kind: the same router, groups and shared experts, a dense layer where there are some."""
+    """Few experts of the same kind: the same router, groups and shared experts, and a dense layer if there is one."""
     grouped = arch.moe_router_num_groups is not None
     experts, topk = 8 if grouped else 4, min(arch.moe_router_topk, 2)
     pattern = derived.moe_layer_pattern(arch)[:4]

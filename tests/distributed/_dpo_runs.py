@@ -1,4 +1,4 @@
-"""What a rank does for the tests of preference optimization and of reference models."""
+"""Functions that the tests of preference optimization and reference models run on each rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pairs(count: int = 40) -> list[dict[str, list[int]]]:
 def train(
     overrides: Sequence[str], samples: Sequence[Any], until: int = 10, save_at: int | None = None
 ) -> list[dict[str, float]]:
-    """Train to iteration `until`; what each step taken here reports."""
+    """Train to iteration `until`; returns the metrics of each step taken here."""
     taken = []
     with started(CONFIG, [*DPO, *overrides]) as wrap:
         while wrap.iteration < until:
@@ -54,7 +54,7 @@ def train(
 
 
 def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
-    """Whole weights before the first step."""
+    """Unsharded weights before the first step."""
     from megatron_wrap.testing.gradients import gather_weights
 
     with started(CONFIG, [*DPO, *overrides]) as wrap:
@@ -62,15 +62,15 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
 
 
 def outputs(overrides: Sequence[str], samples: Sequence[Any], steps: int = 0) -> list[dict[str, float]]:
-    """What `wrap.forward` gives for each sample, after some steps on them."""
+    """Outputs of `wrap.forward` for each sample, after some steps."""
     with started(CONFIG, [*DPO, *overrides]) as wrap:
         for _ in range(steps):
             wrap.train(samples[:BATCH])
-        return [{name: float(value) for name, value in of_sample.items()} for of_sample in wrap.forward(samples)]
+        return [{name: float(value) for name, value in output.items()} for output in wrap.forward(samples)]
 
 
 def evaluation(overrides: Sequence[str], samples: Sequence[Any], steps: int) -> dict[str, float]:
-    """An evaluation after some steps."""
+    """Metrics of an evaluation after some steps."""
     with started(CONFIG, [*DPO, *overrides]) as wrap:
         for step in range(steps):
             wrap.train(samples[step * BATCH : (step + 1) * BATCH])
@@ -78,7 +78,7 @@ def evaluation(overrides: Sequence[str], samples: Sequence[Any], steps: int) -> 
 
 
 def refusal(overrides: Sequence[str], samples: Sequence[Any] = ()) -> str:
-    """The message with which a run, or its first step, is refused."""
+    """The message of the error that a run, or its first step, raises."""
     from megatron_wrap.errors import MegatronWrapError
 
     try:

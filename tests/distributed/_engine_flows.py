@@ -1,4 +1,4 @@
-"""Flows of the engine's tests: several terms, whole sequences, the two-value return, metrics of each kind, mistakes."""
+"""Flows for the engine's tests: several terms, whole sequences, the two-value return, metrics of each kind, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BETA = 0.2
 
 
 class TwoTerms(MegatronWrapGPTModelSFTFlow):
-    """Cross-entropy weighted by the sample, a mean over weights; and squared largest logits, a mean over tokens."""
+    """Cross-entropy as a weighted mean with sample weights, and squared largest logits as a mean over tokens."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = [next(iterator) for _ in range(self.micro_batch_size)]
@@ -89,7 +89,7 @@ class PairsTwoValues(Pairs):
 
 
 class Shortcut(MegatronWrapGPTModelSFTFlow):
-    """Gives a zero without a graph where its part has no token to learn."""
+    """Returns a zero without a graph if this rank's shard has no loss token."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         if not loss_inputs["loss_mask"].any():
@@ -98,15 +98,15 @@ class Shortcut(MegatronWrapGPTModelSFTFlow):
 
 
 class NotANumber(MegatronWrapGPTModelSFTFlow):
-    """A loss that is nan, and with it the gradients."""
+    """The loss and the gradients are nan."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum * float("nan"))
 
 
 class Poisoned(MegatronWrapGPTModelSFTFlow):
-    """A sample with `poison: loss` makes the loss infinite and leaves the gradient finite; one with `poison: gradient`
-    makes the gradient nan and leaves the loss as it is."""
+    """A sample with `poison: loss` makes the loss infinite and keeps the gradient finite; one with `poison: gradient`
+    makes the gradient nan and does not change the loss."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = list(itertools.islice(iterator, self.micro_batch_size))
@@ -119,6 +119,6 @@ class Poisoned(MegatronWrapGPTModelSFTFlow):
         kinds = loss_inputs["poison"].tolist()
         if 1 in kinds:
             loss = loss + float("inf")
-        if 2 in kinds:  # the root's slope at 0 is infinite, and is multiplied by 0
+        if 2 in kinds:  # the derivative of the square root at 0 is infinite, and is multiplied by 0
             loss = loss + (model_forward_output[0, 0, :1].float().sum() * 0.0).abs().sqrt()
         return LossOutput(loss)

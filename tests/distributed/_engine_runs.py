@@ -1,4 +1,4 @@
-"""What a rank does for the tests of the engine; and the same numbers from plain torch, without the engine."""
+"""Functions that the engine tests run on each rank, and the same results from plain torch, without the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(flow: str = "", **settings: Any) -> tuple[str, ...]:
 
 
 def started(overrides: Sequence[str], folder: str | Path | None = None) -> AbstractContextManager[Any]:
-    """A run that is ready to train; its records go to `folder`."""
+    """A run that is ready to train; its records are written to `folder`."""
     records = [] if folder is None else [f"megatron_wrap.logger.output_dir={folder}"]
     return _started.started(CONFIG, [*overrides, *records])
 
@@ -48,7 +48,7 @@ def started(overrides: Sequence[str], folder: str | Path | None = None) -> Abstr
 
 
 def weighted_samples(count: int = BATCH, seed: int = 5) -> list[dict[str, Any]]:
-    """Tokenized samples of unequal lengths and weights; the third has no token to learn."""
+    """Tokenized samples of unequal lengths and weights; the third has no loss token."""
     generator = numpy.random.default_rng(seed)
     samples = []
     for place in range(count):
@@ -74,7 +74,7 @@ def pairs(count: int = BATCH, seed: int = 6) -> list[dict[str, list[int]]]:
 
 
 def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | None = None) -> dict[str, Any]:
-    """Whole gradients of one step as numpy arrays by their global names, and the step's metrics."""
+    """Unsharded gradients of one step as numpy arrays by their global names, and the step's metrics."""
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
@@ -85,9 +85,9 @@ def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | 
         return {"gradients": gradients, "metrics": wrap.train(samples)}
 
 
-def look(overrides: Sequence[str], samples: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
-    """Evaluations of the first so many samples, given by rank 0 alone; per-sample outputs of all of them, and that
-    nothing changed; on this rank."""
+def evaluate_and_forward(overrides: Sequence[str], samples: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Evaluations of the first `sizes` samples, passed by rank 0 only; outputs of all samples; and whether the state is
+    unchanged; on this rank."""
     with started(overrides) as wrap:
         before = state_digest(wrap)
         mine = samples if torch.distributed.get_rank() == 0 else None
@@ -105,7 +105,7 @@ def evaluation(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, fl
 
 
 def skip(overrides: Sequence[str], empty: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
-    """A step without any loss weight, then one with; metrics of both, and whether the first changed anything."""
+    """A step without any loss weight, then a normal one; metrics of both, and whether each changed the state."""
     with started(overrides) as wrap:
         before = state_digest(wrap)
         first = wrap.train(empty)
@@ -114,8 +114,8 @@ def skip(overrides: Sequence[str], empty: Sequence[Any], samples: Sequence[Any])
         return {"first": first, "second": second, "unchanged": unchanged, "changed": state_digest(wrap) != before}
 
 
-def give_on_rank_0(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
-    """Metrics of a step whose batch rank 0 alone gives, and the messages of wrong ways to give one."""
+def pass_on_rank_0(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
+    """Metrics of a step whose batch only rank 0 passes, and the messages of wrong calls."""
     from megatron_wrap.errors import DataError
 
     first = torch.distributed.get_rank() == 0
@@ -141,8 +141,8 @@ def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients, gather_weights
 
-    asked = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
-    with started([*overrides, *asked]) as wrap:
+    enabled = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
+    with started([*overrides, *enabled]) as wrap:
         state = wrap._ready()
         gradients_of_batch(state, samples)
         zeros = sum(int((gradient == 0).sum()) for gradient in gather_gradients(state).values())
@@ -152,8 +152,8 @@ def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def everything(wrap: Any) -> str:
-    """A hash of all that a step may change on this rank: weights, buffers, optimizer states and groups, schedule, loss
-    scale and counters."""
+    """A hash of all state that a step may change on this rank: weights, buffers, optimizer states and groups, schedule,
+    loss scale and counters."""
     state = wrap._ready()
     digest = hashlib.sha256(state_digest(wrap).encode())
     digest.update(repr((state.progress, state.scheduler.state_dict())).encode())
@@ -163,7 +163,7 @@ def everything(wrap: Any) -> str:
     for part in state.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             digest.update(repr({key: value for key, value in group.items() if key != "params"}).encode())
-            for parameter in group["params"]:  # the shards in fp32, where there are any
+            for parameter in group["params"]:  # fp32 shards in half precision
                 digest.update(parameter.detach().float().numpy().tobytes())
         scaler = getattr(part, "grad_scaler", None)
         digest.update(repr(scaler and {name: float(value) for name, value in scaler.state_dict().items()}).encode())
@@ -171,8 +171,8 @@ def everything(wrap: Any) -> str:
 
 
 def poisoned(overrides: Sequence[str], samples: Sequence[Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """A step, then one for each kind of poison, then another step; and the same without the poisoned ones. Errors of
-    the poisoned steps, whether each left everything as it was, and whether both runs end alike to the bit."""
+    """A step, one for each kind of poison, and another step; then the same without the poisoned ones. Returns the
+    errors of the poisoned steps, whether each left the state unchanged, and whether both runs end bit for bit equal."""
     half = len(samples) // 2
     errors, unchanged, ends = [], [], []
     for steps in (kinds, ()):
@@ -188,14 +188,14 @@ def poisoned(overrides: Sequence[str], samples: Sequence[Any], kinds: Sequence[s
                 unchanged.append(everything(wrap) == before)
             metrics.append(wrap.train(samples[half:]))
             ends.append((everything(wrap), [(step["loss"], step["grad_norm"], step["loss_scale"]) for step in metrics]))
-    return {"errors": errors, "unchanged": unchanged, "alike": ends[0] == ends[1], "metrics": metrics}
+    return {"errors": errors, "unchanged": unchanged, "equal": ends[0] == ends[1], "metrics": metrics}
 
 
 # ---- plain torch ----
 
 
 def plain_log_probs(samples: Sequence[Any]) -> list[Any]:
-    """Log-probability of each token but the first, of each sample by itself."""
+    """Log-probability of each token but the first, for one sample at a time."""
     with started(()) as wrap, torch.no_grad():
         model = wrap._ready().chunks[0].module
         rows = []
@@ -207,8 +207,8 @@ def plain_log_probs(samples: Sequence[Any]) -> list[Any]:
 
 
 def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """One of the objectives below and its gradient by torch.autograd on the model's logits: each sequence by itself,
-    without padding, without the engine, its schedule, its reductions and `megatron_wrap.ops`."""
+    """One of the objectives below and its gradient by torch.autograd on the model's logits: one sequence at a time,
+    without padding, the engine's schedule and reductions, and `megatron_wrap.ops`."""
     from megatron_wrap.model.initial_weights import global_names
 
     with started(overrides) as wrap:
@@ -230,13 +230,13 @@ def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str]
 
 
 def token_losses(logits: Callable[[Sequence[int]], Tensor], ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each token but the first, and the logits that it comes from."""
+    """Cross-entropy of each token but the first, and its logits."""
     scores = logits(ids[:-1])
     return cross_entropy(scores, torch.tensor(list(ids[1:])), reduction="none"), scores
 
 
 def two_terms(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
-    """What `_engine_flows.TwoTerms` says in words."""
+    """The objective of `_engine_flows.TwoTerms`."""
     ce, weight, z, tokens = torch.zeros(()), 0.0, torch.zeros(()), 0
     for sample in samples:
         losses, scores = token_losses(logits, sample["input_ids"])
@@ -247,7 +247,7 @@ def two_terms(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any])
 
 
 def whole_pairs(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
-    """What `_engine_flows.Pairs` says in words."""
+    """The objective of `_engine_flows.Pairs`."""
     margins = torch.stack(
         [token_losses(logits, s["rejected"])[0].sum() - token_losses(logits, s["chosen"])[0].sum() for s in samples]
     )
@@ -261,7 +261,7 @@ def whole_pairs(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any
 
 
 def mean_of_means(logits: Callable[[Sequence[int]], Tensor], samples: Sequence[Any]) -> dict[str, Any]:
-    """What `_engine_flows.PairsTwoValues` says in words; micro-batches have equally many pairs."""
+    """The objective of `_engine_flows.PairsTwoValues`, for micro-batches with the same number of pairs."""
     values = whole_pairs(logits, samples)
     return {name: values[name] for name in ("loss", "margin")}
 

@@ -1,4 +1,4 @@
-"""Right flows and wrong ones. Each wrong one makes a mistake that trains silently; the comment says which."""
+"""Correct and wrong flows. Each wrong one has a mistake that raises no error in training; its docstring names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Base(MegatronWrapGPTModelSFTFlow):
         return token_log_probs(output, inputs["labels"])
 
 
-# ---- right ----
+# ---- correct ----
 
 
 class Focal(_Base):
@@ -29,7 +29,7 @@ class Focal(_Base):
 
 
 class TwoTerms(_Base):
-    """Two named terms with coefficients and weights of their own."""
+    """Two named terms with separate coefficients and weights."""
 
     def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
         mask = loss_inputs["loss_mask"]
@@ -47,7 +47,7 @@ class TwoTerms(_Base):
 
 
 class WholeSequence(_Base):
-    """A non-linear step over whole sequences, split by context parallelism."""
+    """A non-linear function of whole sequences, which context parallelism splits."""
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return float(loss_inputs["loss_mask"].shape[0])
@@ -59,7 +59,7 @@ class WholeSequence(_Base):
 
 
 class TwoValuesComplete(_Base):
-    """The older return: complete and equal on every context-parallel rank, a mean over the micro-batch."""
+    """The older return: a mean over the micro-batch, complete and equal on every context-parallel rank."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> Any:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
@@ -69,7 +69,7 @@ class TwoValuesComplete(_Base):
 
 
 class ToCome(_Base):
-    """Order matters: each token's squared difference to what is to come of its sequence, from the gathered sequence."""
+    """Depends on token order: the squared difference of each token to the sum of later ones, on gathered sequences."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         learned = self.log_probs(loss_inputs, model_forward_output) * loss_inputs["loss_mask"]
@@ -81,7 +81,7 @@ class ToCome(_Base):
 
 
 class EntropyBonus(_Base):
-    """Cross-entropy minus an entropy bonus; the entropy over the whole vocabulary."""
+    """Cross-entropy minus an entropy bonus over the full vocabulary."""
 
     def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
         tokens = float(loss_inputs["loss_mask"].sum())
@@ -98,7 +98,7 @@ class EntropyBonus(_Base):
 
 
 class MaxZ(_Base):
-    """A second term over all tokens, with a coefficient and a weight of its own, and three kinds of metrics."""
+    """A second term over all tokens, with a separate coefficient and weight, and three kinds of metrics."""
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
@@ -121,11 +121,11 @@ class MaxZ(_Base):
 
 
 class SampleWeights(_Base):
-    """Each sample with a weight of its own; the loss is a mean over weights."""
+    """A weighted mean over tokens with one weight for each sample."""
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
-        weights = 0.5 + loss_inputs["labels"].sum(1) % 7  # of the sample alone
+        weights = 0.5 + loss_inputs["labels"].sum(1) % 7  # depends only on the sample
         return model_inputs, {**loss_inputs, "sample_weight": weights}
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
@@ -137,7 +137,7 @@ class SampleWeights(_Base):
 
 
 class Advantages(_Base):
-    """A policy gradient: the objective is 0 up to rounding, its gradient is not."""
+    """A policy gradient: the objective is 0 up to rounding, but its gradient is not."""
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
@@ -152,8 +152,8 @@ class Advantages(_Base):
         log_probs = self.log_probs(loss_inputs, model_forward_output)
         advantages, mask = loss_inputs["advantages"], loss_inputs["loss_mask"]
         ratio = (log_probs - log_probs.detach()).exp()
-        centred = self.token_mean((ratio - 1) * advantages, mask)
-        return LossOutput(-centred, {"drift": (centred, mask.sum())})
+        centered = self.token_mean((ratio - 1) * advantages, mask)
+        return LossOutput(-centered, {"drift": (centered, mask.sum())})
 
 
 RIGHT = [
@@ -203,7 +203,7 @@ class TimesTensorSize(_Base):
 
 
 class WrongAdjoint(_Base):
-    """The whole sequence's sum is right, but its backward is the identity."""
+    """The sum over the whole sequence is correct, but its backward is the identity."""
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return float(loss_inputs["loss_mask"].shape[0])
@@ -212,7 +212,7 @@ class WrongAdjoint(_Base):
         log_probs = self.log_probs(loss_inputs, model_forward_output)
         mine = (log_probs * loss_inputs["loss_mask"]).sum(1)
         whole = mine + (self.sum_on_cp_group(mine) - mine).detach()
-        # one part of the loss whole, the other per token: not a mere factor
+        # one term is per sequence, the other per token, so the gradients do not differ by one factor
         loss = self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0))
         return LossOutput(loss + 0.01 * self.token_mean(-log_probs, loss_inputs["loss_mask"]))
 
@@ -236,7 +236,7 @@ class SoftmaxOfAPart(_Base):
 
 
 class NanOnAnEmptyPart(_Base):
-    """A mean over this rank's tokens: 0 / 0 where it has none."""
+    """A mean over this rank's tokens: 0 / 0 if it has none."""
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return 1.0
@@ -247,7 +247,7 @@ class NanOnAnEmptyPart(_Base):
 
 
 class UndeclaredField(_Base):
-    """A per-token weight that get_fields_and_seqdims does not name."""
+    """A per-token weight that get_fields_and_seqdims does not list."""
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
@@ -264,7 +264,7 @@ class UndeclaredField(_Base):
 
 
 class Undetermined(_Base):
-    """Randomness outside the collation."""
+    """Draws unseeded random numbers in the loss."""
 
     count = 0
 
@@ -281,7 +281,7 @@ class NotFinite(_Base):
 
 
 class PartOfTheSequence(_Base):
-    """A non-linear step over each context-parallel rank's part of a sequence."""
+    """A non-linear function of each context-parallel rank's part of a sequence."""
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return float(loss_inputs["loss_mask"].shape[0])
@@ -293,7 +293,7 @@ class PartOfTheSequence(_Base):
 
 
 class ReducedByHand(_Base):
-    """A mean over data-parallel ranks inside the loss, which the framework takes again."""
+    """Averages over data-parallel ranks in the loss; the framework does it again."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
@@ -305,7 +305,7 @@ class ReducedByHand(_Base):
 
 
 class OverMicroBatchSize(_Base):
-    """The sum over samples divided by their number, and then again by the weight."""
+    """Divides by the number of samples; the framework divides by the weight too."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
@@ -313,7 +313,7 @@ class OverMicroBatchSize(_Base):
 
 
 class NoGradient(_Base):
-    """Connected to the model's output by name only."""
+    """Detached from the model's output except for a term with factor 0."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
@@ -321,14 +321,14 @@ class NoGradient(_Base):
 
 
 class CountsPadding(_Base):
-    """Forgets the mask: what stands behind a sample's end is learned, too."""
+    """Ignores the mask, so positions after a sample's end are trained on."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         return LossOutput(-self.log_probs(loss_inputs, model_forward_output).sum())
 
 
 class RandomInTheLoss(_Base):
-    """Drops tokens by chance; with one seed two runs are alike, two layouts are not."""
+    """Drops tokens at random; two runs with one seed are equal, but two layouts are not."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
@@ -336,7 +336,7 @@ class RandomInTheLoss(_Base):
 
 
 class RunningBaseline(_Base):
-    """State between micro-batches, of which each replica sees its own."""
+    """Keeps state between micro-batches, of which each replica processes different ones."""
 
     baseline = 0.0
 
@@ -348,7 +348,7 @@ class RunningBaseline(_Base):
 
 
 class _WithMetric(_Base):
-    """A right loss with a metric."""
+    """A correct loss with a metric."""
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         raise NotImplementedError
@@ -367,7 +367,7 @@ class MetricOfAPart(_WithMetric):
 
 
 class MetricOfAMicroBatch(_WithMetric):
-    """A mean over samples, which the framework weighs by tokens."""
+    """A mean over samples, which the framework weights by tokens."""
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         return self.sum_on_cp_group((log_probs.exp() * mask).sum(1)).mean()
@@ -381,7 +381,7 @@ class MetricOfSomeColumns(_WithMetric):
 
 
 class MetricRightOnTheFirst(_WithMetric):
-    """How often the first label comes again, with ids of this process's columns: right on the one that speaks."""
+    """Frequency of the first label, from this process's columns: correct only on the rank that is reported."""
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         from megatron.core import parallel_state
@@ -391,14 +391,14 @@ class MetricRightOnTheFirst(_WithMetric):
 
 
 class BareShare(_WithMetric):
-    """This process's share of what is complete on every context-parallel rank, as a bare number."""
+    """This process's share of a value, reported as a bare number."""
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         return self.sequence_mean(torch.ones(2))
 
 
 class TotalOnEveryRank(_WithMetric):
-    """A total of what is complete and equal on every context-parallel rank."""
+    """A Total of a value that is complete and equal on every context-parallel rank."""
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         return Total(mask.shape[0])
@@ -417,17 +417,17 @@ WRONG = {
     Undetermined: ("one process", "not deterministic"),
     NotFinite: ("one process", "not finite"),
     PartOfTheSequence: ("cp2", "whole sequences"),
-    ReducedByHand: ("dp2", "mean over them"),
-    RunningBaseline: ("dp2", "keeps between its own micro-batches"),
+    ReducedByHand: ("dp2", "average_loss_across_dp_ranks"),
+    RunningBaseline: ("dp2", "keeps between micro-batches"),
     OverMicroBatchSize: ("mbs1", "the number of micro-batches"),
     NoGradient: ("one process", "no parameter gets a gradient"),
-    CountsPadding: ("padded", "padding counts"),
+    CountsPadding: ("padded", "padding is counted"),
     RandomInTheLoss: ("dp2", "draws random numbers"),
-    MetricOfAPart: ("cp2", "'shown' is right for each rank's part of the sequence, but differs between ranks"),
+    MetricOfAPart: ("cp2", "'shown' is computed from each context-parallel rank's part of the sequence"),
     MetricOfAMicroBatch: ("mbs1", "'shown' is a bare number"),
     MetricOfSomeColumns: ("tp2", "part of the vocabulary"),
     MetricRightOnTheFirst: ("tp2", "'shown' differs between tensor-parallel ranks"),
-    BareShare: ("cp2", "'shown' is a bare number, but a share"),
-    TotalOnEveryRank: ("cp2", "'shown' counts on each context-parallel rank what is complete"),
+    BareShare: ("cp2", "'shown' is a bare number, but it is this rank's share"),
+    TotalOnEveryRank: ("cp2", "'shown' is complete and equal on every context-parallel rank"),
 }
-"""Flow -> the layout that shows it, and words of the cause that the report gives."""
+"""Flow -> the layout on which it disagrees, and a part of the cause in the report."""

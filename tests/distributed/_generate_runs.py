@@ -1,4 +1,4 @@
-"""What a rank does for the tests of generation, and what transformers generates."""
+"""Functions that the generation tests run on each rank, and transformers' completions."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ NEW_TOKENS = 12
 
 
 @contextmanager
-def begun(folder: str, overrides: tuple[str, ...], outputs: str, training: bool = False) -> Iterator[Any]:
-    """The run that begins from a folder, set up on this rank's layout."""
+def started(folder: str, overrides: tuple[str, ...], outputs: str, training: bool = False) -> Iterator[Any]:
+    """A run that starts from a Hugging Face folder, set up on the layout of `overrides`."""
     from megatron_wrap.core import MegatronWrap
 
     settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
@@ -62,7 +62,7 @@ def begun(folder: str, overrides: tuple[str, ...], outputs: str, training: bool 
 
 
 def prompts(count: int = 5) -> list[list[int]]:
-    """Random prompts of unequal length, the first not the shortest."""
+    """Random prompts of unequal lengths; the first is not the shortest."""
     import numpy
 
     random = numpy.random.default_rng(5)
@@ -70,7 +70,7 @@ def prompts(count: int = 5) -> list[list[int]]:
 
 
 def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
-    """The greedy new tokens of transformers, each prompt alone."""
+    """transformers' greedy new tokens, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,18 +86,18 @@ def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
 
 
 def expected_greedy(folder: Path) -> list[list[int]]:
-    """The first `NEW_TOKENS` of them."""
+    """`expected` with `NEW_TOKENS` tokens."""
     return expected(folder, NEW_TOKENS)
 
 
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
-    """The results of some calls of `wrap.generate` on this rank's layout, each with the arguments of `calls`."""
-    with begun(folder, overrides, outputs) as wrap:
+    """The results of `wrap.generate` for each of the argument dictionaries in `calls`."""
+    with started(folder, overrides, outputs) as wrap:
         return [wrap.generate(**call) for call in calls]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 257 entries, whose last ends a turn, with a chat template, into `folder`."""
+    """Write a byte-level tokenizer of 257 entries, the last one an end token, with a chat template, into `folder`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -115,11 +115,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> list[str]:
-    """What each call of `wrap.generate` is refused with."""
+    """The error of each call of `wrap.generate`; empty if it succeeds."""
     from megatron_wrap.errors import MegatronWrapError
 
     found = []
-    with begun(folder, overrides, outputs) as wrap:
+    with started(folder, overrides, outputs) as wrap:
         for call in calls:
             try:
                 wrap.generate(**call)
@@ -130,16 +130,16 @@ def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[
 
 
 def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """Completions of prompts that global rank 0 alone gives."""
+    """Completions of prompts that only global rank 0 passes."""
     import torch
 
-    with begun(folder, overrides, outputs) as wrap:
+    with started(folder, overrides, outputs) as wrap:
         return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
 
 
 def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str, padding: list[int]) -> Any:
-    """The largest difference of the cache's logits at each step, of left-padded sequences, from those of each whole
-    sequence at once, on the ranks of the last pipeline stage."""
+    """For each decoding step of left-padded sequences, the largest difference between its logits and those of one
+    forward pass over the full sequence; on the ranks of the last pipeline stage."""
     import torch
 
     from megatron_wrap.engine.cached_model import cached_model
@@ -149,7 +149,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
 
     length, prefilled = 24, 7
     tokens = torch.tensor([(prompt * length)[:length] for prompt in ([3, 141, 59], [26, 5, 35])])
-    with begun(folder, overrides, outputs) as wrap:
+    with started(folder, overrides, outputs) as wrap:
         alone = [row[slots:].tolist() for row, slots in zip(tokens, padding, strict=True)]
         whole = [torch.cat([row[:1].expand(length - len(row), -1), row]) for row in sequence_logits(wrap.state, alone)]
         expected = torch.stack(whole)
@@ -167,12 +167,12 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
 
 
 def train_with_generation(folder: str, overrides: tuple[str, ...], outputs: str, generates: bool) -> list[float]:
-    """Losses of three steps, with or without completions before and between them."""
+    """Losses of three steps, with or without calls of `wrap.generate` before and between them."""
     from _bridge_runs import token_ids
 
     samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in token_ids(12, 40)]
     losses = []
-    with begun(folder, overrides, outputs, training=True) as wrap:
+    with started(folder, overrides, outputs, training=True) as wrap:
         for batch in wrap.batches(samples):
             if generates:
                 wrap.generate(prompts(), max_new_tokens=4, temperature=1.0)
@@ -183,14 +183,14 @@ def train_with_generation(folder: str, overrides: tuple[str, ...], outputs: str,
 
 
 def samples_at_evaluation(folder: str, overrides: tuple[str, ...], outputs: str, prompts: list[str]) -> Any:
-    """The lines that an evaluation logs of its sample prompts, and the same completions from `wrap.generate`."""
+    """The lines that an evaluation logs for its sample prompts, and completions of the same prompts."""
     import json
 
     from loguru import logger
 
     shown = f"megatron_lm.train.common.sample_prompts={json.dumps(prompts)}"
     lines: list[str] = []
-    with begun(folder, (*overrides, shown), outputs, training=True) as wrap:
+    with started(folder, (*overrides, shown), outputs, training=True) as wrap:
         sink = logger.add(lambda message: lines.append(str(message)), level="INFO")
         wrap.evaluate({"held_out": [{"text": "a few words"}]})
         logger.remove(sink)

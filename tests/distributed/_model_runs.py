@@ -1,4 +1,4 @@
-"""What a rank does for the tests of models: train one for a few steps, and tell its weights by their digests."""
+"""Functions that the model tests run on each rank: train a few steps, and return metrics and digests of weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
 
 
 def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, steps: int = 3) -> dict[str, Any]:
-    """Train from initial weights on this rank's layout.
+    """Train from initial weights on the layout of `overrides`.
 
     Args:
-        lone_token: take one step more, and leave the second batch one token to learn, whose gradient is as
-            large as those of a whole batch of others together: a loss scale that suits the others overflows there, on
-            one rank of DP or CP alone.
+        lone_token: take one step more, and keep one loss token in the second batch. Its gradient is as large as that of
+            a whole batch, so a loss scale that suits the other steps overflows there, on one rank of DP or CP only.
 
     Returns:
         For each step losses, grad_norms, params_norms, router_losses, loss_scales, skipped, samples and, with
-        lone_token, whether weights changed;
-        digests of all initial weights by global name; digests after training of this rank's own copies of the word
-        embedding; on rank 0, in fp32, the whole gradients of the first step.
+        lone_token, whether weights changed; digests of all initial weights by global name; digests after training of
+        this rank's copies of the word embedding; on rank 0, in fp32, the unsharded gradients of the first step.
     """
     from megatron_wrap.model.initial_weights import global_names
     from megatron_wrap.testing.gradients import gather_weights, unwrapped
@@ -57,7 +55,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
             before = _weights(wrap) if lone_token else []
             metrics.append(wrap.train(batches[step * size : (step + 1) * size]))
             changed.append(lone_token and _weights(wrap) != before)
-        wrap.evaluate({"last": batches[-size:]})  # completes a gathering of parameters that overlaps with the forward
+        wrap.evaluate({"last": batches[-size:]})  # completes the all-gather of parameters that overlaps the forward
         tied = not wrap.config.arch.untie_embeddings_and_output_weights
         embeddings = [
             _digest(parameter)
@@ -81,7 +79,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
 
 
 def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
-    """Global name -> whole gradient of the first batch as numpy array; no weight changes."""
+    """Global name -> unsharded gradient of the first batch as numpy array; weights are unchanged."""
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
@@ -91,7 +89,7 @@ def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
 
 
 def _weights(wrap: Any) -> list[str]:
-    """Digests of this rank's weights, after any gathering that would overlap with the next forward pass."""
+    """Digests of this rank's weights, after the all-gather that would overlap the next forward pass."""
     chunks = wrap._ready().chunks
     if wrap.config.ddp.overlap_param_gather:
         for chunk in chunks:

@@ -1,4 +1,5 @@
-"""What a rank does for the tests of `megatron_wrap.ops`: its columns' results against torch's on the vocabulary."""
+"""Functions that the tests of `megatron_wrap.ops` run on each rank: results on vocabulary shards, compared with torch's
+on the full vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron_wrap.parallel.collectives import gather_on_group, gather_sequence,
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 VOCABULARIES = {"divides": (96, 4), "does not divide": (301, 4), "whole shards of padding": (6, 32)}
-"""(true vocabulary, what it is padded to a multiple of)"""
+"""(vocabulary size, multiple that it is padded to)"""
 K = 5
 
 Operation = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -49,7 +50,7 @@ def reference_top_k_divergence(student: Tensor, values: Tensor, ids: Tensor, kin
 
 
 def pairs() -> Iterator[tuple[str, Operation, Operation]]:
-    """(name, ours on this rank's columns, torch's on the whole vocabulary) of each operation."""
+    """(name, ours on this rank's columns, torch's on the full vocabulary) of each operation."""
     yield (
         "token_log_probs",
         lambda student, teacher, ids, group: ops.token_log_probs(student, ids[..., 0], group),
@@ -96,7 +97,7 @@ def pairs() -> Iterator[tuple[str, Operation, Operation]]:
 
 
 def distinct_logits(tokens: tuple[int, ...], vocabulary: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random logits, no two of a token alike in `dtype`: which of equal logits is chosen is nobody's promise."""
+    """Random logits, distinct for each token in `dtype`, because the choice among equal logits is not defined."""
     ladder = torch.arange(vocabulary, dtype=torch.float64) - vocabulary // 2
     shuffled = torch.stack(
         [ladder[torch.randperm(vocabulary, generator=generator)] for _ in range(tokens[0] * tokens[1])]
@@ -106,7 +107,7 @@ def distinct_logits(tokens: tuple[int, ...], vocabulary: int, dtype: torch.dtype
 
 
 def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
-    """Values and gradients of every operation; raises where they differ; the names of what was compared."""
+    """Compare values and gradients of every operation with torch's; returns the names of the operations."""
     group = dist.distributed_c10d._get_default_group()
     tolerance, size = TOLERANCES[dtype], group.size()
     padded = -(-vocabulary // (multiple * size)) * multiple * size if multiple > 4 else -(-vocabulary // size) * size
@@ -134,9 +135,9 @@ def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
         for part, whole in zip(parts, wide, strict=True):
             assert (part.grad is None) == (whole.grad is None), name
             if part.grad is not None:
-                of_mine = F.pad(whole.grad, (0, padded - vocabulary))[..., mine]
+                shard = F.pad(whole.grad, (0, padded - vocabulary))[..., mine]
                 torch.testing.assert_close(
-                    part.grad.double(), of_mine, rtol=tolerance, atol=tolerance, msg=f"gradient of {name}: {{}}".format
+                    part.grad.double(), shard, rtol=tolerance, atol=tolerance, msg=f"gradient of {name}: {{}}".format
                 )
                 assert not part.grad[..., max(0, vocabulary - mine.start) :].any(), f"{name}: padding has a gradient"
         done.append(name)
@@ -144,19 +145,19 @@ def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
 
 
 def ids_of_top_k(vocabulary: int) -> list[list[int]]:
-    """Ids that every rank finds, in the logits' order, against torch's."""
+    """Ids of the largest logits on this rank, compared with torch's."""
     group = dist.distributed_c10d._get_default_group()
     whole = distinct_logits((1, 3), vocabulary, torch.float32, torch.Generator().manual_seed(1))
     columns = vocabulary // group.size()
-    for k in (1, 7, vocabulary):  # the last two more than some shards have columns
+    for k in (1, 7, vocabulary):  # the last two are larger than some shards
         found = ops.top_k(whole[..., group.rank() * columns :][..., :columns], k, group)
         assert torch.equal(found.ids, whole.topk(k).indices)
         assert torch.equal(found.values, whole.topk(k).values)
     return found.ids[0].tolist()
 
 
-def blocks_change_nothing(chunk_bytes: int) -> None:
-    """The same numbers whatever the size of a block, with collectives inside and outside of the blocks."""
+def compare_with_chunks(chunk_bytes: int) -> None:
+    """`compare` with chunks of this size, with collectives inside and outside of the chunks."""
     from megatron_wrap.ops import log_probs, vocabulary
 
     whole_chunk = vocabulary.CHUNK_BYTES
@@ -168,7 +169,7 @@ def blocks_change_nothing(chunk_bytes: int) -> None:
 
 
 def adjoints() -> None:
-    """The gradient of all ranks' shares of an objective together, against one process that holds everything."""
+    """Gradient of the sum of all ranks' objectives, compared with one process that has all inputs."""
     group = dist.distributed_c10d._get_default_group()
     rank, size = group.rank(), group.size()
     generator = torch.Generator().manual_seed(3)
@@ -191,7 +192,7 @@ def adjoints() -> None:
 
 
 def sequence_adjoint() -> None:
-    """Zig-zag parts make the whole sequence in its order; a part's gradient is the sum over all ranks' objectives."""
+    """Zig-zag shards gather to the ordered sequence; the backward differentiates the sum of all ranks' objectives."""
     group = dist.distributed_c10d._get_default_group()
     rank, size = group.rank(), group.size()
     generator = torch.Generator().manual_seed(5)
@@ -201,7 +202,7 @@ def sequence_adjoint() -> None:
         mine = context.split(whole, dim, size, rank).clone().requires_grad_()
         gathered = gather_sequence(mine, dim, group)
         assert torch.equal(gathered, whole)
-        # not linear along the sequence: each rank differentiates its own share of a sum
+        # not linear along the sequence; each rank differentiates its own share of a sum
         (gathered.cumsum(dim).sin() * weights[rank]).sum().backward()
         alone = whole.clone().requires_grad_()
         (alone.cumsum(dim).sin() * sum(weights)).sum().backward()

@@ -1,4 +1,4 @@
-"""Pools of ranks for a whole session of tests."""
+"""Pools of ranks for a test session."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_wrap.testing.ranks import RankPool
 
 @contextmanager
 def pools(folder: Path, platform: str) -> Iterator[Callable[[int], RankPool]]:
-    """of_size(world_size) -> a pool of that many ranks; a new one after a failure has closed the last. They work in
-    `folder`: the tests may run on two Megatron-Cores at the same time, and records go to `outputs`."""
+    """of_size(world_size) -> a pool of that many ranks; a new one if a failure closed the last. Their working directory
+    is `folder`, because tests with two Megatron-Core versions may run at the same time and write to `outputs`."""
     made: dict[int, RankPool] = {}
     here = os.getcwd()
 

@@ -1,4 +1,4 @@
-"""A run that is set up, for what a rank does in a test."""
+"""A run that is set up, for functions that run on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def started(config: Path, overrides: Sequence[str]) -> Iterator[Any]:
-    """Model and optimizer of a run on this rank's layout."""
+    """A run with model and optimizer on the layout of `overrides`."""
     from megatron_wrap.core import MegatronWrap
 
     with MegatronWrap(config, overrides=overrides) as wrap:

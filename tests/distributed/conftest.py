@@ -14,6 +14,6 @@ from megatron_wrap.testing.ranks import RankPool
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
     """ranks(world_size) -> a pool of that many ranks."""
-    warm_up()  # what the parent has imported, forked ranks need not
+    warm_up()  # forked ranks need not import what the parent has imported
     with pools(tmp_path_factory.mktemp("ranks"), "cpu") as of_size:
         yield of_size

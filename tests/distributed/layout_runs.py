@@ -1,4 +1,4 @@
-"""What a rank does for the layout tests: train a few steps and tell losses, counts, norms and whole gradients."""
+"""Functions that the layout tests run on each rank: train a few steps; losses, token counts, norms and gradients."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from _started import started
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
 VOCAB = 500
-"""No multiple of any tensor-parallel size times 128, so that every layout pads the embedding."""
+"""Not a multiple of any tensor-parallel size times 128, so that every layout pads the embedding."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run the same training."""
+    """One parallel layout."""
 
     name: str
     processes: int
@@ -54,7 +54,7 @@ LAYOUTS = [
 
 
 def token_samples(count: int, longest: int, seed: int = 7) -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal lengths with part of the tokens masked; one has no token to learn."""
+    """Tokenized samples of unequal lengths with part of the tokens masked; one has no loss token."""
     generator = numpy.random.default_rng(seed)
     samples = []
     for place in range(count):
@@ -70,10 +70,10 @@ def token_samples(count: int, longest: int, seed: int = 7) -> list[dict[str, lis
 
 
 def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -> dict[str, Any]:
-    """Train from initial weights on this rank's layout.
+    """Train from initial weights on the layout of `overrides`.
 
     Returns:
-        losses, tokens, grad_norms of each step, and the whole gradients of step 1 as numpy arrays.
+        losses, tokens, grad_norms of each step, and the unsharded gradients of step 1 as numpy arrays.
     """
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients

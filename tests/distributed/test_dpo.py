@@ -1,4 +1,4 @@
-"""Preference optimization against trl on the same model and pairs, on several layouts, and through a checkpoint."""
+"""Preference optimization compared with trl on the same model and pairs, on several layouts and with a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers_models import build, load_all, to_llama_like
 from megatron_wrap.config import load_run_config
 
 ROUNDING = 3e-6
-"""Of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
+"""Rounding error of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
 LAYOUTS = {
     "one-rank": (1, ()),
     "tp2-sp": (2, TP2),
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def of_trl(ranks, tmp_path_factory) -> list[dict[str, Any]]:
-    """What trl reports for ten steps from the same weights on the same pairs in the same order."""
+    """trl's metrics of ten steps from the same weights on the same pairs in the same order."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ def of_trl(ranks, tmp_path_factory) -> list[dict[str, Any]]:
             return SequentialSampler(self.train_dataset)
 
         def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-            return dataset  # tokenized already
+            return dataset  # already tokenized
 
     config = load_run_config(runs.CONFIG, runs.DPO)
     weights = ranks(1).run(runs.initial_weights, runs.DPO)[0]
@@ -90,7 +90,7 @@ def of_trl(ranks, tmp_path_factory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", covering(LAYOUTS))
-def test_ten_steps_are_those_of_trl(ranks, of_trl, name):
+def test_ten_steps_agree_with_trl(ranks, of_trl, name):
     processes, overrides = LAYOUTS[name]
     batch = f"{runs.TRAIN}.micro_batch_size={1 if processes > 1 else 2}"
     found = ranks(processes).run(runs.train, (*COPY, *overrides, batch), runs.pairs())[0]
@@ -110,7 +110,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", covering(RESUMED))
-def test_five_and_five_steps_are_ten_to_the_bit(tmp_path, name):
+def test_a_resume_after_five_of_ten_steps_is_bit_exact(tmp_path, name):
     processes, layout = RESUMED[name]
     overrides = (*COPY, *layout, *DROPOUT, f"{runs.TRAIN}.save={tmp_path}", f"{runs.TRAIN}.micro_batch_size=1")
     straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 10, 5)[0]
@@ -129,8 +129,8 @@ def test_a_run_resumes_on_another_layout_with_its_reference(ranks, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
 
 
-def test_what_forward_gave_serves_as_the_reference(ranks):
-    """Log-probabilities computed before, in the samples, in place of a second model."""
+def test_outputs_of_forward_replace_the_reference_model(ranks):
+    """The samples contain precomputed log-probabilities instead of a second model."""
     given = ranks(2).run(runs.outputs, CP2, runs.pairs())[0]
     samples = [
         {**pair, **{f"reference_{name}": value for name, value in of_pair.items()}}
@@ -139,7 +139,7 @@ def test_what_forward_gave_serves_as_the_reference(ranks):
     found = ranks(1).run(runs.train, (), samples, 4)[0]
     with_model = ranks(1).run(runs.train, COPY, runs.pairs(), 4)[0]
     for ours, theirs in zip(found, with_model, strict=True):
-        if ours is found[0]:  # margins are 0 but for rounding, which has either sign
+        if ours is found[0]:  # margins are 0 up to rounding of either sign
             assert ours.pop("rewards/accuracies") >= theirs.pop("rewards/accuracies") == 0
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
     both = ranks(1).run(runs.refusal, COPY, samples)[0]
@@ -156,14 +156,14 @@ def test_an_evaluation_uses_the_reference(ranks):
         assert found == pytest.approx(expected, rel=1e-4, abs=ROUNDING), name
 
 
-def test_what_is_missing_is_said(ranks, tmp_path):
+def test_a_missing_reference_is_refused(ranks, tmp_path):
     message = ranks(1).run(runs.refusal, (), runs.pairs())[0]
-    assert message.startswith("gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference")
+    assert "megatron_wrap.models.reference: copy" in message
     save = (f"{runs.TRAIN}.save={tmp_path}",)
     given = [
         {**pair, "reference_chosen_log_probs": -9.0, "reference_rejected_log_probs": -9.5} for pair in runs.pairs()
     ]
     ranks(1).run(runs.train, save, given, 2, 2)
     message = ranks(1).run(runs.refusal, (*save, *COPY), runs.pairs())[0]
-    assert "holds no reference model to resume with" in message
+    assert f"{tmp_path} contains no reference model" in message
     assert "finetune: true" in message

@@ -1,4 +1,4 @@
-"""The engine on real ranks: the law of the loss, metrics, evaluation and forward are those of plain torch."""
+"""The engine on real ranks: loss normalization, metrics, evaluation and forward agree with plain torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ LAYOUTS = {
     "cp2-dp2": (4, {"micro": 2, "cp": 2}),
     "pp2-cp2": (4, {"micro": 4, "pp": 2, "cp": 2}),
 }
-LAW_SAMPLES = {"TwoTerms": runs.weighted_samples, "Pairs": runs.pairs, "PairsTwoValues": runs.pairs}
-LAW_CASES = [(layout, flow) for flow in ("TwoTerms", "Pairs") for layout in LAYOUTS]
-LAW_CASES += [(layout, "PairsTwoValues") for layout in ("one-rank", "dp2", "cp2", "pp2")]
+NORMALIZATION_SAMPLES = {"TwoTerms": runs.weighted_samples, "Pairs": runs.pairs, "PairsTwoValues": runs.pairs}
+NORMALIZATION_CASES = [(layout, flow) for flow in ("TwoTerms", "Pairs") for layout in LAYOUTS]
+NORMALIZATION_CASES += [(layout, "PairsTwoValues") for layout in ("one-rank", "dp2", "cp2", "pp2")]
 
 
 @pytest.fixture(scope="module")
 def plain(ranks):
-    """Flow -> loss, metrics and gradients by plain torch."""
+    """Flow -> loss, metrics and gradients from plain torch."""
     return {
-        name: ranks(1).run(runs.plain_torch, name, samples(), options())[0] for name, samples in LAW_SAMPLES.items()
+        name: ranks(1).run(runs.plain_torch, name, samples(), options())[0]
+        for name, samples in NORMALIZATION_SAMPLES.items()
     }
 
 
@@ -43,18 +44,18 @@ def assert_same_gradients(found, expected, relative=1e-5):
         assert numpy.linalg.norm(found[name] - gradient) <= relative * norm, name
 
 
-@pytest.mark.parametrize(("layout", "flow"), covering(LAW_CASES))
-def test_objective_gradient_and_metrics_are_those_of_plain_torch(layout, flow, plain, ranks):
+@pytest.mark.parametrize(("layout", "flow"), covering(NORMALIZATION_CASES))
+def test_objective_gradient_and_metrics_agree_with_plain_torch(layout, flow, plain, ranks):
     world_size, settings = LAYOUTS[layout]
-    of_ranks = ranks(world_size).run(runs.step, options(flow, **settings), LAW_SAMPLES[flow]())
-    for of_rank in of_ranks:  # the first pipeline stages know the metrics too
+    of_ranks = ranks(world_size).run(runs.step, options(flow, **settings), NORMALIZATION_SAMPLES[flow]())
+    for of_rank in of_ranks:  # also on the first pipeline stages
         for name, value in plain[flow]["metrics"].items():
             assert of_rank["metrics"][name] == pytest.approx(value, rel=1e-5), name
     assert_same_gradients(of_ranks[0]["gradients"], plain[flow]["gradients"])
 
 
 def test_a_bare_scalar_is_weighted_by_the_weight_of_its_micro_batch(ranks):
-    """The flow reports its micro-batch's rows; five samples in micro-batches of two are 2, 2 and 1."""
+    """The flow reports the rows of its micro-batch: 2, 2 and 1 for five samples in micro-batches of two."""
     samples = runs.weighted_samples(5)
     weights = [sum(s["loss_mask"][1:]) * s["weight"] for s in samples]
     expected = (2 * sum(weights[:4]) + 1 * weights[4]) / sum(weights)
@@ -63,7 +64,7 @@ def test_a_bare_scalar_is_weighted_by_the_weight_of_its_micro_batch(ranks):
             assert found["eval/set/rows"] == pytest.approx(expected, rel=1e-6)
 
 
-# ---- where a part or the whole has nothing to learn ----
+# ---- micro-batches, ranks and batches without loss tokens ----
 
 
 def without_mask(samples, places=None):
@@ -74,7 +75,7 @@ def without_mask(samples, places=None):
 
 
 @pytest.mark.parametrize("layout", ["one-rank", "dp2", "cp2", "pp2"])
-def test_a_batch_without_weight_is_a_counted_step_that_changes_nothing(layout, ranks):
+def test_a_batch_without_weight_is_a_skipped_step(layout, ranks):
     world_size, settings = LAYOUTS[layout]
     samples = runs.weighted_samples()
     for found in ranks(world_size).run(runs.skip, options(**settings), without_mask(samples), samples):
@@ -83,13 +84,13 @@ def test_a_batch_without_weight_is_a_counted_step_that_changes_nothing(layout, r
         assert math.isnan(first["loss"])
         assert (found["unchanged"], found["changed"]) == (True, True)
         assert (second["iteration"], second["skipped_iterations"], second["consumed_samples"]) == (2, 1, 16)
-        assert second["learning_rate"] == first["learning_rate"]  # the schedule waits too
+        assert second["learning_rate"] == first["learning_rate"]  # the schedule does not advance either
         assert math.isfinite(second["loss"])
         assert second["consumed_tokens"] == 2 * first["consumed_tokens"]
 
 
 @pytest.mark.parametrize("layout", ["one-rank", "dp2", "cp2", "pp2"])
-def test_a_term_without_weight_leaves_the_other(layout, ranks):
+def test_a_term_without_weight_does_not_affect_the_other(layout, ranks):
     world_size, settings = LAYOUTS[layout]
     samples = without_mask(runs.weighted_samples())
     of_ranks = ranks(world_size).run(runs.step, options("TwoTerms", **settings), samples)
@@ -101,9 +102,9 @@ def test_a_term_without_weight_leaves_the_other(layout, ranks):
 
 
 @pytest.mark.parametrize("flow", ["", "Shortcut"])
-def test_ranks_whose_share_is_empty_take_part(flow, ranks):
-    """Tokens to learn in the middle half only: none for context-parallel rank 0, with and without a graph. And in the
-    samples of one data-parallel replica only."""
+def test_ranks_without_loss_tokens_take_part(flow, ranks):
+    """Loss tokens only in the middle half, so context-parallel rank 0 has none, with and without a graph; or only in
+    the samples of one data-parallel replica."""
     whole = [{"input_ids": list(range(place, place + 49)), "loss_mask": [1] * 49} for place in range(8)]
     middle = [{**sample, "loss_mask": [int(13 <= place < 37) for place in range(49)]} for sample in whole]
     one_replica = without_mask(whole, places=(0, 1, 4, 5))
@@ -114,27 +115,28 @@ def test_ranks_whose_share_is_empty_take_part(flow, ranks):
         assert_same_gradients(found[0]["gradients"], expected["gradients"])
 
 
-# ---- who gives the samples ----
+# ---- which ranks pass the samples ----
 
 
 @pytest.mark.parametrize("settings", [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
-def test_samples_given_on_rank_0_alone_are_as_good(settings, ranks):
+def test_samples_may_be_passed_on_rank_0_only(settings, ranks):
     samples = runs.weighted_samples()
     on_all = ranks(2).run(runs.step, options(**settings), samples)[0]["metrics"]
-    for rank, found in enumerate(ranks(2).run(runs.give_on_rank_0, options(**settings), samples)):
+    for rank, found in enumerate(ranks(2).run(runs.pass_on_rank_0, options(**settings), samples)):
         for name in ("loss", "grad_norm", "consumed_tokens", "truncated_samples"):
             assert found["metrics"][name] == on_all[name]
-        missing, size, habit = found["messages"]
-        assert "rank(s) [0] pass None" in missing
-        assert "global_batch_size = 8 samples, got 7" in size
-        assert f"rank {rank} passes {'samples' if rank else 'None'}, unlike in its first call" in habit
+        missing, size, changed = found["messages"]
+        assert "[0] pass None" in missing
+        assert "global_batch_size = 8 " in size
+        assert "got 7" in size
+        assert f"rank {rank} passes {'samples' if rank else 'None'}" in changed
         assert found["iteration"] == 2
 
 
 # ---- evaluation and forward ----
 
 SIZES = (1, 3, 8, 11, 13)
-LOOKS = ("one-rank", "dp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp2-dp2")
+EVALUATION_LAYOUTS = ("one-rank", "dp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp2-dp2")
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +144,13 @@ def plain_log_probs(ranks):
     return ranks(1).run(runs.plain_log_probs, runs.weighted_samples(max(SIZES)))[0]
 
 
-@pytest.mark.parametrize("layout", covering(LOOKS))
-def test_evaluation_and_outputs_are_those_of_plain_torch_for_any_number_of_samples(layout, plain_log_probs, ranks):
+@pytest.mark.parametrize("layout", covering(EVALUATION_LAYOUTS))
+def test_evaluation_and_outputs_agree_with_plain_torch_for_any_number_of_samples(layout, plain_log_probs, ranks):
     world_size, settings = LAYOUTS[layout]
     samples = runs.weighted_samples(max(SIZES))
     masks = [numpy.array(sample["loss_mask"][1:]) for sample in samples]
-    for of_rank in ranks(world_size).run(runs.look, options(**{**settings, "micro": 2}), samples, SIZES):
+    overrides = options(**{**settings, "micro": 2})
+    for of_rank in ranks(world_size).run(runs.evaluate_and_forward, overrides, samples, SIZES):
         for size, found in zip(SIZES, of_rank["evaluations"], strict=True):
             total = sum(float(-(row * mask).sum()) for row, mask in zip(plain_log_probs[:size], masks, strict=False))
             mean = total / sum(int(mask.sum()) for mask in masks[:size])
@@ -169,7 +172,7 @@ def test_an_evaluation_has_the_objective_of_a_step_over_the_same_samples(layout,
             assert of_rank[f"eval/set/{name}"] == pytest.approx(value, rel=1e-5)
 
 
-# ---- numbers of the step ----
+# ---- norms and zeros ----
 
 UNTIED = ("one-rank", "tp2-sp", "pp2", "dp2-distributed", "cp2")
 TIED = ("one-rank", "tp2-sp", "pp2", "pp2-vpp2")
@@ -178,7 +181,7 @@ TIED = ("one-rank", "tp2-sp", "pp2", "pp2-vpp2")
 @pytest.mark.parametrize(
     ("layout", "tied"), [*((layout, False) for layout in UNTIED), *((layout, True) for layout in TIED)]
 )
-def test_params_norm_and_zeros_are_those_of_the_gathered_parameters(layout, tied, ranks):
+def test_params_norm_and_zeros_agree_with_the_gathered_parameters(layout, tied, ranks):
     world_size, settings = LAYOUTS[layout]
     samples = runs.weighted_samples()
     one = ranks(1).run(runs.norms, options(tied=tied), samples)[0]
@@ -188,4 +191,4 @@ def test_params_norm_and_zeros_are_those_of_the_gathered_parameters(layout, tied
         assert metrics["params_norm"] == pytest.approx(found["norm"], rel=1e-6)
         assert metrics["params_norm"] == pytest.approx(one["norm"], rel=1e-6)
         assert metrics["num_zeros_in_grad"] == found["zeros"] + padding == one["zeros"] + padding
-        assert (found["zeros"] > 0) == (not tied)  # rows of tokens not seen; a tied output layer sees all
+        assert (found["zeros"] > 0) == (not tied)  # rows of unused tokens; in a tied model the output layer uses all

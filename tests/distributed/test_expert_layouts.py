@@ -1,4 +1,4 @@
-"""Models with experts have the same initial weights in every layout, bit for bit, and train like one rank."""
+"""MoE models have the same initial weights on every layout, bit for bit, and train like one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 MIXTRAL = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_dtype": "fp32"}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
-    # a dense layer first, shared experts behind a gate, weights over all experts
+    # the first layer is dense; gated shared experts; softmax over all experts
     "qwen2-moe": {
         **MIXTRAL,
         "num_experts": 6,
@@ -90,8 +90,8 @@ def arch(*parts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def layout(name: str) -> tuple[int, tuple[str, ...]]:
-    """Processes and overrides of names such as dp2-ep2: the experts' parallelism takes its processes out of the
-    others'."""
+    """Number of processes and overrides of names such as dp2-ep2; expert parallelism uses the processes of the other
+    axes."""
     sizes = {part.rstrip("0123456789"): int(part[-1]) for part in name.split("-") if part[-1].isdigit()}
     overrides = [f"{PARALLEL}{NAMES[key]}={size}" for key, size in sizes.items() if key in NAMES]
     overrides += ["megatron_lm.train.optimizer.use_distributed_optimizer=true"] if "dopt" in name else []
@@ -107,7 +107,7 @@ STEPS_OF_RUN = (
 
 @pytest.fixture(scope="module")
 def one_rank(ranks, tmp_path_factory):
-    """one_rank(*overrides) -> what one rank finds; each is trained once."""
+    """one_rank(*overrides) -> results of one rank; each is trained once."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def train(*overrides: str) -> dict[str, Any]:
@@ -155,8 +155,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("model", "case"), covering(((model, case) for model, cases in LAYOUTS.items() for case in cases), family_and_axes)
 )
-def test_a_model_with_experts_trains_like_one_rank(model: str, case: str, one_rank, ranks, tmp_path):
-    """Without an auxiliary loss, so another cut into micro-batches gives the same."""
+def test_an_moe_model_trains_like_one_rank(model: str, case: str, one_rank, ranks, tmp_path):
+    """Without an auxiliary loss, so the micro-batch size has no effect."""
     overrides = arch(MODELS[model])
     cut = () if "dp4" in case or "vpp" in case else ("megatron_lm.train.common.micro_batch_size=2",)
     assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *cut))
@@ -174,14 +174,14 @@ def test_a_model_with_experts_trains_like_one_rank(model: str, case: str, one_ra
     ),
 )
 def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank, ranks, tmp_path):
-    """At an equal cut into micro-batches, of unequal samples that each layout pads to another length."""
+    """With equal micro-batches of samples of unequal lengths, which each layout pads differently."""
     overrides = (*arch(MODELS["mixtral"], LOSSES[loss]), "megatron_lm.train.common.micro_batch_size=1")
     expected = one_rank(*overrides)
     assert_like_one_rank(ranks, expected, case, tmp_path, overrides)
     plain = one_rank(*arch(MODELS["mixtral"]))
     router = "decoder.layers.1.mlp.router.weight"
     share = numpy.linalg.norm(expected["gradients"][router] - plain["gradients"][router])
-    assert share > 0.05 * numpy.linalg.norm(plain["gradients"][router])  # the loss is there to be seen
+    assert share > 0.05 * numpy.linalg.norm(plain["gradients"][router])  # the router loss has an effect
 
 
 RECOMPUTE = "megatron_lm.train.recompute."
@@ -201,13 +201,13 @@ RECOMPUTED = {
     ("case", "recompute"), covering((case, name) for case in ("dp1", "tp2-ep2-etp1") for name in RECOMPUTED)
 )
 def test_recomputation_changes_nothing(case: str, recompute: str, one_rank, ranks, tmp_path):
-    """Losses of the routers are counted once, and the expert bias sees each token once."""
+    """Router losses are counted once, and the expert bias counts each token once."""
     model = {**MODELS["deepseek-v3"], **LOSSES["aux-seq-z"]}
     overrides = (*arch(model), "megatron_lm.train.common.micro_batch_size=1")
     assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *RECOMPUTED[recompute]))
 
 
-def test_bf16_trains_alike_in_every_layout(one_rank, ranks, tmp_path):
+def test_bf16_trains_the_same_on_every_layout(one_rank, ranks, tmp_path):
     overrides = (*arch(MODELS["mixtral"], LOSSES["aux"]), "megatron_lm.train.dtype.bf16=true")
     overrides = (*overrides, "megatron_lm.train.common.micro_batch_size=1")
     expected = one_rank(*overrides)

@@ -1,4 +1,4 @@
-"""wrap.generate: greedy completions are those of transformers, token for token, in every layout."""
+"""wrap.generate: greedy completions equal those of transformers, token for token, on every layout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from _covering import covering, family_and_axes
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """original(family) -> its folder and transformers' greedy completions; each is made once."""
+    """original(family) -> its folder and transformers' greedy completions; each is created once."""
     return _bridge_runs.made_once(tmp_path_factory, runs.expected_greedy)
 
 
 @pytest.mark.parametrize(("family", "layout"), covering(runs.CASES, family_and_axes))
-def test_greedy_is_that_of_transformers_token_for_token(family, layout, ranks, original, tmp_path):
+def test_greedy_completions_equal_those_of_transformers(family, layout, ranks, original, tmp_path):
     folder, expected = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
     calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "batch_size": size} for size in (8, 2)]
@@ -40,7 +40,7 @@ PADDINGS = {"equal": [0, 0], "padded": [5, 0]}
 @pytest.mark.parametrize(
     ("family", "layout", "padding"), covering((*case, padding) for padding in PADDINGS for case in STEPPED)
 )
-def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
+def test_logits_of_each_step_agree_with_one_pass_over_the_full_sequence(
     family, layout, padding, ranks, original, tmp_path
 ):
     folder, _ = original(family)
@@ -51,15 +51,15 @@ def test_logits_of_each_step_are_those_of_the_whole_sequence_at_once(
         assert not differences or len(differences) == 18
 
 
-def test_drawn_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(ranks, original, tmp_path):
+def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(ranks, original, tmp_path):
     folder, greedy = original("mixtral")
-    drawn = {"max_new_tokens": 6, "temperature": 1.2, "top_p": 0.95, "top_k": 40, "seed": 7}
+    sampled = {"max_new_tokens": 6, "temperature": 1.2, "top_p": 0.95, "top_k": 40, "seed": 7}
     calls: list[dict[str, Any]] = [
-        {"prompts": runs.prompts(), **drawn},
-        {"prompts": runs.prompts(), **drawn, "batch_size": 2},
-        {"prompts": runs.prompts(3), **drawn},
-        {"prompts": runs.prompts(), **drawn, "seed": 8},
-        {"prompts": runs.prompts(), **drawn, "top_k": 1},
+        {"prompts": runs.prompts(), **sampled},
+        {"prompts": runs.prompts(), **sampled, "batch_size": 2},
+        {"prompts": runs.prompts(3), **sampled},
+        {"prompts": runs.prompts(), **sampled, "seed": 8},
+        {"prompts": runs.prompts(), **sampled, "top_k": 1},
     ]
     found = {}
     for layout in ("one", "pp2", "dp2", "ep2-cp2", "ep2-tp2"):
@@ -76,7 +76,7 @@ def test_drawn_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompt
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2", "tp2-pp2"])
-def test_prompts_of_rank_0_alone_are_completed_on_every_rank(layout, ranks, original, tmp_path):
+def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks, original, tmp_path):
     folder, expected = original("llama")
     world_size, overrides = runs.LAYOUTS[layout]
     for found in ranks(world_size).run(runs.from_rank_0, str(folder), overrides, str(tmp_path)):
@@ -84,7 +84,7 @@ def test_prompts_of_rank_0_alone_are_completed_on_every_rank(layout, ranks, orig
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "one"), ("llama", "dp2"), ("mixtral", "ep2")])
-def test_end_tokens_of_generation_config_end_it_where_transformers_ends(family, layout, ranks, original, tmp_path):
+def test_end_tokens_of_generation_config_end_a_completion_as_in_transformers(family, layout, ranks, original, tmp_path):
     import json
     import shutil
 
@@ -117,7 +117,7 @@ def with_text(tmp_path_factory) -> Path:
     return folder
 
 
-def test_texts_and_messages_are_completed_as_by_transformers_and_end_before_a_stop_text(with_text, ranks, tmp_path):
+def test_texts_and_messages_are_completed_as_in_transformers_and_end_before_a_stop_text(with_text, ranks, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,7 +146,7 @@ def test_texts_and_messages_are_completed_as_by_transformers_and_end_before_a_st
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
-def test_an_evaluation_logs_what_the_model_says_to_the_sample_prompts(layout, with_text, ranks, tmp_path):
+def test_an_evaluation_logs_completions_of_the_sample_prompts(layout, with_text, ranks, tmp_path):
     world_size, overrides = runs.LAYOUTS[layout]
     prompts = ["It was", "Once upon a time"]
     lines, completions = ranks(world_size).run(
@@ -158,7 +158,7 @@ def test_an_evaluation_logs_what_the_model_says_to_the_sample_prompts(layout, wi
 
 
 @pytest.mark.parametrize("layout", covering(["one", "tp2-sp", "pp2-vpp2", "cp2-tp2", "dp2-overlap"]))
-def test_training_goes_on_as_without_completions_between_its_steps(layout, ranks, original, tmp_path):
+def test_generation_between_steps_does_not_change_training(layout, ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
     overlap = tuple(
         f"megatron_lm.{key}=true"
@@ -177,7 +177,7 @@ def test_training_goes_on_as_without_completions_between_its_steps(layout, ranks
     assert with_generation == without
 
 
-def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, tmp_path):
+def test_errors_of_generate_have_values_and_a_suggestion(ranks, original, tmp_path):
     folder, _ = original("gpt2")
     calls: list[dict[str, Any]] = [
         {"prompts": [[1, 2], [3] * 70], "max_new_tokens": 11},
@@ -195,10 +195,10 @@ def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, t
         {"prompts": []},
     ]
     expected = [
-        r"prompt 1 has 70 tokens, which with max_new_tokens 11 is more than the 80 learned positions",
+        r"prompt 1 has 70 tokens, which with max_new_tokens 11 is more than the model's 80 learned positions",
         "",
         "a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer",
-        "prompts is one text; give a list",
+        "prompts is one text",
         "a prompt is a text, a list of messages or a list of token ids, not",
         "has the token id 301; the vocabulary has 301 entries",
         "a prompt is a text, a list of messages or a list of token ids, not",
@@ -210,11 +210,11 @@ def test_what_cannot_be_completed_is_refused_with_the_way_out(ranks, original, t
         "",
     ]
     [found] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
-    for said, part in zip(found, expected, strict=True):
-        assert (part in said and said.startswith("DataError: ")) if part else said == ""
+    for message, part in zip(found, expected, strict=True):
+        assert (part in message and message.startswith("DataError: ")) if part else message == ""
 
 
-def test_a_pipeline_in_half_precision_says_what_one_process_says(ranks, original, tmp_path):
+def test_a_pipeline_in_half_precision_generates_the_same_as_one_process(ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
     calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS}]
     found = []

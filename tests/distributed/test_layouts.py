@@ -1,4 +1,4 @@
-"""Every layout trains like one rank: losses, token counts, gradient norms and whole gradients, from initial weights."""
+"""Every layout trains like one rank from initial weights: losses, token counts, gradient norms and gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_layout_trains_like_one_rank(layout: Layout, micro_batch_size: int, on
     overrides = (*layout.overrides, f"megatron_lm.train.common.micro_batch_size={micro_batch_size}")
     of_ranks = ranks(layout.processes).run(layout_runs.train, overrides, STEPS)
     found = of_ranks[0]
-    for other in of_ranks[1:]:  # every rank knows the metrics, whatever its stage
+    for other in of_ranks[1:]:  # the metrics are the same on every rank
         assert [other[name] for name in ("losses", "tokens", "grad_norms")] == [
             found[name] for name in ("losses", "tokens", "grad_norms")
         ]
@@ -36,10 +36,10 @@ def test_a_layout_trains_like_one_rank(layout: Layout, micro_batch_size: int, on
         assert difference <= 1e-4 * numpy.linalg.norm(expected), name
 
 
-def test_the_comparison_sees_a_wrong_gradient(one_rank):
-    """What the tolerance is worth: no gradient is so small that any value would pass."""
+def test_no_gradient_is_too_small_to_compare(one_rank):
+    """Otherwise any value would be within the tolerance."""
     assert all(numpy.linalg.norm(gradient) > 1e-4 for gradient in one_rank["gradients"].values())
-    assert len(one_rank["gradients"]) == 3 + 4 * 6  # embedding, output layer, final norm; six in each layer
+    assert len(one_rank["gradients"]) == 3 + 4 * 6  # embedding, output layer, final norm; six per layer
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_comparison_sees_a_wrong_gradient(one_rank):
     covering(layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")),
 )
 def test_the_shipped_tiny_llama_trains_like_one_rank(layout: Layout, ranks):
-    """Its full size: gradients long enough for the rounding of a norm to show."""
+    """At its full size, where gradients are large enough to show rounding errors of a norm."""
     sizes = ("hidden_size=256", "ffn_hidden_size=704", "vocab_size=4096")
     overrides = tuple(f"megatron_lm.model.arch.{size}" for size in sizes)
     one_rank = ranks(1).run(layout_runs.train, overrides, 5, False)[0]

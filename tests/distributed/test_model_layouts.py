@@ -1,4 +1,4 @@
-"""Each kind of model has the same initial weights in every layout, bit for bit, and trains like one rank."""
+"""Each kind of model has the same initial weights on every layout, bit for bit, and trains like one rank."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CASES = [
     Case("tied", "pp2-vpp2", 2, _layout(pp=2, layers_per_chunk=1)),
     Case("gpt2", "dp2-overlap", 2, OVERLAP),
     Case("tied", "pp2-overlap", 4, (*PP2, *OVERLAP)),
-    # 301 rows go over four ranks of 128: the third has padding, the fourth nothing else
+    # 301 rows on four ranks of 128 rows: the third has some padding, the fourth only padding
     Case("llama", "tp4", 4, _layout(tp=4, sp=True)),
     Case("llama", "pp2-first-1", 2, _layout(pp=2, first=1)),
     Case("tied", "pp2-last-1", 2, _layout(pp=2, last=1)),
@@ -124,7 +124,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def one_rank(ranks, tmp_path_factory):
-    """one_rank(model, *overrides) -> what one rank finds; each is trained once."""
+    """one_rank(model, *overrides) -> results of one rank; each is trained once."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def train(model: str, *overrides: str, lone_token: bool = False) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def one_rank(ranks, tmp_path_factory):
 
 
 def _of_all_ranks(ranks: Any, case: Case, folder: Any, *overrides: str, lone_token: bool = False) -> dict[str, Any]:
-    """What the ranks of a layout found, which is the same on each; the digests of every copy of the embedding, and
-    whole gradients."""
+    """Results of a layout, checked to be the same on each rank; with the digests of every copy of the embedding, and
+    unsharded gradients."""
     arguments = ((*_overrides(ARCH, MODELS[case.model]), *case.overrides, *overrides), str(folder))
     of_ranks = ranks(case.processes).run(_model_runs.train, *arguments, lone_token)
     embeddings = [of_rank.pop("embeddings") for of_rank in of_ranks]
@@ -150,7 +150,7 @@ def _of_all_ranks(ranks: Any, case: Case, folder: Any, *overrides: str, lone_tok
 
 
 @pytest.mark.parametrize("case", covering(CASES))
-def test_a_model_is_the_same_in_every_layout(case: Case, one_rank, ranks, tmp_path):
+def test_a_model_trains_like_one_rank(case: Case, one_rank, ranks, tmp_path):
     expected = one_rank(case.model)
     found = _of_all_ranks(ranks, case, tmp_path)
     assert found["initial"] == expected["initial"]  # digests of all bits
@@ -161,7 +161,7 @@ def test_a_model_is_the_same_in_every_layout(case: Case, one_rank, ranks, tmp_pa
         difference = numpy.linalg.norm(found["gradients"][name] - gradient)
         assert difference <= 1e-5 * numpy.linalg.norm(gradient), name
     if "tp2" not in case.layout and "tp4" not in case.layout:
-        # one set of weights after training too, on the first and the last stage and on all replicas
+        # the embedding's copies on the first and the last stage and on all replicas are equal after training
         assert len({digest for of_rank in found["embeddings"] for digest in of_rank}) == 1
         tied = not MODELS[case.model].get("untie_embeddings_and_output_weights", True)
         stages = 2 if tied and "pp" in case.layout else 1
@@ -188,7 +188,7 @@ FP16 = _overrides(
 
 
 @pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
-def test_bf16_trains_alike_in_every_layout(case: Case, one_rank, ranks, tmp_path):
+def test_bf16_trains_the_same_on_every_layout(case: Case, one_rank, ranks, tmp_path):
     expected, exact = one_rank(case.model, *BF16), one_rank(case.model)
     found = _of_all_ranks(ranks, case, tmp_path, *BF16)
     assert found["initial"] == expected["initial"] != exact["initial"]
@@ -199,7 +199,7 @@ def test_bf16_trains_alike_in_every_layout(case: Case, one_rank, ranks, tmp_path
 
 @pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
 def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_path):
-    """The second step overflows on some ranks: all skip it and halve the scale, which two good steps double again."""
+    """The second step overflows on some ranks: all skip it and halve the scale, which doubles after two good steps."""
     expected = one_rank(case.model, *FP16, lone_token=True)
     found = _of_all_ranks(ranks, case, tmp_path, *FP16, lone_token=True)
     assert expected["skipped"] == [0, 1, 1, 1]
@@ -208,13 +208,13 @@ def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_pa
     assert found["changed"] == [True, False, True, True]
     assert found["samples"] == [4, 8, 12, 16]
     assert found["loss_scales"] == [2.0**16, 2.0**15, 2.0**15, 2.0**16]
-    assert found["grad_norms"][1] == 0.0  # of a step that did not happen
+    assert found["grad_norms"][1] == 0.0  # the step was skipped
     numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=5e-3)
     numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=0.1)
 
 
-def test_fp16_learns_what_fp32_learns(one_rank):
-    """The scale, which grows on the way, leaves no trace in gradients and updates."""
+def test_fp16_trains_like_fp32(one_rank):
+    """The growing loss scale does not affect gradients and updates."""
     exact, half = one_rank("tied"), one_rank("tied", *FP16)
     assert half["skipped"] == [0, 0, 0]
     assert half["loss_scales"] == [2.0**16, 2.0**17, 2.0**17]

@@ -1,4 +1,4 @@
-"""Ranks that fail: a pool says who and why, and a new one works."""
+"""Ranks that fail: the error names the rank and the reason, and a new pool works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def total(addend: int) -> int:
 
 
 def die(rank: int) -> int:
-    """One rank ends without a word."""
+    """One rank exits without an error."""
     if dist.get_rank() == rank:
         os._exit(3)
     return dist.get_rank()
@@ -30,7 +30,7 @@ def refuse(text: str) -> None:
     raise DataError(text)
 
 
-def test_pools_beside_each_other_do_not_meet():
+def test_pools_are_independent():
     pools = [RankPool(2) for _ in range(3)]
     assert [pool.run(total, addend) for addend, pool in enumerate(pools)] == [[1, 1], [3, 3], [5, 5]]
     for pool in pools:
@@ -38,22 +38,23 @@ def test_pools_beside_each_other_do_not_meet():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_is_named(rank):
+def test_the_error_names_a_rank_that_dies(rank):
     pool = RankPool(2)
-    with pytest.raises(RankError, match=rf"--- rank {rank}\nthe process died"):
+    with pytest.raises(RankError, match=rf"rank {rank}\n.*died"):
         pool.run(die, rank)
     assert pool.closed
     assert not any(process.is_alive() for process in pool._processes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_process_that_does_not_start_is_told():
-    with pytest.raises(RankError, match="a process of 1 did not start"):
+def test_a_process_that_does_not_start_is_an_error():
+    with pytest.raises(RankError, match="did not start"):
         RankPool(1, platform="cuda")
 
 
-def test_a_user_s_mistake_is_told_apart():
+def test_a_user_error_is_reported_separately():
     with pytest.raises(RankError) as caught:
         RankPool(2).run(refuse, "no such thing")
     assert caught.value.user_error == "no such thing"
-    assert "refuse failed on 2 of 2 ranks" in str(caught.value)
+    assert "refuse" in str(caught.value)
+    assert "2 of 2 ranks" in str(caught.value)
