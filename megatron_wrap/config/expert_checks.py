@@ -134,8 +134,7 @@ def _check_losses(config: RunConfig) -> None:
         refuse(
             config,
             ["arch.moe_aux_loss_coeff"],
-            f"{coefficients} does not apply to moe_router_load_balancing_type {kinds}; set it to 0, or choose "
-            "aux_loss",
+            f"{coefficients} does not apply to moe_router_load_balancing_type {kinds}; set it to 0, or choose aux_loss",
         )
 
 

@@ -326,7 +326,5 @@ class ValidatedNest:
 
     def _refuse_command_line(self, folder: Folder, override: _Override, path: str) -> None:
         if not override.parts:
-            raise ConfigError(
-                f"{COMMAND_LINE} {override.path}: names a folder; add one of {', '.join(folder.entries)}"
-            )
+            raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {', '.join(folder.entries)}")
         self._refuse_section(folder, override.parts[0], override.node, path)

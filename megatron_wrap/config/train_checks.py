@@ -125,9 +125,7 @@ def _check_precision(config: RunConfig) -> None:
     if dtype.bf16 and dtype.fp16:
         refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
     if dtype.loss_scale is not None and not dtype.fp16:
-        refuse(
-            config, ["dtype.loss_scale"], f"{dtype.loss_scale} only applies to fp16; delete it or select fp16"
-        )
+        refuse(config, ["dtype.loss_scale"], f"{dtype.loss_scale} only applies to fp16; delete it or select fp16")
     if dtype.initial_loss_scale < dtype.min_loss_scale:
         refuse(
             config,
