@@ -67,7 +67,7 @@ def save_pretrained(
     """Write a folder that transformers loads. Collective.
 
     Each shard is written by one rank, different shards by different ranks. The other ranks send their parts block by
-    block, so the writer needs memory for one block beside its model. A file is renamed once it is complete; config.json
+    block, so the writer needs memory for one more block. A file is renamed once it is complete; config.json
     is written last.
 
     Args:
@@ -249,9 +249,9 @@ def generation_values(hf_path: str | None, values: dict[str, Any], tokenizer: An
     if hf_path is not None:
         from megatron_wrap.config.hugging_face import resolve_folder
 
-        beside = resolve_folder(hf_path) / "generation_config.json"
-        if beside.is_file():
-            found = json.loads(beside.read_text(encoding="utf-8"))
+        original = resolve_folder(hf_path) / "generation_config.json"
+        if original.is_file():
+            found = json.loads(original.read_text(encoding="utf-8"))
             if isinstance(found, dict):
                 return found
     chosen: dict[str, Any] = {"_from_model_config": True}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 32 * 2**20
-"""Largest part of a tensor that is read, sent or written at once, in bytes: the memory needed beside the model."""
+"""Largest part of a tensor that is read, sent or written at once, in bytes: the memory needed in addition to the model."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -67,7 +67,7 @@ def load_weights(
 ) -> None:
     """Load every parameter of a bare model chunk from the folder; reads only this rank's slices.
 
-    Needs memory for one block of `BLOCK_BYTES` beside the parameters.
+    Needs memory for one block of `BLOCK_BYTES` in addition to the parameters.
 
     Raises:
         CheckpointError: a file cannot be read, or it is of another model.

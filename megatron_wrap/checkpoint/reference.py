@@ -54,8 +54,8 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
         CheckpointError: on every rank, if it is incomplete or from another model.
     """
     reference = _of(state)
-    beside = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
-    found = on_rank_0(lambda: next((str(path) for path in beside if CheckpointStore(path).present()), None))
+    candidates = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
+    found = on_rank_0(lambda: next((str(path) for path in candidates if CheckpointStore(path).present()), None))
     if found is None:
         return False
     saved: SavedContent = on_rank_0(lambda: examine(found, state.config, state.shape.vocab_size), failures=FAILURES)

@@ -285,10 +285,10 @@ def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
 
 
 def _other_model(saved: SavedContent, name: str, difference: str) -> CheckpointError:
-    beside = f" ({RESOLVED} in it)" if (saved.path / RESOLVED).is_file() else ""
+    where = f" ({RESOLVED} in it)" if (saved.path / RESOLVED).is_file() else ""
     return CheckpointError(
         f"{saved.path} is a checkpoint of another model: {name} {difference}; use the architecture of the checkpoint"
-        f"{beside}, or another load or save folder"
+        f"{where}, or another load or save folder"
     )
 
 

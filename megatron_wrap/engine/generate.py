@@ -210,9 +210,9 @@ def _stops(hf_path: str | None, tokenizer: Any, stop: Sequence[str | int]) -> tu
     ids = {token for token in given if isinstance(token, int)}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
-    beside = resolve_folder(hf_path) / "generation_config.json" if hf_path is not None else None
-    if beside is not None and beside.is_file():
-        found = json.loads(beside.read_text(encoding="utf-8")).get("eos_token_id")
+    config_file = resolve_folder(hf_path) / "generation_config.json" if hf_path is not None else None
+    if config_file is not None and config_file.is_file():
+        found = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token_id")
         ids.update(found if isinstance(found, list) else [] if found is None else [found])
     return frozenset(ids), texts
 
