@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 32 * 2**20
-"""Largest part of a tensor that is read, sent or written at once, in bytes: the memory needed in addition to the model."""
+"""Largest part of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
