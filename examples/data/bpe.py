@@ -12,7 +12,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL_TOKENS = (PAD, BOS, END, *ROLES)
 """They get the ids 0, 1, 2, ... in this order; END closes each turn and is the tokenizer's eos token."""
 
-# The generation markers say which part of an assistant's turn the model writes: the text and the END behind it.
+# The generation markers enclose what the model writes of an assistant's turn: the text and the END after it.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}

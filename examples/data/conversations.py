@@ -21,7 +21,7 @@ from typing import NamedTuple
 MIN_ANSWER_CHARS = 20
 """Shorter docstrings ("Return self.") teach nothing."""
 MAX_ANSWER_CHARS = 800
-"""About 300 tokens of the example's tokenizer; `cap_answer` says how a longer docstring is cut."""
+"""About 300 tokens of the example's tokenizer; `cap_answer` cuts a longer docstring."""
 VALIDATION_ONE_IN = 20
 """One object in this many is held out for validation."""
 
@@ -106,7 +106,7 @@ def ask(item: Documented) -> str:
 def cap_answer(docstring: str) -> str:
     """At most MAX_ANSWER_CHARS characters: whole paragraphs from the start, or whole lines of a longer first paragraph.
 
-    Long tables and option lists stand behind the paragraph that says what the object is, so they are what goes.
+    Long tables and option lists follow the paragraph that describes the object, so they are cut first.
     """
     text = "\n".join(line.rstrip() for line in docstring.strip().splitlines())
     if len(text) <= MAX_ANSWER_CHARS:

@@ -1,4 +1,4 @@
-"""Preference pairs made from the conversations: a docstring, and the same words in an order that says nothing."""
+"""Preference pairs made from the conversations: a docstring, and the same words in random order."""
 
 import hashlib
 

@@ -1,7 +1,7 @@
 """Contradictions in a configuration: refused with the legal values named, never repaired.
 
 Messages begin with the file and line of the value to change and its dotted path. `check_run` needs no world size and
-touches no process group; `check_layout` holds the configuration against a number of processes.
+touches no process group; `check_layout` checks it for a number of processes.
 """
 
 from dataclasses import fields
@@ -20,7 +20,7 @@ __all__ = ["check_layout", "check_paths", "check_run", "check_values", "processe
 
 
 def check_run(config: RunConfig) -> None:
-    """Everything that can be held against a configuration before a process starts.
+    """Everything that can be checked of a configuration before a process starts.
 
     Raises:
         ConfigError, LayoutError: values that contradict each other or are out of range.
@@ -38,7 +38,7 @@ def check_values(config: RunConfig) -> None:
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
-    """Holds the configuration against `world_size` processes (all nodes) and returns the data-parallel size.
+    """Check the configuration for `world_size` processes (all nodes); returns the data-parallel size.
 
     Raises:
         LayoutError: the processes are no multiple of a model replica, or a batch does not divide.

@@ -83,15 +83,15 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
             continue
         finally:
             shutil.rmtree(copy)
-        if all(said.startswith("refused: ") for said in found) and len(set(found)) == 1:
+        if all(result.startswith("refused: ") for result in found) and len(set(found)) == 1:
             outcomes[kind, "refused"] += 1
         elif found == whole:
             outcomes[kind, "loaded"] += 1
-        elif kind == "noise" and file.suffix == ".distcp" and not any(said.startswith("refused") for said in found):
+        elif kind == "noise" and file.suffix == ".distcp" and not any(result.startswith("refused") for result in found):
             outcomes[kind, "unseen"] += 1
         else:
             outcomes[kind, "wrong"] += 1
-            wrong.append(f"{what}: {[said[:300] for said in found]}")
+            wrong.append(f"{what}: {[result[:300] for result in found]}")
     pool.close()
     for kind in KINDS:
         print(f"{kind:<8}", *(f"{outcomes[kind, outcome]:>5} {outcome}" for outcome in OUTCOMES))

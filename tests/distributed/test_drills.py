@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,16 @@ FOLDER = Path(__file__).parents[2] / "scripts" / "drill"
 COUNTS = {"config_typos": 100, "corrupt_checkpoint": 24, "fuzz_config": 400, "kill_during_save": 12}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+READ_CONFIGURATIONS = ("config_typos", "fuzz_config")
+
+
+def _cases() -> list[Any]:
+    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    marks = {name: [pytest.mark.one_megatron_core] for name in READ_CONFIGURATIONS}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
+@pytest.mark.parametrize("name", _cases())
 def test_a_short_drill_finds_nothing(name):
     command = [sys.executable, FOLDER / f"{name}.py", "--count", str(COUNTS.get(name, 20))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

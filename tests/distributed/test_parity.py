@@ -63,6 +63,7 @@ def test_the_shipped_flows_agree_on_every_layout(flow, layouts, samples, ranks):
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 
 
+@pytest.mark.one_megatron_core
 @pytest.mark.parametrize(
     ("flow", "layouts"),
     covering(((flow.__name__, some) for some in some_of(DEFAULT_LAYOUTS) for flow in zoo.RIGHT), set),
@@ -76,6 +77,7 @@ def test_correct_flows_agree(flow, layouts, samples, ranks):
     assert report.agrees, report.table()
 
 
+@pytest.mark.one_megatron_core
 @pytest.mark.parametrize("flow", covering(zoo.WRONG, lambda flow: {zoo.WRONG[flow][0]}))
 def test_the_report_names_the_mistake_of_a_wrong_flow(flow, samples, ranks):
     layout, cause = zoo.WRONG[flow]

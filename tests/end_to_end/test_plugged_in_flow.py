@@ -85,9 +85,9 @@ def test_a_wrong_key_is_one_line_and_no_process(command, tmp_path, line, message
     (tmp_path / "run.yaml").write_text(RUN.replace("FLOW", "tiny_flows:Halved") + f"      {line}\n")
     ended = command("megatron_wrap.cli.main", "train", "run.yaml")
     assert ended.code == 2
-    [said] = [text for text in ended.err.splitlines() if text]
-    assert said.startswith("error: ")
-    assert message in said
+    [line] = [text for text in ended.err.splitlines() if text]
+    assert line.startswith("error: ")
+    assert message in line
     assert "INFO" not in ended.out + ended.err
 
 

@@ -41,8 +41,8 @@ def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def refused(command, folder: Path, run: Path, *overrides: str, says: list[str], environment=None) -> None:
-    """The command ends with 2 and says each of `says` in one line, before anything is written."""
+def refused(command, folder: Path, run: Path, *overrides: str, words: list[str], environment=None) -> None:
+    """The command ends with 2 and one line that contains all of these, before anything is written."""
     before = written(folder)
     ended = command("megatron_wrap.cli.main", "train", run.name, *overrides, environment=environment)
     assert ended.code == 2, ended.err
@@ -50,8 +50,8 @@ def refused(command, folder: Path, run: Path, *overrides: str, says: list[str], 
     lines = [line for line in ended.err.splitlines() if line]
     assert len(lines) == 1, ended.err
     assert lines[0].startswith("error: ")
-    for words in says:
-        assert words in lines[0]
+    for word in words:
+        assert word in lines[0]
     assert "INFO" not in ended.out + ended.err  # no process was started
     assert ended.seconds < 20
 
@@ -59,24 +59,24 @@ def refused(command, folder: Path, run: Path, *overrides: str, says: list[str], 
 def test_unknown_key(command, tmp_path):
     run = config(tmp_path, more_train="micro_batch_sise: 2")
     refused(
-        command, tmp_path, run, says=["run.yaml:8", "train.common.micro_batch_sise", "did you mean micro_batch_size?"]
+        command, tmp_path, run, words=["run.yaml:8", "train.common.micro_batch_sise", "did you mean micro_batch_size?"]
     )
 
 
 def test_wrong_type(command, tmp_path):
     run = config(tmp_path, more_train="seed: many")
-    refused(command, tmp_path, run, says=["run.yaml:8", "megatron_lm.train.common.seed", "many"])
+    refused(command, tmp_path, run, words=["run.yaml:8", "megatron_lm.train.common.seed", "many"])
 
 
 def test_wrong_type_on_the_command_line(command, tmp_path):
     run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_lm.train.common.seed=x", says=["command line", "seed"])
+    refused(command, tmp_path, run, "megatron_lm.train.common.seed=x", words=["command line", "seed"])
 
 
 def test_missing_selection(command, tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("megatron_wrap:\n  flow: {__select__: gpt_sft}\n")
-    refused(command, tmp_path, run, says=["megatron_lm.model.arch", "tiny-llama", "__select__"])
+    refused(command, tmp_path, run, words=["megatron_lm.model.arch", "tiny-llama", "__select__"])
 
 
 def test_inherit_cycle(command, tmp_path):
@@ -86,28 +86,28 @@ def test_inherit_cycle(command, tmp_path):
     (nest / "hen.yaml").write_text("__inherit__: egg.yaml\nhidden_size: 32\n")
     run = config(tmp_path)
     run.write_text(run.read_text().replace("__select__: tiny-llama", "__select__: egg"))
-    refused(command, tmp_path, run, says=["egg", "hen", "cycle"])
+    refused(command, tmp_path, run, words=["egg", "hen", "cycle"])
 
 
 def test_empty_yaml(command, tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("")
-    refused(command, tmp_path, run, says=["run.yaml", "empty"])
+    refused(command, tmp_path, run, words=["run.yaml", "empty"])
 
 
 def test_world_size_that_the_layout_does_not_divide(command, tmp_path):
     run = config(tmp_path, parallel="tensor_model_parallel_size: 2")
-    refused(command, tmp_path, run, says=["3", "2"], environment={"GPUS_PER_NODE": "3"})
+    refused(command, tmp_path, run, words=["3", "2"], environment={"GPUS_PER_NODE": "3"})
 
 
 def test_heads_that_tensor_parallelism_does_not_divide(command, tmp_path):
     run = config(tmp_path, parallel="tensor_model_parallel_size: 3")
-    refused(command, tmp_path, run, says=["num_attention_heads", "4", "3"])
+    refused(command, tmp_path, run, words=["num_attention_heads", "4", "3"])
 
 
 def test_batch_that_does_not_divide(command, tmp_path):
     run = config(tmp_path)
-    refused(command, tmp_path, run, says=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
+    refused(command, tmp_path, run, words=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
 
 
 UNFINISHED = """\
@@ -124,9 +124,9 @@ class OnAnotherDevice(MegatronWrapGPTModelSFTFlow):
 def test_flow_without_its_methods(command, tmp_path):
     (tmp_path / "my_flow.py").write_text(UNFINISHED)
     run, key = config(tmp_path), "megatron_wrap.flow.flow_key=my_flow:"
-    refused(command, tmp_path, run, key + "Unfinished", says=["does not implement calculate_loss(self, loss_inputs"],
+    refused(command, tmp_path, run, key + "Unfinished", words=["does not implement calculate_loss(self, loss_inputs"],
             environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
-    refused(command, tmp_path, run, key + "Missing", says=["'my_flow'", "has no 'Missing'"],
+    refused(command, tmp_path, run, key + "Missing", words=["'my_flow'", "has no 'Missing'"],
             environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
 
 
@@ -145,13 +145,13 @@ def test_flow_that_collates_no_tensor(command, tmp_path):
 def test_data_file_that_is_missing(command, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     run = config(tmp_path, flow="gpt_sft", data="jsonl", extra="")
-    refused(command, tmp_path, run, "megatron_wrap.data.train=tarin.jsonl", says=["tarin.jsonl", "train.jsonl"])
+    refused(command, tmp_path, run, "megatron_wrap.data.train=tarin.jsonl", words=["tarin.jsonl", "train.jsonl"])
 
 
 def test_malformed_json_line(command, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     run = config(tmp_path, flow="gpt_sft", data="jsonl")
-    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", says=["train.jsonl:2"])
+    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", words=["train.jsonl:2"])
 
 
 def test_sample_longer_than_the_context_with_truncation_refused(command, tmp_path):
@@ -162,14 +162,14 @@ def test_sample_longer_than_the_context_with_truncation_refused(command, tmp_pat
     run.write_text(
         run.read_text().replace("__select__: gpt_sft", "__select__: gpt_sft, __override__: {truncation: refuse}")
     )
-    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", says=["train.jsonl:2", "40", "33"])
+    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", words=["train.jsonl:2", "40", "33"])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
 def test_output_folder_that_cannot_be_written(command, tmp_path):
     (tmp_path / "taken").write_text("a file where a folder is wanted")
     run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_wrap.logger.output_dir=taken/run", says=["taken", "output_dir"])
+    refused(command, tmp_path, run, "megatron_wrap.logger.output_dir=taken/run", words=["taken", "output_dir"])
 
 
 def test_megatron_lm_checkpoint_of_the_old_form(command, tmp_path):
@@ -178,14 +178,14 @@ def test_megatron_lm_checkpoint_of_the_old_form(command, tmp_path):
     (old / "model_optim_rng.pt").write_text("")
     (tmp_path / "old/latest_checkpointed_iteration.txt").write_text("5")
     run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_lm.train.common.load=old", says=["mp_rank_", "Hugging Face"])
+    refused(command, tmp_path, run, "megatron_lm.train.common.load=old", words=["mp_rank_", "Hugging Face"])
 
 
 def test_checkpoint_of_another_model(command, tmp_path):
     run = config(tmp_path, more_train="save: ckpt")
     assert command("megatron_wrap.cli.main", "train", run.name).code == 0
     run.write_text(run.read_text().replace("ffn_hidden_size: 64", "ffn_hidden_size: 96"))
-    refused(command, tmp_path, run, says=["ckpt", "linear_fc1", "ffn_hidden_size", "64", "96"])
+    refused(command, tmp_path, run, words=["ckpt", "linear_fc1", "ffn_hidden_size", "64", "96"])
 
 
 def test_a_mistake_that_only_the_ranks_find_is_said_once_and_ends_them_all(command, tmp_path):

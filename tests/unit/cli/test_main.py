@@ -23,7 +23,7 @@ def test_overrides_may_stand_after_an_option(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
         (["tune"], "invalid choice: 'tune'"),
@@ -32,11 +32,11 @@ def test_overrides_may_stand_after_an_option(capsys):
         (["explain", CONFIG, "--verbose"], "unrecognized arguments: --verbose"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2(arguments, said, capsys):
+def test_a_wrong_command_line_ends_with_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The strict reading over confignest: its composition is confignest's own, and its refusals name place and way out."""
+"""Strict reading over confignest: the composition is confignest's own, and errors name the place and what to do."""
 
 import os
 import subprocess
