@@ -39,7 +39,7 @@ def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Pat
     except NotDownloaded:
         return download(path_or_id, patterns)
     # the cache may contain the configuration and lack the weights; snapshot_download fetches only missing files
-    is_local = Path(path_or_id).expanduser().is_dir()
+    is_local = os.path.isdir(os.path.expanduser(path_or_id))
     return folder if is_local or tuple(patterns) == CONFIG_FILES else download(path_or_id, patterns)
 
 

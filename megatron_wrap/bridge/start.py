@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.hub import local_folder
@@ -20,7 +20,7 @@ def check_hugging_face(config: RunConfig) -> None:
         ConfigError, CheckpointError: as `weight_source`.
     """
     path = config.model_provider.hf_path
-    if path is not None and Path(path).expanduser().is_dir():
+    if path is not None and os.path.isdir(os.path.expanduser(path)):
         weight_source(config)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def resolve_folder(path_or_id: str) -> Path:
         NotDownloaded: a hub id that is not in the cache.
     """
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # pathlib raises for a name that is too long
         return folder
     here = {entry.name for entry in Path().iterdir()}
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in here:

@@ -90,17 +90,18 @@ def drill(count: int, seed: int, folder: Path) -> list[str]:
     for _ in range(count):
         config = generator.choice(configs)
         path, overrides, kind = edited(config, folder, keys[config], generator)
+        trace = "an error without a message"
         try:
             load_run_config(path, overrides)
             outcome = "read"
         except MegatronWrapError as error:
             outcome = "refused" if str(error).strip() else "wrong"
         except Exception:
-            outcome = "wrong"
+            outcome, trace = "wrong", traceback.format_exc()
         outcomes[kind, outcome] += 1
         if outcome == "wrong":
             text = path.read_text(encoding="utf-8") if kind == "text" else ""
-            wrong.append(f"{path.name} {overrides!r}\n{text}\n{traceback.format_exc()}")
+            wrong.append(f"{path.name} {overrides!r}\n{text}\n{trace}")
     for kind in ("value", "key", "text"):
         print(f"{kind:<6}", *(f"{outcomes[kind, outcome]:>6} {outcome}" for outcome in ("read", "refused", "wrong")))
     return wrong

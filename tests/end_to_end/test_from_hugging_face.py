@@ -26,7 +26,7 @@ def tuned(command, sample_data, tmp_path) -> dict[str, Path]:
         "megatron_lm.train.common.seq_length=128",
         f"megatron_lm.train.common.save={checkpoints}",
         "megatron_lm.train.common.save_interval=3",
-        "megatron_wrap.bridge.export_hf=true",
+        "megatron_wrap.checkpoint.export_hf=true",
         "megatron_wrap.checkpoint.keep=1",
         "megatron_wrap.init.platform=cpu",
     )
