@@ -26,10 +26,11 @@ def router_loss_names(arch: ArchConfig) -> list[str]:
     return [*names, "z_loss"] if arch.num_experts is not None and arch.moe_z_loss_coeff else names
 
 
-def reset_router_losses() -> None:
-    """Set the accumulated router losses of this process to 0."""
-    for values in router_loss_values().values():
-        values.zero_()
+def reset_router_losses(arch: ArchConfig) -> None:
+    """Reset this process's sums of router losses to zero; nothing to do for a dense model."""
+    if arch.num_experts is not None:
+        for values in router_loss_values().values():
+            values.zero_()
 
 
 def router_losses(arch: ArchConfig, num_microbatches: int, dp_size: int, device: torch.device) -> dict[str, Tensor]:

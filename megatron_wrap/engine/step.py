@@ -57,7 +57,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     sums, update = MetricSums(device), Update()
     # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
     with restored_on_error(router_biases(state.chunks)):
-        reset_router_losses()
+        reset_router_losses(state.config.arch)
         if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
             local = state.schedule.localize(micro_batches, state.extra_padding)
             if state.reference is not None:
