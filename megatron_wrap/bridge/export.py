@@ -256,7 +256,9 @@ def generation_values(hf_path: str | None, values: dict[str, Any], tokenizer: An
                 return found
     chosen: dict[str, Any] = {"_from_model_config": True}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = values.get(key, getattr(tokenizer, key, None))
+        value = values.get(key)
+        if value is None:  # config.json of a model that is trained from scratch leaves them null
+            value = getattr(tokenizer, key, None)
         if value is not None:
             chosen[key] = value
     return chosen
