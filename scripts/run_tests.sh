@@ -52,8 +52,8 @@ distributed() {
   part "distributed tests" "$PYTHON" -m pytest --durations=15 "${selected[@]}" tests/distributed
 }
 
-others() {
-  part "other tests" "$PYTHON" -m pytest --durations=10 "${selected[@]}" tests --ignore tests/distributed
+others() { # PYTEST ARGUMENTS...: all tests but the distributed ones, or those of some folders
+  part "other tests" "$PYTHON" -m pytest --durations=10 "${selected[@]}" "$@"
 }
 
 on_newer_megatron_core() {
@@ -77,8 +77,8 @@ on_both_paths() { # COMMAND...: the first environment's editable installation is
   PYTHONPATH=$PWD "$@"
 }
 
-others_and_newer() {
-  others
+unit_and_newer() {
+  others tests/unit tests/gpu
   on_newer_megatron_core
 }
 
@@ -94,15 +94,16 @@ if [ "$*" = --fast ]; then
   part lint lint
   part "fast tests" "$PYTHON" -m pytest --fast tests/unit
 elif [ "$*" = --all ] && "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-  run_beside others_and_newer # about as long as the distributed tests on the older one
+  run_beside unit_and_newer # about as long as the rest on the older one
   part lint lint
   part types types
   distributed
+  part "end to end" "$PYTHON" -m pytest --durations=10 "${selected[@]}" tests/end_to_end
 else
   run_beside distributed
   part lint lint
   part types types
-  others
+  others tests --ignore tests/distributed
 fi
 echo "waiting for what ran at the same time" >&2
 await_beside
