@@ -11,7 +11,7 @@ source scripts/environment.sh
 environment requirements-dev.txt
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 case "$*" in
-  "") selected=(-m "not matrix and not drill") ;;
+  "") selected=(-m "not matrix and not drill and not documentation") ;;
   --all) selected=(-m "") ;;
   --fast) ;;
   *) exec "$PYTHON" -m pytest "$@" ;;

@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 RUN = """\
 megatron_lm:
   model:
@@ -30,6 +32,7 @@ megatron_wrap:
 """
 
 
+@pytest.mark.documentation
 def test_what_comes_next_runs(command, tmp_path, sample_data):
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(sample_data)))
     ended = command("megatron_wrap.cli.main", "train", "run.yaml")

@@ -86,6 +86,7 @@ def test_a_command_prints_what_the_page_shows(command, expected):
     assert done.returncode == (2 if expected.startswith("error: ") else 0)
 
 
+@pytest.mark.documentation
 @pytest.mark.parametrize("page", [page for page in DOCS if page not in SCRIPTS_ALONE and blocks(page, "bash")])
 def test_the_commands_of_a_page_run(page, checkout):
     """One after another: a later one may need what an earlier one wrote."""
@@ -95,6 +96,7 @@ def test_the_commands_of_a_page_run(page, checkout):
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.documentation
 def test_the_first_program_of_the_readme_runs(checkout, tmp_path, sample_data):
     """As it is, under torchrun; the id leads to a tiny random model in a local cache of the hub."""
     (program,) = blocks("README.md", "python")
@@ -171,6 +173,7 @@ def is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+@pytest.mark.documentation
 def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
     """examples/custom_flow: two named terms over different weights, with one process and with tensor parallelism."""
     generator = random.Random(1)
@@ -203,6 +206,7 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.documentation
 def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sample_data):
     (tmp_path / "examples" / "data").mkdir(parents=True)
     for name, target in (("configs", ROOT / "configs"), ("examples/dpo", ROOT / "examples/dpo")):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.transformers  # in processes of their own
+pytestmark = [pytest.mark.documentation, pytest.mark.transformers]  # in processes of their own
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^ *```(diff|python|yaml)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
