@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -10,14 +10,19 @@ from megatron_wrap.config import schema
 from megatron_wrap.config.advice import SET_ELSEWHERE, key_advice
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.nest import read_nest
-from megatron_wrap.config.reading import COMMAND_LINE, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, dump_yaml, read_yaml, shown_path
 from megatron_wrap.config.record import Origin, Rules, Tree
+from megatron_wrap.config.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
+_SOURCES: dict[tuple[str, str], Callable[[Node, str], Any]] = {
+    ("data", "train"): decode_sources,
+    ("data", "validation"): decode_evaluation_sets,
+}
 _SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
 
 
@@ -93,14 +98,17 @@ def _decode_section(tree: Tree, section: str) -> Any:
     values, origins = tree.section_values(path), tree.sections[path].origins
     hints = section_hints(section)
     decoded: dict[str, Any] = {}
+    defaults = _with_default(section)
     for key, hint in hints.items():
+        if key not in values and key in defaults:
+            continue  # a file of the tree that was written before the key existed
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
             raise ConfigError(
                 f"{file} {path}.{key}: missing; a file of this section defines every key, or inherits one that does"
             )
-        if section == "data" and key == "validation":
-            decoded[key] = _evaluation_sets(values[key], origins[key][-1], f"{path}.{key}")
+        if (section, key) in _SOURCES:
+            decoded[key] = _SOURCES[section, key](_last_node(origins[key]), f"{path}.{key}")
         else:
             decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
     section_class = get_type_hints(schema.RunConfig)[section]
@@ -113,6 +121,19 @@ def _decode_section(tree: Tree, section: str) -> Any:
         origin = _first_origin(origins[further[0]])
         raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{did_you_mean(further[0], hints)}")
     return section_class(**decoded)
+
+
+def _with_default(section: str) -> set[str]:
+    fields, missing = dataclasses.fields(get_type_hints(schema.RunConfig)[section]), dataclasses.MISSING
+    return {field.name for field in fields if field.default is not missing or field.default_factory is not missing}
+
+
+def _last_node(origins: Any) -> Node:
+    """The node that a value was set by last, with the positions of its parts."""
+    if isinstance(origins, dict):
+        return Node({key: _last_node(below) for key, below in origins.items()}, _first_origin(origins).node.file)
+    last: Node = origins[-1].node
+    return last
 
 
 def _first_origin(origins: Any) -> Origin:
@@ -140,18 +161,6 @@ def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str
     if section.selected is None:
         return rule
     return f"{rule}.__override__, or select a file that defines it ({section.selected} leaves it null at {where})"
-
-
-def _evaluation_sets(value: Any, origin: Origin, path: str) -> Mapping[str, str]:
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"validation": value}
-    if isinstance(value, dict) and all(isinstance(file, str) for file in value.values()):
-        return value
-    raise ConfigError(
-        f"{origin.node.where} {path}: must be a path, or a mapping from names to paths, not {describe(value)}"
-    )
 
 
 def _decode_upstream(tree: Tree, section: str, key: str) -> Any:

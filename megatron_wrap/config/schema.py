@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_wrap.config.keys import key
+from megatron_wrap.config.sources import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,12 @@ class TrainConfig:
     """Samples in one forward pass of one data-parallel replica."""
     global_batch_size: int = key(at_least=1)
     """Samples in one optimizer step over all replicas."""
+    max_tokens_per_micro_batch: int | None = key(None, at_least=1)
+    """Cut each batch into micro-batches of at most this many tokens, padding included, with equal work on all replicas,
+    instead of micro_batch_size samples each; null: micro_batch_size, and with flow.packing micro_batch_size *
+    seq_length tokens."""
+    global_batch_tokens: int | None = key(None, at_least=1)
+    """wrap.batches() yields batches of about this many tokens instead of global_batch_size samples; null: samples."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """[start, increment, samples]: grow the global batch from start by increment over that many samples; null: no
     ramp."""
@@ -434,6 +441,9 @@ class FlowConfig:
 
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
+    packing: bool = False
+    """Concatenate the sequences of a micro-batch to one row without padding; attention and positions stay within each
+    sequence."""
     options: Mapping[str, Any]
     """The flow's own keys; validated against its dataclass `Config`, if it has one, when the flow is imported."""
 
@@ -443,12 +453,29 @@ class DataConfig:
     """`megatron_wrap.data`: the samples of `wrap.batches()` and `wrap.evaluate()`. A relative path is relative to the
     working directory."""
 
-    data_key: Literal["none", "jsonl", "mock"] = "none"
-    """none: the caller passes samples; jsonl: files; mock: numbered empty samples for a flow that generates its own."""
-    train: str | None = None
-    """JSON lines file with training samples; null: none."""
-    validation: Mapping[str, str] = key({}, kind="a path, a mapping from names to paths, or null")
-    """JSON lines file of the evaluation set `validation`, or name of each set -> its file; null: none."""
+    data_key: Literal["none", "dataset", "jsonl", "mock"] = "none"
+    """none: the caller passes samples; dataset: files, folders or hub ids, for which jsonl is another name; mock:
+    numbered empty samples for a flow that generates its own."""
+    train: tuple[SourceConfig, ...] = key((), kind="a path, a source's mapping, a list of these, or null")
+    """Training samples: a file, folder or hub id, a source with the keys below, or a list of sources, the mixture of
+    which is the training set; null: none."""
+    validation: Mapping[str, tuple[SourceConfig, ...]] = key(
+        {}, kind="a path, a mapping from names to paths or sources, or null"
+    )
+    """Path of the evaluation set `validation`, or name of each set -> its path, source or list of sources; null:
+    none."""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """A row that cannot be read or encoded: stop and name file and row, or leave it out and count it."""
+    num_workers: int = key(1, at_least=0)
+    """Processes on each replica that read, tokenize and collate ahead of the training step; 0: in the step itself."""
+    prefetch_batches: int = key(2, at_least=1)
+    """Global batches that are prepared ahead."""
+    shuffle_buffer: int = key(1000, at_least=1)
+    """Samples of a streaming source that are shuffled together, block by block."""
+    cache_dir: str | None = None
+    """Folder of tokenized samples, kept by data, tokenizer and template; null: none are kept."""
+    packing_window: int = key(1024, at_least=1)
+    """Samples that are packed together where flow.packing is true; more fill the packs better and mix less."""
     num_samples: int = key(1024, at_least=1)
     """Samples of mock data."""
     shuffle: bool = True

@@ -71,7 +71,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
-    """Collate samples with the flow, check the result and count its weights and tokens.
+    """Collate prepared samples with the flow, check the result and count its weights and tokens.
 
     Args:
         seed: for random choices of the flow; a function of the first sample's index in the run, not of the layout.

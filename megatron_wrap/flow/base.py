@@ -12,7 +12,7 @@ it. A flow never uses a parallel size or the number of micro-batches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,10 @@ from torch import Tensor
 
 from megatron_wrap.errors import FlowError
 from megatron_wrap.metrics.metric import Metric
+
+SEQUENCE_LENGTHS = "sequence_lengths"
+"""Loss input of a packed micro-batch: [N + 1] int64, this context-parallel rank's tokens of each of the N sequences and
+of the row's padding, in the order of the row. An unpacked micro-batch does not have it."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,13 +75,17 @@ class MegatronWrapFlowConfig:
 
     flow_key: str
     """Registered flow, or my_package.my_module:MyFlow."""
+    packing: bool = False
+    """Concatenate the sequences of a micro-batch to one row without padding; attention and positions stay within each
+    sequence."""
 
 
 class FlowOptions:
     """The options of a flow without a `Config`, as in its file of the configuration tree: `self.flow_config.KEY`."""
 
-    def __init__(self, flow_key: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, flow_key: str, options: Mapping[str, Any], packing: bool = False) -> None:
         self.flow_key = flow_key
+        self.packing = packing
         self.__dict__.update(options)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,6 +100,11 @@ class MegatronWrapTrainingFlowBase(ABC):
 
     Config: ClassVar[type[MegatronWrapFlowConfig] | None] = None
     """The flow's options; None: those of its file in the configuration tree, of which only types are validated."""
+
+    supports_packing: ClassVar[bool] = False
+    """Whether `calculate_loss` and `calculate_outputs` are also correct if all sequences of a micro-batch are in one
+    row (`megatron_wrap.flow.packing`): [1, S/cp] instead of [B, S/cp]. A mean over tokens is; a sum over the tokens of
+    each sequence is with `sum_per_sequence`."""
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
@@ -119,10 +132,21 @@ class MegatronWrapTrainingFlowBase(ABC):
         padding."""
         return {}
 
+    def prepare_sample(self, sample: Any) -> Any:
+        """Encode one sample: the part of collation that does not depend on other samples, such as tokenization. Called
+        once for each sample, perhaps in another process, ahead of its step, or when a tokenized cache is written;
+        `collate_data_micro_batch` receives the result. Must be deterministic; the default returns the sample."""
+        return sample
+
+    def get_sample_lengths(self, sample: Any) -> Sequence[int] | None:
+        """Tokens of each sequence that a prepared sample collates to, after truncation. Default: None, and the engine
+        collates the sample alone to count them, where packing or a token budget needs the numbers."""
+        return None
+
     @abstractmethod
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Take `micro_batch_size` samples with `next(iterator)` and return (model_forward_inputs, loss_inputs): CPU
-        tensors of full sequences, [B, S] each, not padded to a parallel size.
+        """Take `micro_batch_size` prepared samples with `next(iterator)` and return (model_forward_inputs,
+        loss_inputs): CPU tensors of full sequences, [B, S] each, not padded to a parallel size. The engine packs them.
 
         Every process of a replica collates the same samples, with equally seeded random generators.
         """
@@ -171,6 +195,22 @@ class MegatronWrapTrainingFlowBase(ABC):
         """This rank's share of a mean over sequences; per_sequence [B] must be complete and equal on every
         context-parallel rank."""
         return per_sequence.sum() / self.context.cp_size
+
+    def sum_per_sequence(self, per_token: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+        """The sum over the tokens of each sequence, in a packed micro-batch too.
+
+        Args:
+            per_token: [B, S/cp], or [1, S/cp] if packed; this rank's shard, 0 on tokens that do not count.
+            loss_inputs: those of the micro-batch; contain the boundaries if it is packed.
+
+        Returns:
+            [B], in the order of collation; complete and equal on every context-parallel rank, with the true gradient.
+        """
+        lengths = loss_inputs.get(SEQUENCE_LENGTHS)
+        if lengths is None:
+            return self.sum_on_cp_group(per_token.sum(dim=1))
+        sums = torch.segment_reduce(per_token.reshape(-1).float(), "sum", lengths=lengths, unsafe=True)
+        return self.sum_on_cp_group(sums[:-1])
 
     def sum_on_cp_group(self, partial: Tensor) -> Tensor:
         """Sum over the context-parallel group; its backward is the true adjoint."""

@@ -12,6 +12,8 @@ from megatron_wrap.errors import ConfigError, FlowError, did_you_mean
 from megatron_wrap.flow.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
 
 _SECTION = SECTION_PATHS["flow"]
+ENGINE_KEYS = {field.name for field in dataclasses.fields(MegatronWrapFlowConfig)}
+"""Keys that every flow has; the rest are a flow's own."""
 
 
 def decode_flow_config(
@@ -32,7 +34,7 @@ def decode_flow_config(
                     f"{_where(config, key)}: unknown key; {flow_class.__name__} declares no keys: add a dataclass "
                     f"Config with the field {key} (docs/flow-contract.md), or add the key to a file of the tree"
                 )
-        return FlowOptions(config.flow.flow_key, given)
+        return FlowOptions(config.flow.flow_key, given, config.flow.packing)
     hints = _hints(flow_class, declared)
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -52,7 +54,7 @@ def decode_flow_config(
                 f"has no default for it; write {field.name} under {_SECTION}.__override__"
             )
     try:
-        return declared(flow_key=config.flow.flow_key, **values)
+        return declared(flow_key=config.flow.flow_key, packing=config.flow.packing, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{_where(config, 'flow_key')}: {flow_class.__name__}.Config refuses its values: {error}"
@@ -74,7 +76,7 @@ def _hints(flow_class: type[MegatronWrapTrainingFlowBase], declared: Any) -> dic
         raise FlowError(
             f"{name}: the type of a field cannot be resolved ({error}); import it outside TYPE_CHECKING"
         ) from error
-    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.name != "flow_key"}
+    return {field.name: hints[field.name] for field in dataclasses.fields(declared) if field.name not in ENGINE_KEYS}
 
 
 def _where(config: RunConfig, key: str) -> str:

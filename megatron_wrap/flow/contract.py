@@ -11,6 +11,8 @@ _ARGUMENTS = {
     "__init__": ("flow_config", "context"),
     "get_fields_and_seqdims": (),
     "get_pad_values": (),
+    "prepare_sample": ("sample",),
+    "get_sample_lengths": ("sample",),
     "collate_data_micro_batch": ("iterator",),
     "get_loss_weight": ("loss_inputs",),
     "get_loss_coefficients": (),

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_wrap.data.chat import ChatTokens
 from megatron_wrap.data.pairs import encode_pair
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Total
 from megatron_wrap.ops.log_probs import token_log_probs
 
@@ -47,33 +48,32 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
             if not 0 <= self.label_smoothing < 0.5:
                 raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
 
+    supports_packing = True
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`."""
+        return {**sample, ENCODED: self._encoded(sample)}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """Those of the chosen and the rejected sequence, see `length_of`."""
+        return [self.length_of(tokens) for tokens in self._encoded(sample)]
+
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Up to B pairs as 2B sequences [2B, S], the chosen ones first; `truncated` and the reference's
-        log-probabilities, if the samples contain them, are [B].
+        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `truncated` and the
+        reference's log-probabilities, if the samples contain them, are [B].
 
         Raises:
             DataError: only some of the samples contain reference log-probabilities.
         """
         samples = list(itertools.islice(iterator, self.micro_batch_size))
-        pairs = [encode_pair(self.context.tokenizer, sample) for sample in samples]
+        pairs = [self._encoded(sample) for sample in samples]
         sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
         model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
         cut = loss_inputs.pop("truncated").view(2, len(pairs)).amax(dim=0)
-        return model_forward_inputs, {**loss_inputs, "truncated": cut, **self._given_reference(samples)}
+        return model_forward_inputs, {**loss_inputs, "truncated": cut, **_given_reference(samples)}
 
-    def _given_reference(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        given = [[sample.get(name) for sample in samples] for name in REFERENCE_FIELDS]
-        values = [value for column in given for value in column]
-        if all(value is None for value in values):
-            return {}
-        if any(value is None for value in values):
-            raise DataError(
-                f"only some samples contain {' and '.join(REFERENCE_FIELDS)}; add both to every sample or remove them"
-            )
-        return {
-            name: torch.tensor(column, dtype=torch.float32)
-            for name, column in zip(REFERENCE_FIELDS, given, strict=True)
-        }
+    def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
+        return sample[ENCODED] if ENCODED in sample else encode_pair(self.context.tokenizer, sample)
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
         """Number of pairs in the micro-batch."""
@@ -117,5 +117,20 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """Log-probabilities of the chosen and the rejected answers, [B] each, equal on every context-parallel rank."""
         mask = loss_inputs["loss_mask"]
         log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
-        chosen, rejected = self.sum_on_cp_group((log_probs * mask).sum(dim=1)).chunk(2)
+        chosen, rejected = self.sum_per_sequence(log_probs * mask, loss_inputs).chunk(2)
         return chosen, rejected
+
+
+def _given_reference(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Columns [B] of the reference's log-probabilities; empty if no sample contains them."""
+    given = [[sample.get(name) for sample in samples] for name in REFERENCE_FIELDS]
+    values = [value for column in given for value in column]
+    if all(value is None for value in values):
+        return {}
+    if any(value is None for value in values):
+        raise DataError(
+            f"only some samples contain {' and '.join(REFERENCE_FIELDS)}; add both to every sample or remove them"
+        )
+    return {
+        name: torch.tensor(column, dtype=torch.float32) for name, column in zip(REFERENCE_FIELDS, given, strict=True)
+    }

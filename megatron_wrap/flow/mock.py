@@ -25,6 +25,8 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         vary_length: bool = True
         """Samples of unequal length, up to seq_length; false: all of seq_length."""
 
+    supports_packing = True
+
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Random token ids [B, S], where S is the longest sample of the micro-batch; `target` is 1 everywhere."""
         samples = list(itertools.islice(iterator, self.micro_batch_size))
@@ -34,7 +36,8 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         mask = (positions < torch.tensor([len(sequence) for sequence in sequences])[:, None]).long()
         input_ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         model_forward_inputs = {"input_ids": input_ids, "position_ids": positions, "attention_mask": mask}
-        loss_inputs = {"target": torch.ones(len(samples), longest), "loss_mask": mask}
+        count = torch.ones(len(samples))
+        loss_inputs = {"target": torch.ones(len(samples), longest), "loss_mask": mask, "count": count}
         return model_forward_inputs, loss_inputs
 
     def _random_tokens(self, sample: Any) -> Tensor:
@@ -55,5 +58,5 @@ class MegatronWrapMinimalMockFlow(MegatronWrapGPTModelFlow):
         """This rank's share of the sum over tokens; the metric `mean_length` is in tokens per sample."""
         mask = loss_inputs["loss_mask"]
         error = (vocabulary_max(model_forward_output) - loss_inputs["target"]) ** 2
-        samples = self.sequence_mean(torch.ones(mask.shape[0]))
+        samples = self.sequence_mean(loss_inputs["count"])
         return LossOutput(self.token_mean(error, mask), {"mean_length": (mask.sum(), samples)})

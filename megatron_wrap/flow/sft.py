@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.data.chat import encode_sample
+from megatron_wrap.data.chat import ChatTokens, encode_sample
 from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Total
 from megatron_wrap.ops.log_probs import token_log_probs
 
@@ -22,10 +22,23 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelTextFlow):
     `megatron_wrap.data.chat.encode_sample`); the metric `truncated_samples` counts truncated samples.
     """
 
+    supports_packing = True
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with its `ChatTokens` as `encoded`."""
+        return {**sample, ENCODED: self._encoded(sample)}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """See `length_of`."""
+        return [self.length_of(self._encoded(sample))]
+
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Encode up to B samples and collate them, see `collate_tokens`."""
+        """Collate up to B samples, prepared or not, see `collate_tokens`."""
         samples = itertools.islice(iterator, self.micro_batch_size)
-        return self.collate_tokens([encode_sample(self.context.tokenizer, sample) for sample in samples])
+        return self.collate_tokens([self._encoded(sample) for sample in samples])
+
+    def _encoded(self, sample: Mapping[str, Any]) -> ChatTokens:
+        return sample[ENCODED] if ENCODED in sample else encode_sample(self.context.tokenizer, sample)
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
         """The base class's fields and the output `log_probs`."""

@@ -14,6 +14,9 @@ from megatron_wrap.data.tokenizer import pad_token_id
 from megatron_wrap.flow.base import FlowContext, MegatronWrapFlowConfig
 from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
 
+ENCODED = "encoded"
+"""Key of a prepared sample's tokens."""
+
 
 class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
     """Its keys define how sequences are padded and truncated."""
@@ -30,6 +33,10 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)
         self.pad_id = 0 if context.tokenizer is None else pad_token_id(context.tokenizer)
+
+    def length_of(self, tokens: ChatTokens) -> int:
+        """Number of the model's input tokens for a sequence: without its last one, after truncation; at least 1."""
+        return min(max(1, len(tokens) - 1), self.seq_length)
 
     def collate_tokens(self, sequences: Sequence[ChatTokens]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Inputs are all tokens but the last, labels all but the first; a sequence of more than seq_length + 1 tokens
