@@ -1,32 +1,35 @@
 """Checks before any process starts: configuration, layout, data files, checkpoints and the flow."""
 
 import sys
-from pathlib import Path
 
 from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.config import RunConfig
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.config.sources import SourceConfig
+from megatron_wrap.data.rows import BadSample
 from megatron_wrap.errors import DataError
 
 
 def check_data(config: RunConfig) -> None:
-    """Parses every line of the JSON lines files in the configuration.
+    """Opens every file that the configuration names, and parses every line of JSON lines unless bad rows are skipped.
 
     Raises:
         DataError: a missing file or a malformed line; the message contains its number.
     """
-    if config.data.data_key != "jsonl":
+    if not derived.has_sources(config.data):
         return
-    from megatron_wrap.data.jsonl import JsonLines
+    from megatron_wrap.data.sources import check_source
 
-    for file in _files(config):
-        JsonLines(Path(file)).check()
+    for source in _local_sources(config):
+        check_source(source, every_row=config.data.on_bad_sample == "error")
 
 
-def _files(config: RunConfig) -> list[str]:
-    files = [config.data.train, *config.data.validation.values()]
-    return list(dict.fromkeys(file for file in files if file is not None))
+def _local_sources(config: RunConfig) -> list[SourceConfig]:
+    """The sources that are files; a hub id may have to be downloaded, and a Python source to be computed."""
+    validation = [source for sources in derived.validation_sources(config).values() for source in sources]
+    all_sources = {source.path: source for source in [*derived.training_sources(config), *validation]}
+    return [source for source in all_sources.values() if source.kind in ("file", "folder", "glob")]
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -35,21 +38,26 @@ def check_lengths(config: RunConfig) -> None:
     Raises:
         DataError: a sample is longer than the context; the message contains its file and line.
     """
-    if config.data.data_key != "jsonl" or config.flow.options.get("truncation") != "refuse":
+    refuses = config.flow.options.get("truncation") == "refuse" and config.data.on_bad_sample == "error"
+    if not derived.has_sources(config.data) or not refuses:
         return
     from megatron_wrap.data.chat import encode_sample, truncate
-    from megatron_wrap.data.jsonl import JsonLines
+    from megatron_wrap.data.sources import open_source
     from megatron_wrap.data.tokenizer import load_tokenizer
 
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    for file in _files(config):
-        lines = JsonLines(Path(file))
-        for place, sample in enumerate(lines):
+    for source in _local_sources(config):
+        if source.streaming:
+            continue
+        rows = open_source(source)
+        for place in range(len(rows)):
             try:
                 # the inputs are all tokens but the last, so one token more than the context fits
-                truncate(encode_sample(tokenizer, sample), config.train.seq_length + 1, "refuse")
+                truncate(encode_sample(tokenizer, rows[place]), config.train.seq_length + 1, "refuse")
+            except BadSample:
+                raise
             except DataError as error:
-                raise DataError(f"{lines.where(place)}: {error}") from error
+                raise DataError(f"{rows.where(place)}: {error}") from error
 
 
 def check_flow(config: RunConfig) -> None:

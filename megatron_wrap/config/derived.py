@@ -2,8 +2,10 @@
 
 import ast
 import math
+from collections.abc import Mapping
 
 from megatron_wrap.config.schema import ArchConfig, DataConfig, ParallelConfig, RunConfig
+from megatron_wrap.config.sources import SourceConfig
 
 
 def ffn_hidden_size(arch: ArchConfig) -> int:
@@ -161,3 +163,19 @@ def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_si
 def mock_samples(data: DataConfig) -> int | None:
     """Samples of mock data; None where the data is not mock."""
     return data.num_samples if data.data_key == "mock" else None
+
+
+def has_sources(data: DataConfig) -> bool:
+    """Whether samples are read from the sources of `train` and `validation`."""
+    return data.data_key in ("dataset", "jsonl")
+
+
+def training_sources(config: RunConfig) -> tuple[SourceConfig, ...]:
+    """The sources that the training set is a mixture of, each with a name of its own; empty: the caller passes samples,
+    or the data is mock."""
+    return config.data.train if has_sources(config.data) else ()
+
+
+def validation_sources(config: RunConfig) -> Mapping[str, tuple[SourceConfig, ...]]:
+    """Name of each evaluation set -> its sources."""
+    return config.data.validation if has_sources(config.data) else {}

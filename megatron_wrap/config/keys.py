@@ -70,6 +70,11 @@ def key_range(field: Field[Any]) -> Range | None:
     return found
 
 
+def has_own_kind(field: Field[Any]) -> bool:
+    """Whether the YAML has another form than the field, so that `kind` describes the type."""
+    return field.metadata.get(_KIND) is not None
+
+
 def describe_key(section: type, name: str) -> str:
     """The type and the range of a key in words, such as `a number or null, above 0`."""
     field = next(field for field in dataclasses.fields(section) if field.name == name)

@@ -1,10 +1,13 @@
 """Checks of the files and folders that a configuration names, before a process starts; nothing is created."""
 
+import glob
 import os
 from pathlib import Path
 
+from megatron_wrap.config import derived
 from megatron_wrap.config.refusal import refuse
 from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.errors import CheckpointError, DataError, closest
 
 
@@ -19,11 +22,10 @@ def check_paths(config: RunConfig) -> None:
         CheckpointError: the folder of `load` is missing, or a checkpoint is of Megatron-LM's old form.
     """
     data, train = config.data, config.train
-    if data.data_key == "jsonl":
-        if data.train is not None:
-            _need_file(config, "data.train", data.train)
-        for file in data.validation.values():
-            _need_file(config, "data.validation", file)
+    for source in derived.training_sources(config):
+        _need_source(config, "data.train", source)
+    for source in [source for sources in derived.validation_sources(config).values() for source in sources]:
+        _need_source(config, "data.validation", source)
     if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
         rule = f"no tokenizer folder {data.tokenizer!r}{missing_path_hint(data.tokenizer)}"
         refuse(config, ["data.tokenizer"], f"{rule}; give a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
@@ -69,6 +71,18 @@ def _expanded(path: str | os.PathLike[str]) -> Path:
 
 def _relative(path: str) -> str:
     return "" if os.path.isabs(path) else f" (relative to the working directory {os.getcwd()})"
+
+
+def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:
+    """A file that a source names must be there; a hub id and a Python source are resolved when they are read."""
+    if source.kind == "file":
+        _need_file(config, name, source.path)
+    if source.kind == "folder" and not any(os.scandir(_expanded(source.path))):
+        refuse(
+            config, [name], f"folder {source.path!r} is empty; it needs data files{_relative(source.path)}", DataError
+        )
+    if source.kind == "glob" and not glob.glob(str(_expanded(source.path)), recursive=True):
+        refuse(config, [name], f"no data file matches {source.path!r}{_relative(source.path)}", DataError)
 
 
 def _need_file(config: RunConfig, name: str, file: str) -> None:

@@ -44,12 +44,14 @@ _add_resolvers(_Loader)
 class Node:
     """A value of a YAML file or of the command line.
 
-    `value` is a scalar, a plain list, or a dictionary of further nodes. `line` counts from 1; 0: no line.
+    `value` is a scalar, a plain list, or a dictionary of further nodes. `line` counts from 1; 0: no line. `items` are
+    the nodes of a list's items.
     """
 
     value: Any
     file: str
     line: int = 0
+    items: tuple["Node", ...] = ()
 
     @property
     def where(self) -> str:
@@ -151,8 +153,8 @@ def _convert(node: yaml.Node, shown: str, parents: tuple[int, ...]) -> Node:
     if isinstance(node, yaml.MappingNode):
         return Node(_convert_mapping(node, shown, (*parents, id(node))), shown, line)
     if isinstance(node, yaml.SequenceNode):
-        items = [_convert(item, shown, (*parents, id(node))).plain() for item in node.value]
-        return Node(items, shown, line)
+        items = tuple(_convert(item, shown, (*parents, id(node))) for item in node.value)
+        return Node([item.plain() for item in items], shown, line, items)
     return Node(_scalar(node, where), shown, line)
 
 
@@ -177,7 +179,7 @@ def _convert_mapping(node: yaml.MappingNode, shown: str, parents: tuple[int, ...
         if key in own:
             raise ConfigError(f"{place} {key}: a second time in one mapping, first at line {own[key].line}; keep one")
         # the line of the key: a value may begin a line later
-        own[key] = Node(value.value, shown, line)
+        own[key] = Node(value.value, shown, line, value.items)
     return {**merged, **own}
 
 

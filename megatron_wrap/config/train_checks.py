@@ -1,6 +1,7 @@
 """Contradictions within batches, schedule, optimizer, precision, recomputation, intervals and data."""
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.data_checks import check_data
 from megatron_wrap.config.refusal import neighbours, refuse, value_of
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 
@@ -17,7 +18,7 @@ def check_training(config: RunConfig) -> None:
     _check_precision(config)
     _check_recompute(config)
     _check_intervals(config)
-    _check_data(config)
+    check_data(config)
 
 
 def _check_batches(config: RunConfig) -> None:
@@ -174,7 +175,7 @@ def _check_intervals(config: RunConfig) -> None:
             )
     if train.finetune and train.load is None:
         refuse(config, ["train.finetune"], "true loads the weights of load, which is null; give load")
-    if train.eval_interval is not None and config.data.data_key == "jsonl" and not config.data.validation:
+    if train.eval_interval is not None and derived.has_sources(config.data) and not config.data.validation:
         refuse(
             config,
             ["train.eval_interval"],
@@ -190,16 +191,3 @@ def _check_sample_prompts(config: RunConfig) -> None:
         refuse(config, key, f"{prompts} must be a list of non-empty texts; null logs no sample")
     if config.data.tokenizer is None:
         refuse(config, key, f"texts need a tokenizer; give {SECTION_PATHS['data']}.tokenizer, or write null")
-
-
-def _check_data(config: RunConfig) -> None:
-    data = config.data
-    given = [name for name in ("train", "validation") if getattr(data, name)]
-    if data.data_key != "jsonl" and given:
-        refuse(
-            config,
-            [f"data.{given[0]}"],
-            f"a file has no effect with data_key {data.data_key}; write data: {{__select__: jsonl}}",
-        )
-    if data.data_key == "jsonl" and not given:
-        refuse(config, ["data.data_key"], "jsonl needs train, a JSON lines file (or validation, to evaluate only)")

@@ -226,14 +226,16 @@ def test_values_of_the_right_type(write_run: Write) -> None:
     [("null", {}), ("a.jsonl", {"validation": "a.jsonl"}), ("{one: a, two: b}", {"one": "a", "two": "b"})],
 )
 def test_evaluation_sets(write_run: Write, value: str, sets: Mapping[str, str]) -> None:
-    assert load_run_config(write_run(), [f"megatron_wrap.data.validation={value}"]).data.validation == sets
+    found = load_run_config(write_run(), [f"megatron_wrap.data.validation={value}"]).data.validation
+    assert {name: [source.path for source in sources] for name, sources in found.items()} == {
+        name: [path] for name, path in sets.items()
+    }
 
 
 def test_an_evaluation_set_is_a_path(write_run: Write) -> None:
     assert_facts(
         refusal(write_run(), "megatron_wrap.data.validation={a: 1}"),
-        "command line megatron_wrap.data.validation: must be a path, or a mapping from names to paths, not the mapping "
-        "{'a': 1}",
+        "command line megatron_wrap.data.validation.a: must be a path or a mapping with path, not the integer 1",
     )
 
 

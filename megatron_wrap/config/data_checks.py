@@ -1,0 +1,61 @@
+"""Contradictions between the keys of `megatron_wrap.data`; called by `checks.check_values`."""
+
+from collections.abc import Sequence
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.refusal import refuse
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.config.sources import SourceConfig
+
+_SHARES = ("weight", "epochs", "samples")
+
+
+def check_data(config: RunConfig) -> None:
+    """Sources without a data_key that reads them, shares of an epoch, and what streaming excludes.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+    data = config.data
+    given = [name for name in ("train", "validation") if getattr(data, name)]
+    if not derived.has_sources(data) and given:
+        rule = f"a file has no effect with data_key {data.data_key}; write data: {{__select__: dataset}}"
+        refuse(config, [f"data.{given[0]}"], rule)
+    if derived.has_sources(data) and not given:
+        refuse(
+            config,
+            ["data.data_key"],
+            f"{data.data_key} needs train, a data file or hub id (or validation, to evaluate only)",
+        )
+    _check_training_sources(config, data.train)
+    for name, sources in data.validation.items():
+        for source in sources:
+            _check_evaluation_source(config, name, source)
+
+
+def _check_training_sources(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
+    for source in sources:
+        shares = [name for name in _SHARES if getattr(source, name) is not None]
+        if len(shares) > 1:
+            refuse(config, ["data.train"], f"{source.name} has {' and '.join(shares)}; keep one of them")
+    weighted = [source.name for source in sources if source.weight is not None]
+    without = [source.name for source in sources if source.weight is None]
+    if weighted and without:
+        rule = f"{', '.join(weighted)} have a weight and {', '.join(without)} none; give all sources one, or none"
+        refuse(config, ["data.train"], rule)
+    streamed = [source.name for source in sources if source.streaming]
+    if len(sources) > 1 and streamed and without:
+        rule = f"{', '.join(streamed)} stream, so their length is not known; give each source of the mixture a weight"
+        refuse(config, ["data.train"], rule)
+    if len(sources) == 1 and streamed and (sources[0].epochs or sources[0].samples):
+        refuse(config, ["data.train"], f"{streamed[0]} streams, so epochs and samples have no effect; delete them")
+
+
+def _check_evaluation_source(config: RunConfig, name: str, source: SourceConfig) -> None:
+    shares = [share for share in ("weight", "epochs") if getattr(source, share) is not None]
+    if shares:
+        rule = f"{shares[0]} belongs to training; the set {name} has every sample once; delete it, or give samples"
+        refuse(config, ["data.validation"], rule)
+    if source.streaming and source.samples is None:
+        rule = f"the set {name} streams, so it has no end; give samples, the number of the first ones to evaluate"
+        refuse(config, ["data.validation"], rule)
