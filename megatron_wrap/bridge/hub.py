@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.hugging_face import CONFIG_FILES, NotDownloaded, resolve_folder
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.dist_logger import logger
+
+T = TypeVar("T")
 
 
 def read_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -18,14 +22,24 @@ def read_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run
     Raises:
         ConfigError: see `load_run_config`; or the hub does not provide the repository.
     """
+    return with_downloads(lambda: load_run_config(path, overrides))
+
+
+def with_downloads(read: Callable[[], T]) -> T:
+    """The result of `read`, which reads a configuration; if it needs a hub id that is not in the local cache, download
+    the configuration files of that id and call `read` again.
+
+    Raises:
+        ConfigError: raised by `read`; or the hub does not provide the repository.
+    """
     try:
-        return load_run_config(path, overrides)
+        return read()
     except NotDownloaded as missing:
         download(missing.repo_id, CONFIG_FILES)
-    return load_run_config(path, overrides)
+    return read()
 
 
-def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Path:
+def local_folder(path_or_id: str, patterns: Sequence[str]) -> Path:
     """The local folder of a path or a hub id; files of a hub id that the cache lacks are downloaded.
 
     Args:
@@ -34,13 +48,12 @@ def local_folder(path_or_id: str, patterns: Sequence[str] = CONFIG_FILES) -> Pat
     Raises:
         ConfigError: no such folder, or the hub does not provide the repository.
     """
-    try:
-        folder = resolve_folder(path_or_id)
-    except NotDownloaded:
-        return download(path_or_id, patterns)
+    if os.path.isdir(os.path.expanduser(path_or_id)):
+        return Path(path_or_id).expanduser()
+    with suppress(NotDownloaded):
+        resolve_folder(path_or_id)  # raises for what is no hub id either
     # the cache may contain the configuration and lack the weights; snapshot_download fetches only missing files
-    is_local = os.path.isdir(os.path.expanduser(path_or_id))
-    return folder if is_local or tuple(patterns) == CONFIG_FILES else download(path_or_id, patterns)
+    return download(path_or_id, patterns)
 
 
 def download(repo_id: str, patterns: Sequence[str]) -> Path:

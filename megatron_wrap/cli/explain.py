@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
+from megatron_wrap.bridge.hub import with_downloads
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.explain import explain
-from megatron_wrap.config.hugging_face import CONFIG_FILES, NotDownloaded
 from megatron_wrap.errors import ConfigError
 
 EXAMPLES = (
@@ -40,13 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if len(keys) > 1:
         raise ConfigError(f"one KEY at a time, not {len(keys)}: {', '.join(keys)}; an override is written a.b.c=value")
     overrides = [text for text in args.rest if "=" in text]
-    try:
-        tree = load_tree(args.config, overrides)
-    except NotDownloaded as missing:
-        from megatron_wrap.bridge.hub import download
-
-        download(missing.repo_id, CONFIG_FILES)
-        tree = load_tree(args.config, overrides)
+    tree = with_downloads(lambda: load_tree(args.config, overrides))
     text = explain(tree, keys[0] if keys else None)
     decode(tree, Path(args.config).stem)  # a value of the wrong type is an error here, too
     print(text)

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 from megatron_wrap.bridge.hub import local_folder
+from megatron_wrap.bridge.source import WEIGHT_FILES
 from megatron_wrap.cli.one_process import SINGLE, run_file
+from megatron_wrap.config.hugging_face import CONFIG_FILES
 
 EXAMPLES = (
     ("a folder that export-hf has written, in fp32", "verify-hf outputs/tiny-llama-sft/hf"),
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]
-    folder = str(local_folder(arguments.folder))
+    folder = str(local_folder(arguments.folder, CONFIG_FILES + WEIGHT_FILES))
     settings = [*SINGLE, "megatron_wrap.model_provider.verify_hf=false", *overrides]
     with run_file(RUN) as made, MegatronWrap.from_pretrained(folder, configs[0] if configs else made, settings) as wrap:
         wrap.initialize()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.hugging_face import FAMILIES, HF_PATH, NotDownloaded, spelled_out
+from megatron_wrap.config.hugging_face import CONFIG_FILES, FAMILIES, HF_PATH, NotDownloaded, spelled_out
 from megatron_wrap.errors import ConfigError
 
 RUN = """\
@@ -187,7 +187,8 @@ def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, 
 def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
-    from megatron_wrap.bridge.hub import logger, read_run
+    from megatron_wrap.bridge.hub import local_folder, logger, read_run
+    from megatron_wrap.bridge.source import WEIGHT_FILES
 
     asked: list[list[str]] = []
     lines: list[str] = []
@@ -197,7 +198,8 @@ def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tm
         if options.get("local_files_only"):
             return original(repo_id, **options)
         asked.append(list(allow_patterns or ()))
-        cached(tmp_path / "cache", tmp_path / "model")
+        if len(asked) == 1:
+            cached(tmp_path / "cache", tmp_path / "model")
         return str(tmp_path / "cache")
 
     run()  # makes the folder
@@ -208,6 +210,11 @@ def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tm
     assert len(asked) == len(lines) == 1
     assert "org/name" in lines[0]
     assert not any("safetensors" in pattern or "bin" in pattern for pattern in asked[0])
+    # the cache now has the configuration; what else a caller needs is still fetched
+    assert local_folder("org/name", CONFIG_FILES + WEIGHT_FILES) == tmp_path / "cache"
+    assert asked[1:] == [[*CONFIG_FILES, *WEIGHT_FILES]]
+    assert local_folder("model", WEIGHT_FILES) == Path("model")
+    assert len(asked) == 2
 
 
 def test_reading_it_needs_no_torch(run, tmp_path):
