@@ -10,10 +10,10 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_wrap.config.nest import ValidatedNest
 from megatron_wrap.config.paths import missing_path_hint
@@ -36,21 +36,6 @@ CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
 """What of a hub repository is fetched to read a configuration: everything small."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-class ConfigTranslation(Protocol):
-    """The part of a family (`megatron_wrap.bridge.family.Family`) that a configuration is read with."""
-
-    @property
-    def model_type(self) -> str:
-        """As in config.json."""
-        ...
-
-    @property
-    def arch_values(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """config.json -> keys of `megatron_lm.model.arch`."""
-        ...
-
 
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "phi3"),

@@ -44,7 +44,6 @@ def build_training_state(
     platform: Platform,
     parallel: ParallelState,
     tokenizer: Any,
-    new_weights: bool = True,
     from_hugging_face: bool = True,
     training: bool = True,
 ) -> TrainingState:
@@ -53,7 +52,6 @@ def build_training_state(
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
-        new_weights: False leaves the weights unset, for a caller that loads all of them.
         from_hugging_face: False ignores hf_path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers, optimizer and schedule.
     """
@@ -66,8 +64,8 @@ def build_training_state(
         )
         try_flow(flow, head, config.train.seed)
     model_config = transformer_config(config, parallel, platform)
-    hugging_face = weight_source(config) if new_weights and from_hugging_face else None
-    bare = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights, hugging_face)
+    hugging_face = weight_source(config) if from_hugging_face else None
+    bare = build_chunks(config, platform, parallel, model_config, vocab_size, hugging_face=hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks) if training else None
     with_reference = training and config.models.reference is not None
@@ -152,7 +150,7 @@ def build_chunks(
     parallel: ParallelState,
     model_config: TransformerConfig,
     vocab_size: int,
-    new_weights: bool,
+    new_weights: bool = True,
     hugging_face: tuple[Family, WeightSource] | None = None,
 ) -> list[torch.nn.Module]:
     """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module.

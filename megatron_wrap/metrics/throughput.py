@@ -5,7 +5,6 @@ Model Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_po
 (megatron/training/training.py). Recomputation is not counted.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -122,11 +121,6 @@ def training_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths:
     The backward pass costs twice the forward pass: each matrix product needs one product per factor for its gradient.
     """
     return 3 * forward_flops(shape, num_tokens, sum_of_squared_lengths, causal)
-
-
-def sum_of_squares(lengths: Iterable[int]) -> int:
-    """Sum of squared sequence lengths, for `training_flops`."""
-    return sum(length * length for length in lengths)
 
 
 def tflops_per_device(flops: float, elapsed_seconds: float, num_devices: int) -> float:

@@ -21,7 +21,6 @@ from megatron_wrap.metrics.throughput import (
     LatentAttentionShape,
     ModelShape,
     forward_flops,
-    sum_of_squares,
     tflops_per_device,
     training_flops,
 )
@@ -177,7 +176,7 @@ MODELS = [
 @pytest.mark.parametrize(("make", "shape"), MODELS)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
 def test_flops_equal_torchs_count_for_transformers_models(make, shape, batch_size, length):
-    tokens, squares = batch_size * length, sum_of_squares([length] * batch_size)
+    tokens, squares = batch_size * length, batch_size * length**2
     model = make()
     # Eager attention also computes the scores above the causal diagonal.
     assert count(model, batch_size, length, backward=False) == forward_flops(shape, tokens, squares, causal=False)
@@ -185,7 +184,7 @@ def test_flops_equal_torchs_count_for_transformers_models(make, shape, batch_siz
 
 
 def test_causal_attention_is_half_the_square():
-    tokens, squares = 24, sum_of_squares([8, 16])
+    tokens, squares = 24, 8**2 + 16**2
     attention = training_flops(LLAMA, 0, squares, causal=False)
     assert (
         training_flops(LLAMA, tokens, squares) == training_flops(LLAMA, tokens, squares, causal=False) - attention / 2
@@ -209,7 +208,7 @@ def test_flops_equal_megatron_lms_formula():
 
 
 def test_packed_documents_cost_less_than_one_long_sequence():
-    assert training_flops(LLAMA, 32, sum_of_squares([16, 16])) < training_flops(LLAMA, 32, sum_of_squares([32]))
+    assert training_flops(LLAMA, 32, 2 * 16**2) < training_flops(LLAMA, 32, 32**2)
 
 
 def test_tflops_per_device():
