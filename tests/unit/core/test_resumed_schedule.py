@@ -39,14 +39,11 @@ def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> 
     ],
     ids=["explicit decay", "constant rate", "constant weight decay"],
 )
-def test_more_iterations_with_the_same_schedule_continue(in_fork, overrides: tuple[str, ...]):
-    def body() -> None:
-        rates(4, 2, *overrides, save=True)
-        resumed = rates(8, 8, *overrides)
-        straight = rates(8, 8, *overrides, f"{TRAIN}.save=other")
-        assert resumed == straight[2:]
-
-    in_fork(body)
+def test_more_iterations_with_the_same_schedule_continue(overrides: tuple[str, ...]):
+    rates(4, 2, *overrides, save=True)
+    resumed = rates(8, 8, *overrides)
+    straight = rates(8, 8, *overrides, f"{TRAIN}.save=other")
+    assert resumed == straight[2:]
 
 
 @pytest.mark.parametrize(
@@ -65,41 +62,32 @@ def test_more_iterations_with_the_same_schedule_continue(in_fork, overrides: tup
     ],
     ids=["decay over the run", "weight decay over the run"],
 )
-def test_the_error_of_another_schedule_names_its_yaml_keys(in_fork, overrides: tuple[str, ...], key: str, values: str):
-    def body() -> None:
-        grow = (f"{OPTIMIZER}.weight_decay_incr_style=linear",)
-        rates(4, 2, *grow, *overrides, save=True)
-        with pytest.raises(CheckpointError) as refused:
-            rates(8, 3, *grow, *overrides)
-        for part in (key, values, "override_opt_param_scheduler: true", "use_checkpoint_opt_param_scheduler: true"):
-            assert part in str(refused.value), str(refused.value)
-        changed = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.override_opt_param_scheduler=true")
-        kept = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.use_checkpoint_opt_param_scheduler=true")
-        assert len(changed) == len(kept) == 1
-
-    in_fork(body)
+def test_the_error_of_another_schedule_names_its_yaml_keys(overrides: tuple[str, ...], key: str, values: str):
+    grow = (f"{OPTIMIZER}.weight_decay_incr_style=linear",)
+    rates(4, 2, *grow, *overrides, save=True)
+    with pytest.raises(CheckpointError) as refused:
+        rates(8, 3, *grow, *overrides)
+    for part in (key, values, "override_opt_param_scheduler: true", "use_checkpoint_opt_param_scheduler: true"):
+        assert part in str(refused.value), str(refused.value)
+    changed = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.override_opt_param_scheduler=true")
+    kept = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.use_checkpoint_opt_param_scheduler=true")
+    assert len(changed) == len(kept) == 1
 
 
-def test_the_error_names_every_key_that_differs(in_fork):
-    def body() -> None:
-        rates(4, 2, save=True)
-        with pytest.raises(CheckpointError) as refused:
-            rates(4, 3, f"{RATE}.lr=0.02", f"{RATE}.lr_warmup_iters=1")
-        assert f"{RATE}.lr was 0.01 and is 0.02" in str(refused.value)
-        assert f"{RATE}.lr_warmup_iters was 0 (0 samples) and is 1 (4 samples)" in str(refused.value)
-
-    in_fork(body)
+def test_the_error_names_every_key_that_differs():
+    rates(4, 2, save=True)
+    with pytest.raises(CheckpointError) as refused:
+        rates(4, 3, f"{RATE}.lr=0.02", f"{RATE}.lr_warmup_iters=1")
+    assert f"{RATE}.lr was 0.01 and is 0.02" in str(refused.value)
+    assert f"{RATE}.lr_warmup_iters was 0 (0 samples) and is 1 (4 samples)" in str(refused.value)
 
 
-def test_loading_in_the_middle_of_a_run_sets_the_schedule_back(in_fork):
-    def body() -> None:
-        expected = rates(6, 4, save=True)
-        with MegatronWrap("run.yaml", overrides=[f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt"]) as wrap:
-            wrap.initialize()
-            wrap.setup_model_and_optimizer()
-            fifth = wrap.train(SAMPLES)["learning_rate"]
-            wrap.load("ckpt")
-            assert wrap.iteration == 4
-            assert wrap.train(SAMPLES)["learning_rate"] == fifth < min(expected)
-
-    in_fork(body)
+def test_loading_in_the_middle_of_a_run_sets_the_schedule_back():
+    expected = rates(6, 4, save=True)
+    with MegatronWrap("run.yaml", overrides=[f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt"]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        fifth = wrap.train(SAMPLES)["learning_rate"]
+        wrap.load("ckpt")
+        assert wrap.iteration == 4
+        assert wrap.train(SAMPLES)["learning_rate"] == fifth < min(expected)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
+from megatron_wrap.metrics.declared import ENGINE_METRICS
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext
 
 pytestmark = pytest.mark.process_group
@@ -55,14 +56,11 @@ def lines(folder: str = "outputs/run") -> list[dict[str, Any]]:
 # ---- lifecycle ----
 
 
-def test_constructing_has_no_side_effects(in_fork):
-    def body() -> None:
-        before = os.listdir(), builtins.print, list(warnings.filters)
-        MegatronWrap("run.yaml")
-        assert (os.listdir(), builtins.print, list(warnings.filters)) == before
-        assert not dist.is_initialized()
-
-    in_fork(body)
+def test_constructing_has_no_side_effects():
+    before = os.listdir(), builtins.print, list(warnings.filters)
+    MegatronWrap("run.yaml")
+    assert (os.listdir(), builtins.print, list(warnings.filters)) == before
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -81,106 +79,88 @@ def test_constructing_has_no_side_effects(in_fork):
         (lambda wrap: wrap.log_last_metrics(), r"no step has been taken yet; call wrap\.train\(batch\) first"),
     ],
 )
-def test_a_call_out_of_order_names_the_call_that_must_come_first(in_fork, call, message):
+def test_a_call_out_of_order_names_the_call_that_must_come_first(call, message):
     wrap: list[Any] = []
 
-    def body() -> None:
-        wrap.append(MegatronWrap("run.yaml"))
-        with pytest.raises(MegatronWrapError, match=message):
-            call(wrap[0])
-        wrap[0].close()  # without initialize
-
-    in_fork(body)
+    wrap.append(MegatronWrap("run.yaml"))
+    with pytest.raises(MegatronWrapError, match=message):
+        call(wrap[0])
+    wrap[0].close()  # without initialize
 
 
-def test_close_ends_a_run_and_another_can_begin(in_fork):
-    def body() -> None:
-        losses = []
-        for _ in range(2):
-            with started() as wrap:
-                wrap.initialize()  # a second call does nothing
-                sizes = (wrap.tp_size, wrap.pp_size, wrap.dp_size, wrap.cp_size, wrap.ep_size)
-                places = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
-                assert (sizes, places) == ((1,) * 5, (0,) * 5)
-                assert all(
-                    dist.get_world_size(getattr(wrap, f"{axis}_group")) == 1 for axis in ("tp", "pp", "dp", "cp", "ep")
-                )
-                losses.append(wrap.train(data()[:4])["loss"])
-            assert not dist.is_initialized()
-            wrap.close()
-            with pytest.raises(MegatronWrapError, match=r"call wrap\.initialize\(\)"):
-                wrap.train(data()[:4])
-        assert losses[0] == losses[1]
-
-    in_fork(body)
+def test_close_ends_a_run_and_another_can_begin():
+    losses = []
+    for _ in range(2):
+        with started() as wrap:
+            wrap.initialize()  # a second call does nothing
+            sizes = (wrap.tp_size, wrap.pp_size, wrap.dp_size, wrap.cp_size, wrap.ep_size)
+            places = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
+            assert (sizes, places) == ((1,) * 5, (0,) * 5)
+            assert all(
+                dist.get_world_size(getattr(wrap, f"{axis}_group")) == 1 for axis in ("tp", "pp", "dp", "cp", "ep")
+            )
+            losses.append(wrap.train(data()[:4])["loss"])
+        assert not dist.is_initialized()
+        wrap.close()
+        with pytest.raises(MegatronWrapError, match=r"call wrap\.initialize\(\)"):
+            wrap.train(data()[:4])
+    assert losses[0] == losses[1]
 
 
-def test_each_run_chooses_its_attention_kernels(in_fork):
+def test_each_run_chooses_its_attention_kernels():
     """Megatron-Core keeps the choice in environment variables, and a later model with another choice would fail."""
 
-    def body() -> None:
-        def chosen() -> dict[str, str]:
-            return {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
+    def chosen() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
 
-        before = chosen()
-        for name in ("unfused", "auto"):
-            with started(f"megatron_lm.model.arch.attention_backend={name}") as wrap:
-                assert wrap.state.transformer_config.attention_backend.name == name
-                assert os.environ["NVTE_FUSED_ATTN"] == str(int(name == "auto"))
-            assert chosen() == before
-
-    in_fork(body)
+    before = chosen()
+    for name in ("unfused", "auto"):
+        with started(f"megatron_lm.model.arch.attention_backend={name}") as wrap:
+            assert wrap.state.transformer_config.attention_backend.name == name
+            assert os.environ["NVTE_FUSED_ATTN"] == str(int(name == "auto"))
+        assert chosen() == before
 
 
-def test_close_keeps_the_caller_s_process_group(in_fork):
-    def body() -> None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with started() as wrap:
-            wrap.train(data()[:4])
-        assert dist.is_initialized()
-        assert len(dist.distributed_c10d._world.pg_map) == 1
-
-    in_fork(body)
+def test_close_keeps_the_caller_s_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with started() as wrap:
+        wrap.train(data()[:4])
+    assert dist.is_initialized()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-def test_the_host_program_is_changed_between_initialize_and_close_only(in_fork, monkeypatch, capfd):
+def test_the_host_program_is_changed_between_initialize_and_close_only(monkeypatch, capfd):
     monkeypatch.setenv("CONSOLE_LOG_LEVEL", "DEBUG")
 
-    def body() -> None:
-        logging.getLogger().addHandler(logging.NullHandler())
-        before = builtins.print, logging.getLogger().handlers[:], list(warnings.filters)
-        patches = [f"{LOGGER}.{name}=true" for name in ("patch_print", "remove_logging", "ignore_warning")]
-        wrap = MegatronWrap("run.yaml", overrides=patches)
-        assert (builtins.print, logging.getLogger().handlers, list(warnings.filters)) == before
-        wrap.initialize()
-        assert builtins.print is not before[0]
-        assert logging.getLogger().handlers == []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.warn("hidden", FutureWarning, stacklevel=1)
-        assert caught == []
-        print("printed text")
-        wrap.close()
-        assert (builtins.print, logging.getLogger().handlers) == before[:2]
-        assert [entry for entry in warnings.filters if entry in before[2]] == before[2]
-
-    in_fork(body)
+    logging.getLogger().addHandler(logging.NullHandler())
+    before = builtins.print, logging.getLogger().handlers[:], list(warnings.filters)
+    patches = [f"{LOGGER}.{name}=true" for name in ("patch_print", "remove_logging", "ignore_warning")]
+    wrap = MegatronWrap("run.yaml", overrides=patches)
+    assert (builtins.print, logging.getLogger().handlers, list(warnings.filters)) == before
+    wrap.initialize()
+    assert builtins.print is not before[0]
+    assert logging.getLogger().handlers == []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("hidden", FutureWarning, stacklevel=1)
+    assert caught == []
+    print("printed text")
+    wrap.close()
+    assert (builtins.print, logging.getLogger().handlers) == before[:2]
+    assert [entry for entry in warnings.filters if entry in before[2]] == before[2]
     captured = capfd.readouterr()
     assert "printed text" in captured.err
     assert "printed text" not in captured.out
 
 
-def test_a_failed_initialize_leaves_nothing_changed(in_fork, monkeypatch):
+def test_a_failed_initialize_leaves_nothing_changed(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")  # a global batch of 4 is not divisible by 3 replicas * micro-batches of 2
 
-    def body() -> None:
-        wrap = MegatronWrap("run.yaml", overrides=[f"{LOGGER}.patch_print=true"])
-        real = builtins.print
-        with pytest.raises(MegatronWrapError, match="3"):
-            wrap.initialize()
-        assert builtins.print is real
-        assert not dist.is_initialized()
-
-    in_fork(body)
+    wrap = MegatronWrap("run.yaml", overrides=[f"{LOGGER}.patch_print=true"])
+    real = builtins.print
+    with pytest.raises(MegatronWrapError, match="3"):
+        wrap.initialize()
+    assert builtins.print is real
+    assert not dist.is_initialized()
 
 
 # ---- steps ----
@@ -192,62 +172,57 @@ STEP_NAMES = (
 )
 
 
-def test_metrics_of_a_step(in_fork):
-    def body() -> None:
-        with started() as wrap:
-            batch = data()[:4]
-            metrics = wrap.train(batch)
-            tokens = sum(len(sample["input_ids"]) - 1 for sample in batch)
-            assert metrics.keys() == {*STEP_NAMES.split(), "truncated_samples"}
-            assert (metrics["iteration"], metrics["consumed_samples"], metrics["consumed_tokens"]) == (1, 4, tokens)
-            assert (metrics["skipped_iterations"], metrics["loss_scale"]) == (0, 1.0)
-            assert metrics["truncated_samples"] == sum(len(sample["input_ids"]) > 17 for sample in batch)
-            assert metrics["tokens_per_second"] == pytest.approx(tokens / metrics["elapsed_time"])
-            assert metrics["tflops"] == metrics["throughput"] > 0
-            assert 0 < metrics["loss"] < 2 * math.log(60)
-            assert (wrap.iteration, wrap.consumed_samples) == (1, 4)
-
-    in_fork(body)
+def test_metrics_of_a_step():
+    with started() as wrap:
+        batch = data()[:4]
+        metrics = wrap.train(batch)
+        tokens = sum(len(sample["input_ids"]) - 1 for sample in batch)
+        assert metrics.keys() == {*STEP_NAMES.split(), "truncated_samples"}
+        assert (metrics["iteration"], metrics["consumed_samples"], metrics["consumed_tokens"]) == (1, 4, tokens)
+        assert (metrics["skipped_iterations"], metrics["loss_scale"]) == (0, 1.0)
+        assert metrics["truncated_samples"] == sum(len(sample["input_ids"]) > 17 for sample in batch)
+        assert metrics["tokens_per_second"] == pytest.approx(tokens / metrics["elapsed_time"])
+        assert metrics["tflops"] == metrics["throughput"] > 0
+        assert 0 < metrics["loss"] < 2 * math.log(60)
+        assert (wrap.iteration, wrap.consumed_samples) == (1, 4)
 
 
-def test_grad_norm_is_reported_without_clipping_too(in_fork):
-    def body() -> None:
-        norms = []
-        for clip in (1.0, 0.0):
-            with started(f"megatron_lm.train.optimizer.clip_grad={clip}") as wrap:
-                norms.append(wrap.train(data()[:4])["grad_norm"])
-        assert norms[0] == norms[1] > 0
-
-    in_fork(body)
+def test_every_metric_of_the_engine_is_declared():
+    arch = "megatron_lm.model.arch"
+    losses = {"moe_router_load_balancing_type": "[aux_loss, seq_aux_loss, global_aux_loss]", "moe_z_loss_coeff": "0.1"}
+    experts = {"num_experts": "2", **losses, "moe_aux_loss_coeff": "[0.1, 0.1, 0.1]"}
+    switches = [f"{LOGGER}.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
+    with started(*switches, *(f"{arch}.{name}={value}" for name, value in experts.items())) as wrap:
+        assert wrap.train(data()[:4]).keys() == ENGINE_METRICS.keys() | {"truncated_samples"}
 
 
-def test_a_batch_of_another_size_is_refused_and_the_run_continues(in_fork):
-    def body() -> None:
-        with started() as wrap:
-            for wrong in (data()[:3], data()[:8], []):
-                with pytest.raises(DataError, match=rf"global_batch_size = 4 .*{len(wrong)}"):
-                    wrap.train(wrong)
-            with pytest.raises(DataError, match=r"wrap\.train: .*None"):
-                wrap.train()
-            assert wrap.train(data()[:4])["iteration"] == 1
-
-    in_fork(body)
+def test_grad_norm_is_reported_without_clipping_too():
+    norms = []
+    for clip in (1.0, 0.0):
+        with started(f"megatron_lm.train.optimizer.clip_grad={clip}") as wrap:
+            norms.append(wrap.train(data()[:4])["grad_norm"])
+    assert norms[0] == norms[1] > 0
 
 
-def test_a_step_past_train_iters_is_refused_and_batches_end(in_fork):
-    def body() -> None:
-        with started(f"{TRAIN}.train_iters=2") as wrap:
-            assert (
-                sum(1 for batch in wrap.batches(data()) if wrap.train(batch)) == wrap.iteration == wrap.train_iters == 2
-            )
-            with pytest.raises(TrainingError, match=r"iteration 2 .*megatron_lm\.train\.common\.train_iters 2 "):
-                wrap.train(data()[:4])
-            assert wrap.iteration == 2
-
-    in_fork(body)
+def test_a_batch_of_another_size_is_refused_and_the_run_continues():
+    with started() as wrap:
+        for wrong in (data()[:3], data()[:8], []):
+            with pytest.raises(DataError, match=rf"global_batch_size = 4 .*{len(wrong)}"):
+                wrap.train(wrong)
+        with pytest.raises(DataError, match=r"wrap\.train: .*None"):
+            wrap.train()
+        assert wrap.train(data()[:4])["iteration"] == 1
 
 
-def test_a_flow_may_not_report_the_engine_s_metrics_except_the_loss(in_fork):
+def test_a_step_past_train_iters_is_refused_and_batches_end():
+    with started(f"{TRAIN}.train_iters=2") as wrap:
+        assert sum(1 for batch in wrap.batches(data()) if wrap.train(batch)) == wrap.iteration == wrap.train_iters == 2
+        with pytest.raises(TrainingError, match=r"iteration 2 .*megatron_lm\.train\.common\.train_iters 2 "):
+            wrap.train(data()[:4])
+        assert wrap.iteration == 2
+
+
+def test_a_flow_may_not_report_the_engine_s_metrics_except_the_loss():
     from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("clash")
@@ -258,22 +233,18 @@ def test_a_flow_may_not_report_the_engine_s_metrics_except_the_loss(in_fork):
 
     name = ""
 
-    def body() -> None:
-        nonlocal name
-        with started("megatron_wrap.flow.flow_key=clash") as wrap:
-            assert wrap.train(data()[:4])["loss"] < 10
-            assert wrap.evaluate({"set": data()[:4]})["eval/set/loss"] < 10
-        name = "grad_norm"
-        with (
-            started("megatron_wrap.flow.flow_key=clash") as wrap,
-            pytest.raises(FlowError, match=r"\['grad_norm'\].*rename"),
-        ):
-            wrap.train(data()[:4])
-
-    in_fork(body)
+    with started("megatron_wrap.flow.flow_key=clash") as wrap:
+        assert wrap.train(data()[:4])["loss"] < 10
+        assert wrap.evaluate({"set": data()[:4]})["eval/set/loss"] < 10
+    name = "grad_norm"
+    with (
+        started("megatron_wrap.flow.flow_key=clash") as wrap,
+        pytest.raises(FlowError, match=r"\['grad_norm'\].*rename"),
+    ):
+        wrap.train(data()[:4])
 
 
-def test_metrics_missing_from_the_first_step_are_refused(in_fork):
+def test_metrics_missing_from_the_first_step_are_refused():
     from megatron_wrap.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     extra: dict[str, float] = {}
@@ -283,67 +254,58 @@ def test_metrics_missing_from_the_first_step_are_refused(in_fork):
         def calculate_loss(self, loss_inputs: Any, model_forward_output: Any) -> Any:
             return LossOutput(super().calculate_loss(loss_inputs, model_forward_output).loss_sum, dict(extra))
 
-    def body() -> None:
-        with started("megatron_wrap.flow.flow_key=growing") as wrap:
+    with started("megatron_wrap.flow.flow_key=growing") as wrap:
+        wrap.train(data()[:4])
+        extra["new"] = 1.0
+        with pytest.raises(FlowError, match=r"metrics \['new'\].*first step.*every micro-batch"):
             wrap.train(data()[:4])
-            extra["new"] = 1.0
-            with pytest.raises(FlowError, match=r"metrics \['new'\].*first step.*every micro-batch"):
-                wrap.train(data()[:4])
-            assert "eval/set/new" in wrap.evaluate({"set": data()[:4]})  # each evaluation has separate names
-
-    in_fork(body)
+        assert "eval/set/new" in wrap.evaluate({"set": data()[:4]})  # each evaluation has separate names
 
 
 # ---- batches, ramp-up, schedule ----
 
 
-def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_them(in_fork):
-    def body() -> None:
-        straight, resumed = [], []
+def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_them():
+    straight, resumed = [], []
 
-        def go_on(wrap: MegatronWrap, taken: list[Any], until: int) -> None:
-            for batch in wrap.batches(data()):
-                if wrap.iteration == until:
-                    break
-                taken.append([sample["input_ids"][0] for sample in batch])
-                wrap.train(batch)
+    def go_on(wrap: MegatronWrap, taken: list[Any], until: int) -> None:
+        for batch in wrap.batches(data()):
+            if wrap.iteration == until:
+                break
+            taken.append([sample["input_ids"][0] for sample in batch])
+            wrap.train(batch)
 
-        with started(f"{TRAIN}.train_iters=8") as wrap:
-            go_on(wrap, straight, until=8)
-        for until in (3, 8):
-            with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved") as wrap:
-                go_on(wrap, resumed, until)
-                wrap.save()
-        assert resumed == straight
-        assert len(straight) == 8
-        first_epoch = [place for batch in straight[:6] for place in batch]
-        assert sorted(first_epoch) == list(range(24)) != first_epoch
-
-    in_fork(body)
+    with started(f"{TRAIN}.train_iters=8") as wrap:
+        go_on(wrap, straight, until=8)
+    for until in (3, 8):
+        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved") as wrap:
+            go_on(wrap, resumed, until)
+            wrap.save()
+    assert resumed == straight
+    assert len(straight) == 8
+    first_epoch = [place for batch in straight[:6] for place in batch]
+    assert sorted(first_epoch) == list(range(24)) != first_epoch
 
 
-def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations(in_fork):
+def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations():
     """From 2 in increments of 2 over 12 samples to 8: each size takes four samples, and the full size begins after
     twelve (as in Megatron-Core 0.16's RampupBatchsizeNumMicroBatchesCalculator)."""
 
-    def body() -> None:
-        ramp = [f"{TRAIN}.rampup_batch_size=[2,2,12]", f"{TRAIN}.global_batch_size=8", f"{TRAIN}.train_iters=8"]
-        with started(*ramp, f"{RATE}.lr_warmup_iters=3") as wrap:
-            sizes, rates = [], []
-            with pytest.raises(DataError, match=r"global_batch_size = 2 .*8"):
-                wrap.train(data()[:8])
-            for batch in wrap.batches(data()):
-                assert len(batch) == wrap.global_batch_size
-                sizes.append(len(batch))
-                rates.append(wrap.train(batch)["learning_rate"])
-            assert sizes == [2, 2, 4, 6, 8, 8, 8, 8]
-            assert wrap.consumed_samples == sum(sizes)
-            # warm-up ends after its three iterations, the decay after the last
-            assert rates[0] == 0.0
-            assert rates[3] == pytest.approx(1e-2)
-            assert wrap._ready().scheduler.get_lr({}) == pytest.approx(1e-3)
-
-    in_fork(body)
+    ramp = [f"{TRAIN}.rampup_batch_size=[2,2,12]", f"{TRAIN}.global_batch_size=8", f"{TRAIN}.train_iters=8"]
+    with started(*ramp, f"{RATE}.lr_warmup_iters=3") as wrap:
+        sizes, rates = [], []
+        with pytest.raises(DataError, match=r"global_batch_size = 2 .*8"):
+            wrap.train(data()[:8])
+        for batch in wrap.batches(data()):
+            assert len(batch) == wrap.global_batch_size
+            sizes.append(len(batch))
+            rates.append(wrap.train(batch)["learning_rate"])
+        assert sizes == [2, 2, 4, 6, 8, 8, 8, 8]
+        assert wrap.consumed_samples == sum(sizes)
+        # warm-up ends after its three iterations, the decay after the last
+        assert rates[0] == 0.0
+        assert rates[3] == pytest.approx(1e-2)
+        assert wrap._ready().scheduler.get_lr({}) == pytest.approx(1e-3)
 
 
 STYLES = {
@@ -356,100 +318,85 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_learning_rates_and_weight_decay_are_megatron_core_s(in_fork, style):
+def test_learning_rates_and_weight_decay_are_megatron_core_s(style):
     """Compared with Megatron-Core's scheduler, stepped in iterations."""
 
-    def body() -> None:
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD(
-            [{"params": [parameter], "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-2, "min_lr": 1e-3}]
-        )
-        expected = OptimizerParamScheduler(
-            optimizer,
-            init_lr=1e-4,
-            max_lr=1e-2,
-            min_lr=1e-3,
-            lr_warmup_steps=2,
-            lr_decay_steps=6,
-            lr_decay_style=style,
-            start_wd=0.01,
-            end_wd=0.1,
-            wd_incr_steps=8,
-            wd_incr_style="linear",
-            wsd_decay_steps=STYLES[style].get("lr_wsd_decay_iters"),
-            lr_wsd_decay_style=STYLES[style].get("lr_wsd_decay_style", "exponential"),
-        )
-        settings = {"lr_warmup_init": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 6, "lr_decay_style": style}
-        overrides = [f"{RATE}.{name}={value}" for name, value in {**settings, **STYLES[style]}.items()]
-        decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
-        overrides += [f"megatron_lm.train.optimizer.{name}={value}" for name, value in decay.items()]
-        with started(f"{TRAIN}.train_iters=8", *overrides) as wrap:
-            matrices = [group for group in wrap._ready().optimizer.param_groups if group["wd_mult"] == 1.0]
-            for _ in range(8):
-                group = optimizer.param_groups[0]
-                assert [g["lr"] for g in matrices] == pytest.approx([group["lr"]] * len(matrices))
-                assert matrices[0]["weight_decay"] == pytest.approx(group["weight_decay"])
-                assert wrap.train(data()[:4])["learning_rate"] == pytest.approx(group["lr"])
-                expected.step(increment=1)
-
-    in_fork(body)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(
+        [{"params": [parameter], "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-2, "min_lr": 1e-3}]
+    )
+    expected = OptimizerParamScheduler(
+        optimizer,
+        init_lr=1e-4,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=2,
+        lr_decay_steps=6,
+        lr_decay_style=style,
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=8,
+        wd_incr_style="linear",
+        wsd_decay_steps=STYLES[style].get("lr_wsd_decay_iters"),
+        lr_wsd_decay_style=STYLES[style].get("lr_wsd_decay_style", "exponential"),
+    )
+    settings = {"lr_warmup_init": 1e-4, "lr_warmup_iters": 2, "lr_decay_iters": 6, "lr_decay_style": style}
+    overrides = [f"{RATE}.{name}={value}" for name, value in {**settings, **STYLES[style]}.items()]
+    decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
+    overrides += [f"megatron_lm.train.optimizer.{name}={value}" for name, value in decay.items()]
+    with started(f"{TRAIN}.train_iters=8", *overrides) as wrap:
+        matrices = [group for group in wrap._ready().optimizer.param_groups if group["wd_mult"] == 1.0]
+        for _ in range(8):
+            group = optimizer.param_groups[0]
+            assert [g["lr"] for g in matrices] == pytest.approx([group["lr"]] * len(matrices))
+            assert matrices[0]["weight_decay"] == pytest.approx(group["weight_decay"])
+            assert wrap.train(data()[:4])["learning_rate"] == pytest.approx(group["lr"])
+            expected.step(increment=1)
 
 
-def test_warm_up_is_a_fraction_of_the_decay(in_fork):
-    def body() -> None:
-        with started(f"{RATE}.lr_warmup_fraction=0.5", f"{RATE}.lr_decay_style=constant") as wrap:
-            rates = [wrap.train(batch)["learning_rate"] for batch in wrap.batches(data())]
-        assert rates == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
-
-    in_fork(body)
+def test_warm_up_is_a_fraction_of_the_decay():
+    with started(f"{RATE}.lr_warmup_fraction=0.5", f"{RATE}.lr_decay_style=constant") as wrap:
+        rates = [wrap.train(batch)["learning_rate"] for batch in wrap.batches(data())]
+    assert rates == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
 
 
 @pytest.mark.parametrize(("interval", "due"), [("2", [0, 2, 4, 6]), ("4", [0, 4]), ("null", [])])
-def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(in_fork, interval, due):
-    def body() -> None:
-        with started(f"{TRAIN}.eval_interval={interval}") as wrap:
-            found = [0] if wrap.evaluation_due else []
-            for batch in wrap.batches(data()):
-                wrap.train(batch)
-                found += [wrap.iteration] if wrap.evaluation_due else []
-        assert found == due
-
-    in_fork(body)
+def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(interval, due):
+    with started(f"{TRAIN}.eval_interval={interval}") as wrap:
+        found = [0] if wrap.evaluation_due else []
+        for batch in wrap.batches(data()):
+            wrap.train(batch)
+            found += [wrap.iteration] if wrap.evaluation_due else []
+    assert found == due
 
 
 # ---- evaluation and forward ----
 
 
-def test_evaluation_sets_by_name_and_their_limit(in_fork):
-    def body() -> None:
-        with started(f"{TRAIN}.eval_iters=2") as wrap:  # of 4 samples each
-            found = wrap.evaluate({"long": data(), "head": data()[:8], "one": data()[:1]})
-            names = ("loss", "truncated_samples")
-            assert list(found) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
-            assert found["eval/long/loss"] == found["eval/head/loss"] != found["eval/one/loss"]
-            with pytest.raises(DataError, match="'none' is empty"):
-                wrap.evaluate({"none": []})
-            assert wrap.forward([]) == []
-
-    in_fork(body)
+def test_evaluation_sets_by_name_and_their_limit():
+    with started(f"{TRAIN}.eval_iters=2") as wrap:  # of 4 samples each
+        found = wrap.evaluate({"long": data(), "head": data()[:8], "one": data()[:1]})
+        names = ("loss", "truncated_samples")
+        assert list(found) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
+        assert found["eval/long/loss"] == found["eval/head/loss"] != found["eval/one/loss"]
+        with pytest.raises(DataError, match="'none' is empty"):
+            wrap.evaluate({"none": []})
+        assert wrap.forward([]) == []
 
 
-def test_evaluation_sets_of_the_configuration(in_fork):
-    def body() -> None:
-        for name in ("train", "easy"):
-            Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
-        selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
-        with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
-            assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
-            found = wrap.evaluate()
-            assert found["eval/validation/loss"] == wrap.evaluate({"validation": data()})["eval/validation/loss"]
-
-    in_fork(body)
+def test_evaluation_sets_of_the_configuration():
+    for name in ("train", "easy"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+    selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
+    with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
+        assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
+        found = wrap.evaluate()
+        assert found["eval/validation/loss"] == wrap.evaluate({"validation": data()})["eval/validation/loss"]
 
 
-def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refused(in_fork):
+def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refused():
     from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("doubled")
@@ -460,16 +407,13 @@ def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refus
                 for part in super().collate_data_micro_batch(iterator)
             )
 
-    def body() -> None:
-        with started("megatron_wrap.flow.flow_key=doubled") as wrap:
-            wrap.train(data()[:4])
-            with pytest.raises(FlowError, match=r"calculate_outputs: .*one row for each of the 2 samples"):
-                wrap.forward(data()[:4])
-
-    in_fork(body)
+    with started("megatron_wrap.flow.flow_key=doubled") as wrap:
+        wrap.train(data()[:4])
+        with pytest.raises(FlowError, match=r"calculate_outputs: .*one row for each of the 2 samples"):
+            wrap.forward(data()[:4])
 
 
-def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built(in_fork):
+def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built():
     from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
     @MegatronWrapFlowEntry.register("negative")
@@ -477,64 +421,55 @@ def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built(in_fork
         def get_loss_weight(self, loss_inputs: Any) -> float:
             return -1.0
 
-    def body() -> None:
-        Path("train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
-        selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
-        wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
-        wrap.initialize()
-        with pytest.raises(FlowError, match=r"Negative\.get_loss_weight.*-1\.0"):
-            wrap.setup_model_and_optimizer()
-        assert wrap._state is None
-        wrap.close()
-
-    in_fork(body)
+    Path("train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+    selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
+    wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
+    wrap.initialize()
+    with pytest.raises(FlowError, match=r"Negative\.get_loss_weight.*-1\.0"):
+        wrap.setup_model_and_optimizer()
+    assert wrap._state is None
+    wrap.close()
 
 
 # ---- records ----
 
 
-def test_records_of_a_resumed_run(in_fork):
+def test_records_of_a_resumed_run():
     """Lines of steps after the checkpoint are dropped; the resumed run appends its own."""
 
-    def body() -> None:
-        reported: list[dict[str, float]] = []
-        for until in (3, 6):
-            with started(f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=3") as wrap:
-                assert wrap.iteration == (0 if until == 3 else 2)
-                while wrap.iteration < until:
-                    if wrap.evaluation_due:
-                        wrap.evaluate({"set": data()[:4]})
-                    place = 4 * wrap.iteration
-                    reported.append(wrap.train(data()[place : place + 4]))
-                    wrap.log_last_metrics()
-                    wrap.log_last_metrics()  # a second call adds no line
-        found = lines()
-        assert [line["iteration"] for line in found] == [0, 1, 2, 3, 3, 4, 5, 6]
-        evaluations = [line for line in found if "loss" not in line]
-        assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
-        steps = [line for line in found if "loss" in line]
-        assert steps == [*reported[:2], *reported[3:]]
-        assert reported[2]["loss"] == reported[3]["loss"]  # step 3, taken twice
-
-    in_fork(body)
-
-
-def test_each_step_is_recorded_for_every_log_interval(in_fork, capfd):
-    def body() -> None:
-        with started(f"{TRAIN}.log_interval=4", f"{LOGGER}.output_dir=elsewhere") as wrap:
-            for batch in wrap.batches(data()):
-                wrap.train(batch)
+    reported: list[dict[str, float]] = []
+    for until in (3, 6):
+        with started(f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=3") as wrap:
+            assert wrap.iteration == (0 if until == 3 else 2)
+            while wrap.iteration < until:
+                if wrap.evaluation_due:
+                    wrap.evaluate({"set": data()[:4]})
+                place = 4 * wrap.iteration
+                reported.append(wrap.train(data()[place : place + 4]))
                 wrap.log_last_metrics()
-        assert [line["iteration"] for line in lines("elsewhere")] == [1, 2, 3, 4, 5, 6]
+                wrap.log_last_metrics()  # a second call adds no line
+    found = lines()
+    assert [line["iteration"] for line in found] == [0, 1, 2, 3, 3, 4, 5, 6]
+    evaluations = [line for line in found if "loss" not in line]
+    assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
+    steps = [line for line in found if "loss" in line]
+    assert steps == [*reported[:2], *reported[3:]]
+    assert reported[2]["loss"] == reported[3]["loss"]  # step 3, taken twice
 
-    in_fork(body)
+
+def test_each_step_is_recorded_for_every_log_interval(capfd):
+    with started(f"{TRAIN}.log_interval=4", f"{LOGGER}.output_dir=elsewhere") as wrap:
+        for batch in wrap.batches(data()):
+            wrap.train(batch)
+            wrap.log_last_metrics()
+    assert [line["iteration"] for line in lines("elsewhere")] == [1, 2, 3, 4, 5, 6]
     shown = [
         text.split("iteration ")[1].split("/")[0] for text in capfd.readouterr().err.splitlines() if " | loss " in text
     ]
     assert shown == ["4", "6"]  # each interval, and the last
 
 
-def test_a_custom_metric_logger(in_fork, monkeypatch):
+def test_a_custom_metric_logger(monkeypatch):
     received: list[Any] = []
 
     class Mine:
@@ -551,10 +486,7 @@ def test_a_custom_metric_logger(in_fork, monkeypatch):
 
     monkeypatch.setattr(metric_loggers, "Mine", Mine, raising=False)
 
-    def body() -> None:
-        with started(f"{LOGGER}.metric_loggers=[megatron_wrap.utils.metric_loggers:Mine]") as wrap:
-            loss = wrap.train(data()[:4])["loss"]
-            wrap.log_last_metrics()
-        assert received == ["run", (1, loss), "closed"]
-
-    in_fork(body)
+    with started(f"{LOGGER}.metric_loggers=[megatron_wrap.utils.metric_loggers:Mine]") as wrap:
+        loss = wrap.train(data()[:4])["loss"]
+        wrap.log_last_metrics()
+    assert received == ["run", (1, loss), "closed"]

@@ -49,80 +49,68 @@ def started(folder: Path, *overrides: str) -> MegatronWrap:
     return wrap
 
 
-def test_training_is_refused_if_the_model_differs(in_fork, folder):
-    def body() -> None:
-        import torch
+def test_training_is_refused_if_the_model_differs(folder):
+    import torch
 
-        from megatron_wrap.engine import verify
+    from megatron_wrap.engine import verify
 
-        verify.TOLERANCE[torch.float32] = -1.0  # every comparison fails
-        with (
-            started(folder, "megatron_wrap.model_provider.verify_hf=true") as wrap,
-            pytest.raises(CheckpointError, match=r"megatron_wrap\.model_provider\.verify_hf: .*embedding"),
-        ):
-            wrap.setup_model_and_optimizer()
-
-    in_fork(body)
+    verify.TOLERANCE[torch.float32] = -1.0  # every comparison fails
+    with (
+        started(folder, "megatron_wrap.model_provider.verify_hf=true") as wrap,
+        pytest.raises(CheckpointError, match=r"megatron_wrap\.model_provider\.verify_hf: .*embedding"),
+    ):
+        wrap.setup_model_and_optimizer()
 
 
-def test_setup_model_evaluates_and_exports_and_does_not_train(in_fork, folder, tmp_path):
-    def body() -> None:
-        with started(folder) as wrap:
-            wrap.setup_model()
-            assert wrap.state.optimizer is None
-            alone = wrap.evaluate({"set": SAMPLES})
-            for verb in (lambda: wrap.train(SAMPLES), wrap.save):
-                with pytest.raises(MegatronWrapError, match=r"wrap\.setup_model_and_optimizer"):
-                    verb()
-        with started(folder) as wrap:
-            wrap.setup_model_and_optimizer()
-            assert wrap.evaluate({"set": SAMPLES}) == alone
-            wrap.train(SAMPLES)
-            trained = wrap.evaluate({"set": SAMPLES})
-            wrap.save_pretrained(tmp_path / "out", dtype="bfloat16", max_shard_size=2000)
-        assert trained != alone
-        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-        with started(tmp_path / "out") as wrap:
-            wrap.setup_model()
-            rounded = wrap.evaluate({"set": SAMPLES})["eval/set/loss"]
-        assert rounded == pytest.approx(trained["eval/set/loss"], rel=1e-2)
-
-    in_fork(body)
+def test_setup_model_evaluates_and_exports_and_does_not_train(folder, tmp_path):
+    with started(folder) as wrap:
+        wrap.setup_model()
+        assert wrap.state.optimizer is None
+        alone = wrap.evaluate({"set": SAMPLES})
+        for verb in (lambda: wrap.train(SAMPLES), wrap.save):
+            with pytest.raises(MegatronWrapError, match=r"wrap\.setup_model_and_optimizer"):
+                verb()
+    with started(folder) as wrap:
+        wrap.setup_model_and_optimizer()
+        assert wrap.evaluate({"set": SAMPLES}) == alone
+        wrap.train(SAMPLES)
+        trained = wrap.evaluate({"set": SAMPLES})
+        wrap.save_pretrained(tmp_path / "out", dtype="bfloat16", max_shard_size=2000)
+    assert trained != alone
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    with started(tmp_path / "out") as wrap:
+        wrap.setup_model()
+        rounded = wrap.evaluate({"set": SAMPLES})["eval/set/loss"]
+    assert rounded == pytest.approx(trained["eval/set/loss"], rel=1e-2)
 
 
-def test_a_second_export_replaces_the_first(in_fork, folder, tmp_path):
-    def body() -> None:
-        out = tmp_path / "out"
-        with started(folder) as wrap:
-            wrap.setup_model()
-            wrap.save_pretrained(out, max_shard_size=2000)
-            assert len(list(out.glob("model-*.safetensors"))) > 2
-            wrap.save_pretrained(out)
-            assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
-
-    in_fork(body)
+def test_a_second_export_replaces_the_first(folder, tmp_path):
+    out = tmp_path / "out"
+    with started(folder) as wrap:
+        wrap.setup_model()
+        wrap.save_pretrained(out, max_shard_size=2000)
+        assert len(list(out.glob("model-*.safetensors"))) > 2
+        wrap.save_pretrained(out)
+        assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_export_errors(in_fork, folder, tmp_path):
-    def body() -> None:
-        (tmp_path / "file").write_text("")
-        with started(folder) as wrap:
-            wrap.setup_model()
-            with pytest.raises(CheckpointError, match=r"model .*hf_path.*choose another"):
-                wrap.save_pretrained(folder)
-            with pytest.raises(CheckpointError, match=r"file/out"):
-                wrap.save_pretrained(tmp_path / "file" / "out")
-            with pytest.raises(ConfigError, match=r"max_shard_size 'five'.*5GB"):
-                wrap.save_pretrained(tmp_path / "out", max_shard_size="five")
-            with pytest.raises(ConfigError, match=r"dtype 'int8'.*float32, bfloat16, float16"):
-                wrap.save_pretrained(tmp_path / "out", dtype="int8")
-            with pytest.raises(ConfigError, match=r"gpt2: position_embedding_type"):
-                wrap.save_pretrained(tmp_path / "out", family="gpt2")
-
-    in_fork(body)
+def test_export_errors(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with started(folder) as wrap:
+        wrap.setup_model()
+        with pytest.raises(CheckpointError, match=r"model .*hf_path.*choose another"):
+            wrap.save_pretrained(folder)
+        with pytest.raises(CheckpointError, match=r"file/out"):
+            wrap.save_pretrained(tmp_path / "file" / "out")
+        with pytest.raises(ConfigError, match=r"max_shard_size 'five'.*5GB"):
+            wrap.save_pretrained(tmp_path / "out", max_shard_size="five")
+        with pytest.raises(ConfigError, match=r"dtype 'int8'.*float32, bfloat16, float16"):
+            wrap.save_pretrained(tmp_path / "out", dtype="int8")
+        with pytest.raises(ConfigError, match=r"gpt2: position_embedding_type"):
+            wrap.save_pretrained(tmp_path / "out", family="gpt2")
 
 
-def test_a_push_uploads_what_was_saved(in_fork, folder, tmp_path, monkeypatch):
+def test_a_push_uploads_what_was_saved(folder, tmp_path, monkeypatch):
     import huggingface_hub
 
     class Hub:
@@ -136,18 +124,15 @@ def test_a_push_uploads_what_was_saved(in_fork, folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
 
-    def body() -> None:
-        with started(folder) as wrap:
-            wrap.setup_model()
-            assert wrap.push_to_hub("org/name", tmp_path / "out", private=True) == "address"
-            monkeypatch.setattr(Hub, "create_repo", lambda *_, **__: 1 / 0)
-            with pytest.raises(CheckpointError, match=r"org/name: division by zero"):
-                wrap.push_to_hub("org/name", tmp_path / "out")
-
-    in_fork(body)
+    with started(folder) as wrap:
+        wrap.setup_model()
+        assert wrap.push_to_hub("org/name", tmp_path / "out", private=True) == "address"
+        monkeypatch.setattr(Hub, "create_repo", lambda *_, **__: 1 / 0)
+        with pytest.raises(CheckpointError, match=r"org/name: division by zero"):
+            wrap.push_to_hub("org/name", tmp_path / "out")
 
 
-def test_explain_gives_the_folder_as_the_origin_of_a_value(in_fork, folder):
+def test_explain_gives_the_folder_as_the_origin_of_a_value(folder):
     from megatron_wrap.config.decode import load_tree
 
     Path("hf.yaml").write_text(RUN)
@@ -166,7 +151,7 @@ def test_explain_gives_the_folder_as_the_origin_of_a_value(in_fork, folder):
         (["verify-hf", "."], "config.json: no such file"),
     ],
 )
-def test_errors_of_the_commands_are_one_line(in_fork, capsys, arguments, message):
+def test_errors_of_the_commands_are_one_line(capsys, arguments, message):
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
@@ -174,30 +159,27 @@ def test_errors_of_the_commands_are_one_line(in_fork, capsys, arguments, message
     assert printed.count("\n") == 1
 
 
-def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(in_fork, folder):
+def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(folder):
     """Gate and up are exchanged: import and export agree with each other, but the layer's output is wrong."""
 
-    def body() -> None:
-        import dataclasses
+    import dataclasses
 
-        from megatron_wrap.bridge.families import llama
-        from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.bridge.families import llama
+    from megatron_wrap.engine.verify import verify_hugging_face
 
-        def exchanged(arch: Any) -> Any:
-            table = dict(correct.parameters(arch))
-            gated = table["decoder.layers.0.mlp.linear_fc1.weight"]
-            table["decoder.layers.0.mlp.linear_fc1.weight"] = dataclasses.replace(gated, parts=gated.parts[::-1])
-            return table
+    def exchanged(arch: Any) -> Any:
+        table = dict(correct.parameters(arch))
+        gated = table["decoder.layers.0.mlp.linear_fc1.weight"]
+        table["decoder.layers.0.mlp.linear_fc1.weight"] = dataclasses.replace(gated, parts=gated.parts[::-1])
+        return table
 
-        correct = llama.FAMILY
-        llama.FAMILY = dataclasses.replace(correct, parameters=exchanged)
-        with started(folder) as wrap:
-            wrap.setup_model()
-            verdict = verify_hugging_face(wrap.state)
-        assert not verdict.agrees
-        assert not verdict.weight_differences
-        assert verdict.first_difference is not None
-        assert verdict.first_difference.startswith("layer 0 ")
-        assert "layer 0" in next(line for line in verdict.table().splitlines() if line.endswith("DIFFERS"))
-
-    in_fork(body)
+    correct = llama.FAMILY
+    llama.FAMILY = dataclasses.replace(correct, parameters=exchanged)
+    with started(folder) as wrap:
+        wrap.setup_model()
+        verdict = verify_hugging_face(wrap.state)
+    assert not verdict.agrees
+    assert not verdict.weight_differences
+    assert verdict.first_difference is not None
+    assert verdict.first_difference.startswith("layer 0 ")
+    assert "layer 0" in next(line for line in verdict.table().splitlines() if line.endswith("DIFFERS"))
