@@ -6,7 +6,6 @@ python scripts/config_docs.py --check    writes nothing; exits 1 where a file di
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import re
@@ -15,6 +14,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+from _generated import write_or_check
 
 from megatron_wrap.config import schema
 from megatron_wrap.config.keys import describe_key, documentation, key_range
@@ -202,20 +203,8 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Writes or checks the files below `root`; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
-    check = parser.parse_args(arguments).check
-    stale = []
-    for name, text in generated_files(root).items():
-        path = root / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(name)
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    if check and stale:
-        print(f"{', '.join(stale)} differ from the dataclasses; run {COMMAND}", file=sys.stderr)
-        return 1
-    return 0
+    message = f"{{}} differ from the dataclasses; run {COMMAND}"
+    return write_or_check(generated_files(root), root, __doc__ or "", message, arguments)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ python scripts/metric_docs.py --check    writes nothing; exits 1 where a page di
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from _generated import write_or_check
 
 from megatron_wrap.metrics.declared import METRICS, MetricInfo
 
@@ -98,22 +99,9 @@ def with_table(page: str, language: Language) -> str:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Writes or checks the pages below `root`; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page differs")
-    check = parser.parse_args(arguments).check
-    stale = []
-    for name, language in PAGES.items():
-        path = root / name
-        page = path.read_text(encoding="utf-8")
-        current = with_table(page, language)
-        if current != page:
-            stale.append(name)
-            if not check:
-                path.write_text(current, encoding="utf-8")
-    if check and stale:
-        print(f"the tables of metrics differ in {', '.join(stale)}; run python scripts/metric_docs.py", file=sys.stderr)
-        return 1
-    return 0
+    pages = {name: with_table((root / name).read_text(encoding="utf-8"), language) for name, language in PAGES.items()}
+    message = "the tables of metrics differ in {}; run python scripts/metric_docs.py"
+    return write_or_check(pages, root, __doc__ or "", message, arguments)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,16 @@ and is no failure. Ends with 1 after another exception, a rank of another opinio
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
 import _checkpoint_runs as runs
+from _counted import run
 
 from megatron_wrap.testing.ranks import RankError, RankPool
 
@@ -98,18 +97,5 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    """0: each damage was refused or harmless; 1: one was not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="damaged copies")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        wrong = drill(arguments.count, arguments.seed, Path(scratch))
-    for line in wrong:
-        print(f"WRONG: {line}")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(drill, __doc__, count=200, trials="damaged copies"))

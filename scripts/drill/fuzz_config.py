@@ -8,13 +8,13 @@ characters of the YAML's text. Ends with 1 after an exception that is none of a 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
+
+from _counted import run
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import MegatronWrapError
@@ -107,18 +107,5 @@ def drill(count: int, seed: int, folder: Path) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    """0: each edit was read or refused; 1: one raised something else."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20_000, help="edits")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        wrong = drill(arguments.count, arguments.seed, Path(scratch))
-    for line in wrong:
-        print(f"WRONG: {line}")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(drill, __doc__, count=20_000, trials="edits"))

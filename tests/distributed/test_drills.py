@@ -19,7 +19,7 @@ READ_CONFIGURATIONS = ("config_typos", "fuzz_config")
 
 
 def _cases() -> list[Any]:
-    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    names = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
     marks = {name: [pytest.mark.one_megatron_core] for name in READ_CONFIGURATIONS}
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 

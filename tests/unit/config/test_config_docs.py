@@ -1,11 +1,11 @@
 """A key is documented once: the files of the tree and the reference are those that its dataclass generates."""
 
 import dataclasses
-import importlib.util
 import shutil
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -38,17 +38,8 @@ class Shape:
 
 
 @pytest.fixture(scope="module")
-def config_docs() -> Any:
-    spec = importlib.util.spec_from_file_location("config_docs", ROOT / "scripts/config_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses need their module in sys.modules
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules[spec.name]
+def config_docs(load_script: Callable[[str], ModuleType]) -> Any:
+    return load_script("config_docs")
 
 
 def test_the_tree_and_the_reference_are_those_of_the_dataclasses(config_docs: Any) -> None:

@@ -1,7 +1,6 @@
 """Metric declarations: complete, importable without torch, and in sync with the documentation's tables."""
 
 import dataclasses
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -27,17 +26,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def metric_docs():
-    spec = importlib.util.spec_from_file_location("metric_docs", ROOT / "scripts/metric_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses need their module in sys.modules
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        del sys.modules[spec.name]
+def metric_docs(load_script):
+    return load_script("metric_docs")
 
 
 def test_each_name_is_declared_once():
