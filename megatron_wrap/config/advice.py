@@ -54,7 +54,6 @@ RETIRED: Mapping[str, str] = {
     "data_path": f"retired; {_DATASET}",
     "split": f"retired; {_DATASET}",
     "mock_data": f"retired; write {_DATA}: {{__select__: mock}}",
-    "num_workers": f"retired; {_DATASET}",
     "dataloader_type": f"retired; {_DATASET}",
     "train_samples": f"retired; write {_TRAIN}.train_iters",
     "lr_decay_samples": f"retired; write {_RATE}.lr_decay_iters",

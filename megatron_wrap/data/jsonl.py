@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any, overload
 
 from megatron_wrap.config.paths import missing_path_hint
+from megatron_wrap.data.rows import BadSample
 from megatron_wrap.errors import DataError
+
+MAX_LINE_BYTES = 1 << 28
+"""Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
 
 
 class JsonLines(Sequence[dict[str, Any]]):
@@ -21,14 +25,16 @@ class JsonLines(Sequence[dict[str, Any]]):
 
     Args:
         path: the file; error messages contain the path as given.
+        shown: another path for error messages, of which the file is a decompressed copy.
 
     Raises:
         DataError: the file is missing (the message suggests the closest name in its folder), a folder, or unreadable.
+            A malformed line raises `BadSample` when it is read.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
-        self._absolute_path = os.path.abspath(Path(self.path).expanduser())  # independent of a later chdir
+    def __init__(self, path: str | Path, shown: str | None = None) -> None:
+        self.path = str(path) if shown is None else shown
+        self._absolute_path = os.path.abspath(Path(path).expanduser())  # independent of a later chdir
         self._offsets: array[int] | None = None
         self._descriptor = self._open()
 
@@ -108,12 +114,14 @@ class JsonLines(Sequence[dict[str, Any]]):
         """`_index` of the first `count` samples; None: of all."""
         offsets, position = array("q"), 0
         with open(self._absolute_path, "rb") as file:
-            for line in file:
-                if len(offsets) == count:
+            inside = False  # of a line longer than what is read at once
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                if len(offsets) == count and not inside:
                     break
-                if not line.isspace():
+                if not inside and not line.isspace():
                     offsets.append(position)
                 position += len(line)
+                inside = not line.endswith(b"\n")
         offsets.append(position)
         return offsets
 
@@ -126,19 +134,42 @@ class JsonLines(Sequence[dict[str, Any]]):
     def _parse(self, position: int) -> dict[str, Any]:
         offsets = self._index()
         start = offsets[position]
+        length = offsets[position + 1] - start
+        if length > MAX_LINE_BYTES:
+            raise BadSample(too_long(self.where(position), length))
         # Read up to the next sample, and strip empty lines between the two.
-        line = os.pread(self._descriptor, offsets[position + 1] - start, start).rstrip()
+        line = os.pread(self._descriptor, length, start).rstrip()
         try:
-            # Windows editors may start a file with a byte order mark, which JSON does not allow.
-            sample = json.loads(line.decode("utf-8-sig" if start == 0 else "utf-8"))
-        except json.JSONDecodeError as error:
-            where = f"{self.where(position)}: not JSON: {error.msg} (column {error.colno})"
-            raise DataError(f"{where}; every line must be one JSON object") from error
-        except UnicodeDecodeError as error:
-            where = f"{self.where(position)}: not UTF-8 (byte {error.start + 1} of the line)"
-            raise DataError(f"{where}; save the file as UTF-8") from error
-        if not isinstance(sample, dict):
-            raise DataError(
-                f'{self.where(position)}: must be a JSON object like {{"messages": []}}, not a {type(sample).__name__}'
-            )
-        return sample
+            return parse_line(line, first=start == 0)
+        except DataError as error:
+            raise BadSample(f"{self.where(position)}: {error}") from error
+
+
+def parse_line(line: bytes, first: bool) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Args:
+        first: the line begins its file; a byte order mark, which JSON does not allow, is then skipped.
+
+    Raises:
+        DataError: it is not UTF-8, not JSON or no object; without file and line.
+    """
+    try:
+        sample = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON: {error.msg} (column {error.colno}); every line must be one JSON object") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+    except RecursionError as error:
+        raise DataError("not JSON: nested too deeply; every line must be one JSON object") from error
+    if not isinstance(sample, dict):
+        raise DataError(f'must be a JSON object like {{"messages": []}}, not a {type(sample).__name__}')
+    return sample
+
+
+def too_long(where: str, length: int) -> str:
+    """The message about a line of more than MAX_LINE_BYTES."""
+    return (
+        f"{where}: a line of {length:,} bytes, more than the {MAX_LINE_BYTES:,} that a sample may have; write one JSON "
+        "object per line"
+    )

@@ -15,12 +15,14 @@ class EpochSampler:
         num_samples: global number of samples in the dataset.
         seed: at least 0.
         shuffle: False: the order of the file in every epoch.
+        part: number of this dataset in a mixture, from 1 on, so that equally long datasets have different orders; the
+            seed of epoch e is then (seed, e, part). 0: no mixture.
 
     Raises:
         DataError: no samples, or a negative seed.
     """
 
-    def __init__(self, num_samples: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, num_samples: int, seed: int, shuffle: bool = True, part: int = 0) -> None:
         if num_samples < 1:
             raise DataError(f"the dataset has {num_samples} samples; it needs at least 1")
         if seed < 0:
@@ -28,6 +30,7 @@ class EpochSampler:
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
+        self.part = part
         self._cached: tuple[int, np.ndarray] | None = None
 
     def indices(self, start: int, count: int) -> list[int]:
@@ -54,7 +57,8 @@ class EpochSampler:
         if self._cached is None or self._cached[0] != epoch:
             order = np.arange(self.num_samples, dtype=np.int64)
             if self.shuffle:
-                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(order)
+                # NumPy takes (seed, e, 0) for (seed, e)
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch, self.part])).permutation(order)
             order.setflags(write=False)
             self._cached = (epoch, order)  # only the last one: a run stays in one epoch for a long time
         return self._cached[1]

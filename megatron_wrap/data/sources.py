@@ -1,14 +1,18 @@
-"""The samples of a run: the training set and the evaluation sets."""
+"""The samples of a run: the training set, one source or a mixture, and the evaluation sets."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from megatron_wrap.config.sources import SourceConfig
+from megatron_wrap.data.files import open_rows, stream_rows
+from megatron_wrap.data.formats import SourceRows, to_sample
 from megatron_wrap.data.jsonl import JsonLines
-from megatron_wrap.data.rows import Rows
-from megatron_wrap.data.stream import SampleStream, ShuffledRows
+from megatron_wrap.data.rows import BadSample, JoinedRows, ListedRows, PartOfRows, Rows, Sample, StreamOfRows
+from megatron_wrap.data.stream import Mixture, SampleStream, ShuffledBlocks, ShuffledRows, largest_remainders
 from megatron_wrap.errors import DataError
 
 
@@ -30,31 +34,38 @@ class NumberedSamples(Sequence[dict[str, int]]):
         return f"mock:{index + 1}"
 
 
-class OwnSamples:
-    """A sequence that the caller passes, with places for messages: `sample 17 of wrap.batches`."""
+class SampleSet(Sequence[Any]):
+    """A finite set of samples with indices and slices; `where` is the place of a sample for messages."""
 
-    def __init__(self, samples: Sequence[Any], name: str) -> None:
-        self._samples, self._name = samples, name
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._rows)
 
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self._rows))[index]
+        return [self._rows[place] for place in places] if isinstance(places, range) else self._rows[places]
 
     def where(self, index: int) -> str:
-        """See `Rows`; the sequence's own `where`, if it has one."""
-        own = getattr(self._samples, "where", None)
-        return str(own(index)) if callable(own) else f"{self._name}:{index + 1}"
+        """See `Rows`."""
+        return self._rows.where(index)
 
 
-def open_source(source: SourceConfig) -> Rows:
-    """Random access to the samples of one source, in the form that the flows take (see `rows.Rows`).
+def open_source(source: SourceConfig) -> SampleSet:
+    """Random access to the samples of one source, in the form that the flows take.
 
     Raises:
-        DataError: the source is missing or cannot be read.
+        DataError: something that it names is missing, empty or cannot be read.
     """
-    return JsonLines(source.path)
+    rows: Rows
+    if source.streaming:
+        rows = _first_of_stream(source)
+    else:
+        rows = open_rows(source)
+        if len(rows) == 0:
+            raise DataError(f"{source.path}: no samples; write one JSON object per line, or one row per sample")
+    return SampleSet(SourceRows(rows, source))
 
 
 def training_stream(
@@ -64,7 +75,11 @@ def training_stream(
     shuffle_buffer: int = 1000,
     mock_samples: int | None = None,
 ) -> SampleStream:
-    """The endless order of the training set, from one source or a mixture.
+    """The endless order of the training set.
+
+    One source is gone through epoch by epoch, as `EpochSampler` or, streaming, in blocks. A mixture has epochs of
+    `samples`, of `epochs` times its length, or (with weights) of the share by weight of all samples, for each source.
+    If a source of it streams, there are no epochs, and the weights hold in each `shuffle_buffer` samples.
 
     Args:
         sources: `derived.training_sources(config)`.
@@ -74,52 +89,183 @@ def training_stream(
         mock_samples: `derived.mock_samples(config.data)`; not None: that many numbered samples instead.
 
     Raises:
-        DataError: there is no source, or one is missing, empty or cannot be read.
+        DataError: there is no source; one is missing, empty or cannot be read; or its share is less than a sample.
     """
-    return ShuffledRows(training_samples(sources, mock_samples), seed, shuffle)  # type: ignore[arg-type]
+    if mock_samples is not None:
+        return ShuffledRows(NumberedSamples(mock_samples), seed, shuffle)
+    _need_one(sources)
+    parts: list[SampleStream] = []
+    for number, source in enumerate(sources):
+        part = number + 1 if len(sources) > 1 else 0
+        if source.streaming:
+            convert = functools.partial(to_sample, source=source)
+            parts.append(ShuffledBlocks(stream_rows(source), convert, seed, shuffle, shuffle_buffer, part))
+        else:
+            parts.append(ShuffledRows(open_source(source), seed, shuffle, part))
+    if len(sources) == 1 and sources[0].samples is None and sources[0].epochs is None:
+        return parts[0]
+    return _mixture(sources, parts, seed, shuffle, shuffle_buffer)
 
 
 def stream_of(samples: Sequence[Any], seed: int, shuffle: bool = True, name: str = "wrap.batches") -> SampleStream:
-    """The endless order of a sequence that the caller passes."""
-    return ShuffledRows(OwnSamples(samples, name), seed, shuffle)
+    """The endless order of a sequence that the caller passes; samples are not changed.
+
+    Raises:
+        DataError: it is empty.
+    """
+    return ShuffledRows(ListedRows(samples, name), seed, shuffle)
 
 
 def training_samples(sources: Sequence[SourceConfig], mock_samples: int | None = None) -> Sequence[Any]:
-    """The training set.
+    """The training set of one source.
 
     Raises:
-        DataError: there is no source.
+        DataError: there is no source, or several, which `training_stream` mixes.
     """
     if mock_samples is not None:
         return NumberedSamples(mock_samples)
+    _need_one(sources)
+    if len(sources) > 1:
+        raise DataError("a mixture has no indices; read it with training_stream")
+    return open_source(sources[0])
+
+
+def first_training_samples(
+    sources: Sequence[SourceConfig], mock_samples: int | None, count: int, skip_bad: bool = False
+) -> list[Any]:
+    """The first samples of the training set, at least one of each source and `count` in all (or all, if fewer), without
+    reading the rest of the files; empty if there is no training set.
+
+    Args:
+        skip_bad: leave rows out that cannot be used.
+
+    Raises:
+        DataError: a source is missing, or one of these rows is malformed.
+    """
+    if mock_samples is not None:
+        return list(NumberedSamples(mock_samples)[:count])
+    found: list[Any] = []
+    for number, source in enumerate(sources):
+        share = -(-(count - len(found)) // (len(sources) - number))
+        found += _head(source, max(1, share), skip_bad)
+    return found
+
+
+def check_source(source: SourceConfig, every_row: bool) -> None:
+    """Open a source, and parse each row of JSON lines.
+
+    Raises:
+        DataError: it is missing, empty or cannot be read; with `every_row` also a malformed row.
+    """
+    if source.streaming:
+        if not _head(source, 1, skip_bad=not every_row):
+            raise DataError(f"{source.path}: no samples")
+        return
+    samples = open_source(source)
+    is_json = source.kind == "file" and isinstance(open_rows(source), JsonLines)
+    if is_json and every_row:
+        for place in range(len(samples)):
+            samples[place]
+
+
+def validation_sets(sets: Mapping[str, Sequence[SourceConfig]]) -> dict[str, SampleSet]:
+    """Name -> evaluation set: finite, with `len`, indices and slices, and `where(index)` for messages. A set of several
+    sources has them one behind the other.
+
+    Args:
+        sets: `derived.validation_sources(config)`.
+
+    Raises:
+        DataError: a source is missing, empty or cannot be read.
+    """
+    return {name: _evaluation_set(sources) for name, sources in sets.items()}
+
+
+def _need_one(sources: Sequence[SourceConfig]) -> None:
     if not sources:
         raise DataError(
             "no training data; call wrap.batches(samples), or select megatron_wrap.data dataset and set its key train"
         )
-    return open_source(sources[0])  # type: ignore[return-value]
 
 
-def first_training_samples(sources: Sequence[SourceConfig], mock_samples: int | None, count: int) -> list[Any]:
-    """The first `count` samples of the training set (or all, if fewer), without reading the rest of the files; empty if
-    there is no training set."""
-    if mock_samples is not None:
-        return list(NumberedSamples(mock_samples)[:count])
-    return [] if not sources else JsonLines(sources[0].path).head(count)
+def _mixture(
+    sources: Sequence[SourceConfig], parts: Sequence[SampleStream], seed: int, shuffle: bool, block: int
+) -> Mixture:
+    streaming = any(source.streaming for source in sources)
+    weights = [source.weight for source in sources if source.weight is not None]
+    lengths = [part.samples_per_epoch or 0 for part in parts]
+    if len(weights) == len(sources) and streaming:
+        counts, total = largest_remainders(weights, block), block
+    elif len(weights) == len(sources):
+        total = sum(lengths)
+        counts = [round(total * weight / sum(weights)) for weight in weights]
+    elif streaming:
+        raise DataError("a mixture with a streaming source needs a weight of each source")
+    else:
+        shares = zip(sources, lengths, strict=True)
+        counts = [source.samples or round((source.epochs or 1) * length) for source, length in shares]
+        total = sum(counts)
+    for source, count in zip(sources, counts, strict=True):
+        if count == 0:
+            unit = f"the {total} of shuffle_buffer" if streaming else f"the {total} of an epoch"
+            raise DataError(f"{source.name}: its share is less than one sample of {unit}; raise its share")
+    return Mixture(parts, counts, seed, shuffle, is_epoch=not streaming)
 
 
-def check_source(source: SourceConfig, every_row: bool) -> None:
-    """Open a source, and parse each of its lines where that needs no tokenizer and no conversion.
+def _head(source: SourceConfig, count: int, skip_bad: bool) -> list[Sample]:
+    """The first samples in the order of the files, without an index of the rest where the files allow it."""
+    in_order = source.streaming or (source.kind in ("file", "glob") and source.split is None)
+    rows = stream_rows(source) if in_order else StreamOfRows(open_rows(source))
+    found: list[Sample] = []
+    for where, row in rows.start_at(0):
+        try:
+            found.append(_sample(where, row, source))
+        except BadSample:
+            if not skip_bad:
+                raise
+        if len(found) == count:
+            break
+    return found
 
-    Raises:
-        DataError: it is missing, empty or cannot be read; with `every_row` also a malformed line of JSON lines.
-    """
-    JsonLines(source.path).check()
+
+def _sample(where: str, row: Any, source: SourceConfig) -> Sample:
+    if isinstance(row, BadSample):
+        raise row
+    try:
+        return to_sample(row, source)
+    except DataError as error:
+        raise BadSample(f"{where}: {error}") from error
 
 
-def validation_sets(sets: Mapping[str, Sequence[SourceConfig]]) -> dict[str, Sequence[Any]]:
-    """Name -> evaluation set: finite, with `len`, indices and slices, and `where(index)` for messages.
+def _first_of_stream(source: SourceConfig) -> Rows:
+    """The first `samples` rows of a streaming source, in memory."""
+    if source.samples is None:
+        raise DataError(f"{source.path}: streams, so it has no end; give samples, or delete streaming")
+    return _StreamedRows(list(islice(stream_rows(source).start_at(0), source.samples)))
 
-    Args:
-        sets: `derived.validation_sources(config)`.
-    """
-    return {name: open_source(sources[0]) for name, sources in sets.items()}  # type: ignore[misc]
+
+class _StreamedRows:
+    """Rows of a stream, kept with their places. See `Rows`."""
+
+    def __init__(self, rows: Sequence[tuple[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index][1]
+        if isinstance(row, BadSample):
+            raise row
+        return row
+
+    def where(self, index: int) -> str:
+        return self._rows[index][0]
+
+
+def _evaluation_set(sources: Sequence[SourceConfig]) -> SampleSet:
+    parts: list[Rows] = []
+    for source in sources:
+        samples = open_source(source)
+        parts.append(samples if source.samples is None else PartOfRows(samples, 0, source.samples))
+    return SampleSet(parts[0] if len(parts) == 1 else JoinedRows(parts))
