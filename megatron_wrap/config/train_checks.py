@@ -31,6 +31,7 @@ def _check_batches(config: RunConfig) -> None:
             f"global_batch_size {final} is not divisible by micro_batch_size {micro}; nearest legal sizes: "
             f"{neighbours(final, micro)}",
         )
+    _check_token_budgets(config)
     if train.rampup_batch_size is None:
         return
     # num_microbatches_calculator.py divides by the number of increments
@@ -47,6 +48,38 @@ def _check_batches(config: RunConfig) -> None:
         )
     if start % micro or increment % micro:
         refuse(config, key, f"start {start} and increment {increment} must be multiples of micro_batch_size {micro}")
+
+
+def _check_token_budgets(config: RunConfig) -> None:
+    train, budget, packing = config.train, config.train.max_tokens_per_micro_batch, config.flow.packing
+    if budget is not None and budget < train.seq_length:
+        refuse(
+            config,
+            ["train.max_tokens_per_micro_batch", "train.seq_length"],
+            f"max_tokens_per_micro_batch {budget} is less than seq_length {train.seq_length}, so a sample may not fit; "
+            f"set it to at least {train.seq_length}",
+        )
+    if budget is not None and not packing and config.parallel.pipeline_model_parallel_size > 1:
+        refuse(
+            config,
+            ["train.max_tokens_per_micro_batch", "parallel.pipeline_model_parallel_size"],
+            "a pipeline takes micro-batches of one shape, which max_tokens_per_micro_batch gives only with packing; "
+            "set megatron_wrap.flow.packing: true, or max_tokens_per_micro_batch: null",
+        )
+    if train.global_batch_tokens is not None and train.rampup_batch_size is not None:
+        refuse(
+            config,
+            ["train.global_batch_tokens", "train.rampup_batch_size"],
+            "rampup_batch_size counts samples, global_batch_tokens tokens; delete one",
+        )
+    per_sequence = "seq_aux_loss" in derived.load_balancing_coefficients(config.arch)
+    if packing and config.arch.num_experts is not None and per_sequence:
+        refuse(
+            config,
+            ["flow.packing", "arch.moe_router_load_balancing_type"],
+            "seq_aux_loss needs one sequence in each row; set packing: false, or the router's loss to aux_loss, "
+            "global_aux_loss or none",
+        )
 
 
 def _check_learning_rate(config: RunConfig) -> None:

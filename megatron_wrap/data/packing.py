@@ -161,7 +161,4 @@ def _exchange(assigned: list[list[int]], totals: list[float], costs: Sequence[fl
 def _check(lengths: Sequence[int], capacity: int) -> None:
     longest = max(lengths, default=0)
     if longest > capacity:
-        raise DataError(
-            f"a sample of {longest} tokens does not fit into a micro-batch of {capacity} tokens; set "
-            f"megatron_lm.train.common.max_tokens_per_micro_batch to at least {longest}, or truncate samples"
-        )
+        raise DataError(f"an item of {longest} tokens does not fit into a pack of {capacity}; make packs larger")

@@ -15,6 +15,7 @@ from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.sources import first_training_samples
+from megatron_wrap.engine.cut import batch_cut
 from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.optimizer import build_optimizer, build_scheduler
 from megatron_wrap.engine.reduce import MetricReduction
@@ -22,7 +23,7 @@ from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.samples import SampleSharing
 from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
@@ -68,6 +69,7 @@ def build_training_state(
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, hugging_face=hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks) if training else None
+    shape = model_shape(config, vocab_size)
     with_reference = training and config.models.reference is not None
     return TrainingState(
         config=config,
@@ -78,7 +80,8 @@ def build_training_state(
         chunks=chunks,
         optimizer=optimizer,
         scheduler=None if optimizer is None else build_scheduler(config, optimizer),
-        shape=model_shape(config, vocab_size),
+        shape=shape,
+        cut=batch_cut(config, parallel, shape, _group_size(model_config, parallel)),
         schedule=Schedule(
             parallel=parallel,
             device=platform.device,
@@ -90,6 +93,11 @@ def build_training_state(
         reduction=MetricReduction(flow, parallel, platform.device),
         reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
+
+
+def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
+    """The number of a replica's micro-batches must be a multiple of it."""
+    return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
 def seed_everything(seed: int, parallel: ParallelState) -> None:
@@ -141,6 +149,13 @@ def build_flow(
         tokenizer=tokenizer,
         gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
+    if config.flow.packing and not flow_class.supports_packing:
+        raise FlowError(
+            f"megatron_wrap.flow.packing is true, but {flow_class.__name__} does not declare that it supports packed "
+            "rows; sum over the tokens of each sequence with self.sum_per_sequence(per_token, loss_inputs) instead of "
+            "per_token.sum(dim=1), set supports_packing = True in the class, and run megatron-wrap check-parity with "
+            "the layout packed; or set packing: false"
+        )
     return flow_class(decode_flow_config(flow_class, config), context)
 
 

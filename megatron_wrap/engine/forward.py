@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.loss import NormalizedLoss
-from megatron_wrap.engine.micro_batch import MicroBatch, collate_share
+from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.engine.reference import with_reference_outputs
 from megatron_wrap.engine.schedule import LossFunction
 from megatron_wrap.engine.state import TrainingState
@@ -43,7 +44,7 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     sums, parallel, train = MetricSums(state.platform.device), state.parallel, state.config.train
     with evaluation_mode(state):
         for start, batch in _batches(samples, train.global_batch_size):
-            micro_batches = collate_share(state.flow, batch, start, train.seed, parallel.dp)
+            micro_batches = prepare_batch(state.flow, batch, state.cut, train.seed + start, parallel.dp)
             step_weights = dict.fromkeys(micro_batches[0].weights, 1.0)
             loss = NormalizedLoss(
                 state.flow, parallel.cp.size, parallel.dp.size, step_weights, len(micro_batches), sums
@@ -65,7 +66,7 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     results: list[dict[str, Tensor]] = []
     with evaluation_mode(state):
         for start, batch in _batches(samples, train.global_batch_size):
-            micro_batches = collate_share(state.flow, batch, start, train.seed, parallel.dp)
+            micro_batches = prepare_batch(state.flow, batch, state.cut.fixed(), train.seed + start, parallel.dp)
             stored = _forward(state, micro_batches, partial(_outputs, state.flow, parallel.cp.group))
             rows = [row for micro_batch_rows in stored for row in micro_batch_rows]
             results += in_order(rows, len(batch), state.flow.micro_batch_size, parallel)
@@ -86,7 +87,7 @@ def _forward(
     interleaved = len(state.chunks) > 1
     group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
     stored = []
-    for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_samples):
+    for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_rows):
         equal = list(same_size)
         equal += [replace(equal[-1], counted=False)] * (-len(equal) % group_size)
         local = state.schedule.localize(equal, state.extra_padding)

@@ -1,27 +1,22 @@
-"""The path of a micro-batch from the flow to the model: collate, count, pad, split, copy to the device."""
+"""A micro-batch of this replica: collation by the flow, and the sums over all micro-batches of a step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.samples import micro_batch_samples
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.collated import check_terms, checked_fields, common_width, loss_weights, sequence_lengths
-from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import all_reduce_values
-from megatron_wrap.parallel.state import Axis, ParallelState
-
-PADDING_MASK = "padding_mask"
-"""Input of an MoE model: bool [B, S], True on padding, which the routers exclude from their losses."""
+from megatron_wrap.parallel.state import Axis
 
 
 @dataclass(frozen=True)
@@ -35,9 +30,11 @@ class MicroBatch:
     num_samples: int
     """Number of samples it was collated from."""
     lengths: Tensor
-    """[B], tokens of each sequence without padding; a flow may collate several sequences from one sample."""
+    """[N], tokens of each sequence without padding; a flow may collate several sequences from one sample."""
     width: int
     """Sequence length of the collated tensors."""
+    segments: tuple[int, ...] = ()
+    """Tokens of each sequence with its padding, if all sequences are in one row; () if each has its own."""
     seqdims: Mapping[str, int] = field(default_factory=dict)
     """Field -> its sequence dimension."""
     pad_values: Mapping[str, float] = field(default_factory=dict)
@@ -50,9 +47,9 @@ class MicroBatch:
     """False if the flow's `get_loss_weight` returns None; the micro-batch then has the default weight 1."""
 
     @property
-    def num_sequences(self) -> int:
+    def num_rows(self) -> int:
         """Batch dimension B of the collated tensors."""
-        return self.lengths.shape[0]
+        return 1 if self.segments else self.lengths.shape[0]
 
 
 @contextmanager
@@ -119,28 +116,6 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
     )
 
 
-def collate_share(
-    flow: MegatronWrapTrainingFlowBase, batch: Sequence[Any], first_sample: int, seed: int, dp: Axis
-) -> list[MicroBatch]:
-    """This replica's micro-batches of a global batch.
-
-    If a short batch gives this replica fewer micro-batches than others, a filler is appended, which is not counted.
-
-    Args:
-        first_sample: index of the batch's first sample in the run; with `seed` it seeds the flow's random choices.
-    """
-    size = flow.micro_batch_size
-    micro_batches = [
-        collate(flow, samples, seed=seed + first_sample + start)
-        for start, samples in micro_batch_samples(batch, size, dp.rank, dp.size)
-    ]
-    rounds = -(-len(batch) // (size * dp.size))
-    if len(micro_batches) < rounds:
-        filler = collate(flow, batch[:1], seed=seed)
-        micro_batches.append(replace(filler, counted=False))
-    return micro_batches
-
-
 def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> None:
     """Collate the first two micro-batches of `samples` (fewer if there are fewer samples) and discard them, so that a
     flow that breaks its contract fails before the model is built. Takes milliseconds; no communication.
@@ -149,7 +124,8 @@ def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: i
         FlowError: the flow breaks its contract. DataError: a sample is wrong.
     """
     size = flow.micro_batch_size
-    tried = [collate(flow, samples[start : start + size], seed + start) for start in (0, size) if samples[start:]]
+    prepared = [flow.prepare_sample(sample) for sample in samples[: 2 * size]]
+    tried = [collate(flow, prepared[start : start + size], seed + start) for start in (0, size) if prepared[start:]]
     if tried:
         check_terms(flow, [micro_batch.weights for micro_batch in tried])
 
@@ -177,7 +153,7 @@ def count_step(
     """Sum the weights and tokens of the step over replicas, in one all-reduce. Collective.
 
     Args:
-        micro_batches: of this replica, from `collate_share`.
+        micro_batches: of this replica, from `prepare_batch`.
     """
     terms = check_terms(flow, [micro_batch.weights for micro_batch in micro_batches])
     counted = [micro_batch for micro_batch in micro_batches if micro_batch.counted]
@@ -186,45 +162,3 @@ def count_step(
     numbers.append(sum(float((micro_batch.lengths.double() ** 2).sum()) for micro_batch in counted))
     *weights, tokens, squares = all_reduce_values(numbers, dp.group, device)
     return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)
-
-
-def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) -> int:
-    """A sequence length in tokens, rounded up to a multiple of the layout's divisor."""
-    divisor = context.sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel)
-    return -(-length // divisor) * divisor
-
-
-def localize(
-    micro_batch: MicroBatch, width: int, cp: Axis, device: torch.device, with_padding_mask: bool = False
-) -> MicroBatch:
-    """Pad to `width`, take this context-parallel rank's shard and copy it to the device asynchronously.
-
-    Args:
-        with_padding_mask: add PADDING_MASK to the model's inputs.
-    """
-    seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
-
-    def local(name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        if name in seqdims:
-            tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
-            tensor = context.split(tensor, seqdims[name], cp.size, cp.rank)
-        return on_device(tensor)
-
-    def on_device(tensor: Tensor) -> Tensor:
-        if device.type == "cuda":
-            tensor = tensor.contiguous().pin_memory()
-        return tensor.to(device, non_blocking=True)
-
-    loss_inputs = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
-    model_inputs = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
-    if with_padding_mask:
-        mask = torch.arange(width)[None] >= micro_batch.lengths[:, None]
-        model_inputs[PADDING_MASK] = on_device(context.split(mask, 1, cp.size, cp.rank))
-    return replace(
-        micro_batch,
-        padded_width=width,
-        model_inputs=model_inputs,
-        loss_inputs={name: tensor for name, tensor in loss_inputs.items() if tensor is not None},
-    )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.micro_batch import PADDING_MASK, MicroBatch, localize, padded_width
+from megatron_wrap.engine.localize import PADDING_MASK, localize, padded_width
+from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.parallel.state import ParallelState
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
@@ -54,7 +55,7 @@ class Schedule:
 
         Args:
             chunks: this process's model chunks.
-            local: from `localize`; all with the same number of sequences.
+            local: from `localize`; all with the same number of rows if there are several pipeline stages.
 
         Returns:
             On the last pipeline stage, the third value that `loss_function` returned for each micro-batch; an empty
@@ -83,7 +84,7 @@ class Schedule:
             model=chunks if interleaved else chunks[0],
             num_microbatches=len(local),
             seq_length=width,
-            micro_batch_size=local[0].num_sequences,
+            micro_batch_size=local[0].num_rows,
             decoder_seq_length=width,
             forward_only=forward_only,
         )

@@ -15,10 +15,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_wrap.ops.packed import PackedSequences, rotary_by_position
+
 
 class BatchFirstGPTModel(GPTModel):
-    """A GPTModel, unchanged with labels. With an inference context it returns the logits of the last position only,
-    [B, 1, V/tp]."""
+    """A GPTModel, unchanged with labels. Rotary embeddings restart with each sequence of a packed row. With an
+    inference context it returns the logits of the last position only, [B, 1, V/tp]."""
+
+    def _preprocess(self, *arguments: Any, packed_seq_params: PackedSequences | None = None, **named: Any) -> Any:
+        rotary = getattr(self, "rotary_pos_emb", None)
+        with rotary_by_position(rotary, packed_seq_params):
+            return super()._preprocess(*arguments, packed_seq_params=packed_seq_params, **named)
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **inputs: Any) -> Tensor:
         if inputs.get("inference_context") is not None:

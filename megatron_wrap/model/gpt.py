@@ -79,8 +79,10 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
     if request.transformer_engine:
         layer = versions.te_layer_spec(**arguments)
-        if not _can_use_attention_of_transformer_engine(request.config):
-            layer.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+        core_attention: type = TorchCoreAttention
+        if _can_use_attention_of_transformer_engine(request.config):
+            from megatron_wrap.ops.packed_te import PackedDotProductAttention as core_attention
+        layer.submodules.self_attention.submodules.core_attention = core_attention
     else:
         layer = versions.local_layer_spec(
             norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from megatron_wrap.ops.packed import PackedSequences, rotary_by_position
+
 
 class LatentAttention(MLASelfAttention):
     """Uses the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm before the query
@@ -18,6 +20,21 @@ class LatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Query, key and value [s, b, heads, d] also for a packed row, which Megatron-Core would make [t, heads, d]."""
+        with rotary_by_position(self.rotary_pos_emb, packed_seq_params):
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, None, *arguments, **named
+            )
 
 
 class LocalLatentAttention(LatentAttention):

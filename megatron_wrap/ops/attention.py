@@ -27,8 +27,9 @@ from megatron_wrap.errors import LayoutError, PlatformError
 from megatron_wrap.parallel.context import chunks_of, merge
 
 if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_wrap.ops.packed import PackedSequences
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 # Minimum queries per block under a sliding window: smaller blocks waste less compute but launch more kernels.
@@ -289,22 +290,21 @@ class TorchCoreAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """Attention of this rank's query heads.
 
         Args:
-            query: [s, b, heads, d], or [t, heads, d] for packed sequences. All tensors are local to the tensor- and
+            query: [s, b, heads, d]; [t, 1, heads, d] for a packed row. All tensors are local to the tensor- and
                 context-parallel rank.
-            key: [s_k, b, groups, d] or [t, groups, d].
-            value: [s_k, b, groups, d_v] or [t, groups, d_v].
+            key: [s_k, b, groups, d].
+            value: [s_k, b, groups, d_v].
             attention_mask: bool, broadcastable to [b, 1, s, s_k], True = masked (Megatron-Core's convention), in
                 addition to the mask type; None with a causal type is fastest.
-            packed_seq_params: with `qkv_format` "thd", `cu_seqlens_q` (or `cu_seqlens_q_padded`) has the cumulative
-                global lengths of the documents, which cover all tokens.
+            packed_seq_params: the sequences of a packed row, which cover all tokens; None: one sequence in each row.
 
         Returns:
-            [s, b, heads * d_v], or [t, heads * d_v].
+            [s, b, heads * d_v].
 
         Raises:
             PlatformError: an attention bias, or an explicit mask with packed sequences or context parallelism.
@@ -319,14 +319,13 @@ class TorchCoreAttention(MegatronModule):
             padding = self.is_padding[:, None, None, : key.shape[0]]
             mask = padding if mask is None else mask | padding
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
-        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        if (cp_size > 1 or packed) and mask is not None:
+        if (cp_size > 1 or packed_seq_params is not None) and mask is not None:
             raise PlatformError(
                 f"packed sequences and context_parallel_size={cp_size} do not support an explicit attention_mask; pass "
                 "None (causal attention and documents need no mask) or set context_parallel_size to 1"
             )
         with self._random_state():
-            if packed_seq_params is not None and packed:
+            if packed_seq_params is not None:
                 output = self._packed(query, key, value, packed_seq_params, causal, cp_size)
             else:
                 output = self._over_context(query, key, value, [query.shape[0] * cp_size], causal, cp_size, mask)
@@ -378,22 +377,34 @@ class TorchCoreAttention(MegatronModule):
         )
 
     def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: PackedSeqParams, causal: bool, cp_size: int
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, causal: bool, cp_size: int
     ) -> Tensor:
-        padded = documents.cu_seqlens_q_padded
-        cu_seqlens = documents.cu_seqlens_q if padded is None else padded
+        """Attention within each sequence of a packed row; arguments and result as in `attend` with b = 1."""
         kernel = _packed_kernel()
-        fast = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] == value.shape[-1]
+        half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         has_dropout = self.dropout > 0.0 and self.training
-        if kernel is not None and fast and cp_size == 1 and not has_dropout and documents.max_seqlen_q is not None:
-            left, right = self.window or (-1, -1)
-            longest = int(documents.max_seqlen_q)
-            return kernel(
-                *(query, key, value, cu_seqlens, cu_seqlens, longest, longest),
-                scale=self.scale,
-                window_size=(left, 0 if causal else right),
-            )
-        # Where the kernel does not apply, for example on the CPU. Reading the lengths synchronizes with a GPU.
-        lengths = [length for length in cu_seqlens.diff().tolist() if length]
-        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        return self._over_context(query, key, value, lengths, causal, cp_size).squeeze(1)
+        if kernel is None or not half_precision or has_dropout or not causal:
+            # one sequence at a time; the lengths are known on the host
+            return self._over_context(query, key, value, packed.lengths, causal, cp_size)
+        width = value.shape[-1]
+        value = F.pad(value, (0, query.shape[-1] - width))  # the kernel needs heads of one size
+        left = -1 if self.window is None else self.window[0]
+        attend_packed = functools.partial(kernel, scale=self.scale, window_size=(left, 0))
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        if cp_size == 1:
+            cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            output = attend_packed(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
+        else:
+            both = self._gather(torch.cat((key, value), dim=-1))
+            outputs = []
+            for half in packed.halves:
+                keys, values = both.index_select(0, half.keys).split((key.shape[-1], value.shape[-1]), dim=-1)
+                outputs.append(
+                    attend_packed(
+                        query.index_select(0, half.queries),
+                        *(keys.contiguous(), values.contiguous()),
+                        *(half.cu_seqlens_q, half.cu_seqlens_k, half.longest_q, half.longest_k),
+                    )
+                )
+            output = torch.cat(outputs).index_select(0, packed.order)
+        return output[..., :width].unsqueeze(1)

@@ -9,6 +9,7 @@ The functions are plain tensor operations on any device and need no process grou
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,29 @@ def positions(seq_length: int, cp_size: int, cp_rank: int, device: torch.device 
     """
     _check(seq_length, cp_size, cp_rank)
     return split(torch.arange(seq_length, device=device), 0, cp_size, cp_rank)
+
+
+def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Places of one rank's tokens in a row of several sequences, each of which is split over the ranks on its own.
+
+    Args:
+        lengths: of the sequences in the row, in tokens.
+
+    Returns:
+        int64 [sum(lengths) / cp_size], in the rank's local order: sequence by sequence.
+
+    Raises:
+        LayoutError: a length is not a multiple of 2 * cp_size.
+    """
+    for length in lengths:
+        _check(length, cp_size, cp_rank)
+    if cp_size == 1:
+        return torch.arange(sum(lengths))
+    chunk = np.repeat(np.asarray(lengths, dtype=np.int64) // (2 * cp_size), 2)  # of each local chunk
+    numbers = np.tile(np.asarray(chunks_of(cp_size, cp_rank), dtype=np.int64), len(lengths))
+    starts = np.repeat(np.cumsum(lengths) - np.asarray(lengths, dtype=np.int64), 2) + numbers * chunk
+    within = np.arange(chunk.sum()) - np.repeat(np.cumsum(chunk) - chunk, chunk)
+    return torch.from_numpy(np.repeat(starts, chunk) + within)
 
 
 def split(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:

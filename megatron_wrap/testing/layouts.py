@@ -19,6 +19,14 @@ _SIZES = {
     "vpp": f"{PARALLEL}.virtual_pipeline_model_parallel_size",
     "etp": f"{PARALLEL}.expert_tensor_parallel_size",
 }
+_SWITCHES = {
+    "sp": "sequence_parallel",
+    "dopt": "distributed_optimizer",
+    "padded": "extra_padding",
+    "packed": "packing",
+    "token_budget": "token_budget",
+}
+"""Part of a layout's name -> field of `LayoutCase`."""
 _UNUSED_SIZES = {"vpp": 1, "etp": 0}
 """Axis -> the size with which the layout does not use it; its key is then null."""
 
@@ -38,8 +46,13 @@ DEFAULT_LAYOUTS = (
     "pp2-dp2",
     "cp2-dp2",
     "pp2-cp2",
+    "packed",
+    "packed-tp2-sp-cp2",
+    "packed-pp2-vpp2",
+    "token-budget-dp2",
 )
-"""Layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size, more padding."""
+"""Layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size, more padding,
+packed rows, micro-batches by a budget of tokens."""
 
 EXPERT_LAYOUTS = ("ep2", "ep2-dopt", "cp2-ep2", "tp2-sp-ep2-etp1", "tp2-sp-ep2", "pp2-ep2", "ep4")
 """Further layouts for an MoE model."""
@@ -71,14 +84,18 @@ class LayoutCase:
     micro_batch_size: int | None = None
     """None: the reference's."""
     extra_padding: bool = False
+    packing: bool = False
+    """All sequences of a micro-batch in one row."""
+    token_budget: bool = False
+    """Micro-batches of up to twice seq_length tokens."""
 
     @property
     def processes(self) -> int:
         """Number of processes of the layout."""
         return self.tp * self.pp * self.cp * self.dp
 
-    def overrides(self) -> tuple[str, ...]:
-        """The layout as overrides of a configuration."""
+    def overrides(self, seq_length: int) -> tuple[str, ...]:
+        """The layout as overrides of a configuration with this `seq_length`."""
         values = [f"{PARALLEL}.sequence_parallel={str(self.sequence_parallel).lower()}"]
         for axis, path in _SIZES.items():
             size = getattr(self, axis)
@@ -88,29 +105,33 @@ class LayoutCase:
         )
         if self.micro_batch_size is not None:
             values.append(f"megatron_lm.train.common.micro_batch_size={self.micro_batch_size}")
+        if self.packing:
+            values.append("megatron_wrap.flow.packing=true")
+        if self.token_budget:
+            values.append(f"megatron_lm.train.common.max_tokens_per_micro_batch={2 * seq_length}")
         return tuple(values)
 
 
 def parse_layout(name: str) -> LayoutCase:
     """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `epN` (expert parallelism;
     data-parallel processes are added as needed), `etpN` (tensor parallelism of the experts), `sp` (sequence
-    parallelism), `dopt` (distributed optimizer), `mbsN` (micro-batch size) or `padded` (more padding).
+    parallelism), `dopt` (distributed optimizer), `mbsN` (micro-batch size), `padded` (more padding), `packed` (all
+    sequences of a micro-batch in one row) or `token-budget` (micro-batches by number of tokens).
 
     Raises:
         ConfigError: a part is unknown.
     """
     fields: dict[str, int | bool] = {}
-    for part in name.split("-"):
+    for part in name.replace("token-budget", "token_budget").split("-"):
         match = re.fullmatch(r"(tp|pp|cp|dp|ep|vpp|etp|mbs)([1-9]\d*)", part)
         if match:
             fields["micro_batch_size" if match[1] == "mbs" else match[1]] = int(match[2])
-        elif part in ("sp", "dopt", "padded"):
-            key = {"sp": "sequence_parallel", "dopt": "distributed_optimizer", "padded": "extra_padding"}[part]
-            fields[key] = True
+        elif part in _SWITCHES:
+            fields[_SWITCHES[part]] = True
         else:
             raise ConfigError(
                 f"layout {name!r}: {part!r} is unknown; use parts such as tp2, sp, pp2, vpp2, cp2, dp2, ep2, dopt, "
-                "mbs1 or padded, joined by '-'"
+                "mbs1, padded, packed or token-budget, joined by '-'"
             )
     case = LayoutCase(name, **fields)  # type: ignore[arg-type]
     expert_processes = case.ep * (case.etp or case.tp) * case.pp if case.ep > 1 else 1
@@ -121,7 +142,12 @@ def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
     """Why a correct MoE model may differ between this layout and one process; empty if it must agree."""
     if arch.num_experts is None:
         return ""
-    losses = derived.load_balancing_coefficients(arch).keys() - {"seq_aux_loss"}
+    losses = set(derived.load_balancing_coefficients(arch))
+    if case.packing or case.token_budget:
+        kinds = sorted(losses | ({"z_loss"} if arch.moe_z_loss_coeff else set()))
+        if kinds:
+            return f"{kinds[0]} of the routers is a mean over micro-batches, so it depends on how the batch is cut"
+    losses -= {"seq_aux_loss"}
     if case.micro_batch_size is not None and (losses or arch.moe_z_loss_coeff):
         kind = min(losses) if losses else "z_loss"
         return f"{kind} of the routers is computed for each micro-batch, so it depends on the micro-batch size"

@@ -18,6 +18,7 @@ from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
+from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.testing.comparison import (
     DETERMINISM_TOLERANCE,
     EXPERTS_TOLERANCE,
@@ -84,7 +85,11 @@ def check_parity(
             notes, broken = _check_reference(reference, again)
             rows = [broken] if broken else []
             rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
-            comparison = _Comparison(config, base, taken, steps, reference, rounded, pools)
+            supports_packing = MegatronWrapFlowEntry.get_flow_class(reference_config.flow.flow_key).supports_packing
+            seq_length = reference_config.train.seq_length
+            comparison = _Comparison(
+                config, base, taken, steps, reference, rounded, pools, seq_length, supports_packing
+            )
             for case in map(parse_layout, [] if broken else layouts or default_layouts(reference_config.arch)):
                 rows.append(comparison.verdict(case, max_processes))
     return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
@@ -108,6 +113,8 @@ class _Comparison:
     rounded: CaseResult
     """The reference with noise on the model's outputs."""
     pools: Pools
+    seq_length: int
+    supports_packing: bool
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
@@ -141,8 +148,14 @@ class _Comparison:
                 "the flow returns (loss, metrics), a mean over the micro-batch, which depends on the micro-batch size; "
                 "return LossOutput to make the loss independent of it"
             )
+        if case.packing and not self.supports_packing:
+            return left_out("the flow does not declare supports_packing")
+        if self.reference.seen.two_values and (case.packing or case.token_budget):
+            return left_out(
+                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is cut"
+            )
         try:
-            config = read_run(self.config, [*self.base, *case.overrides()])
+            config = read_run(self.config, [*self.base, *case.overrides(self.seq_length)])
             check_run(config)
             check_layout(config, case.processes)
         except MegatronWrapError as error:

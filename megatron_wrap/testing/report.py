@@ -48,19 +48,20 @@ class ParityReport:
         """The report as a table for the console."""
         where = "" if self.platform == "cpu" else f", on {self.platform}"
         lines = [f"parity of {self.flow} with one process{where}", ""]
-        lines.append(f"{'layout':<14} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}")
+        width = max([14, *(len(row.layout) for row in self.rows)])
+        lines.append(f"{'layout':<{width}} {'ranks':>5}  {'objective':>9}  {'metrics':>9}  {'gradients':>9}")
         for row in self.rows:
             mark = {True: "agrees", False: "DISAGREES", None: "left out"}[row.agrees]
             numbers = [row.objective_difference, row.metric_difference, row.gradient_difference]
             shown = "  ".join(f"{'-' if math.isnan(number) else format(number, '.1e'):>9}" for number in numbers)
             routers = "" if math.isnan(row.router_loss_difference) else f"; routers' {row.router_loss_difference:.1e}"
-            lines.append(f"{row.layout:<14} {row.processes:>5}  {shown}  {mark}{routers}")
+            lines.append(f"{row.layout:<{width}} {row.processes:>5}  {shown}  {mark}{routers}")
             if row.agrees is False and row.worst_parameter:
-                lines.append(f"{'':>14} worst: {row.worst_parameter}; gradient ratio {row.gradient_ratio:.6g}")
+                lines.append(f"{'':>{width}} worst: {row.worst_parameter}; gradient ratio {row.gradient_ratio:.6g}")
             if row.worst_metric:
-                lines.append(f"{'':>14} metric {row.worst_metric}")
+                lines.append(f"{'':>{width}} metric {row.worst_metric}")
             if row.note:
-                lines.append(f"{'':>14} {row.note}")
+                lines.append(f"{'':>{width}} {row.note}")
         lines += ["", *self.notes] if self.notes else []
         ran = [row for row in self.rows if row.agrees is not None]
         right = sum(bool(row.agrees) for row in ran)

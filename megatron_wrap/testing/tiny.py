@@ -32,6 +32,8 @@ def check_overrides(
             "eval_interval": "null",
             "sample_prompts": "null",
             "check_for_nan_in_loss_and_grad": "false",  # the check reports nan itself
+            "max_tokens_per_micro_batch": "null",
+            "global_batch_tokens": "null",
         }.items()
     ]
     values += [
@@ -47,8 +49,10 @@ def check_overrides(
         "megatron_lm.model.arch.transformer_impl=torch",
         "megatron_lm.model.parallel.num_layers_per_virtual_pipeline_stage=null",
         *(f"megatron_lm.model.parallel.decoder_{end}_pipeline_num_layers=null" for end in ("first", "last")),
-        *LayoutCase("one process").overrides(),
+        *LayoutCase("one process").overrides(seq_length=0),
     ]
+    if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
+        overrides = [*overrides, "megatron_wrap.flow.packing=false"]
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:

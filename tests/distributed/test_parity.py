@@ -115,7 +115,7 @@ def test_the_command_exits_with_1_for_a_wrong_flow_and_2_for_a_missing_one(tmp_p
 def test_layout_names():
     case = parse_layout("tp2-sp-pp2-vpp2")
     assert case.processes == 4
-    assert "megatron_lm.model.parallel.sequence_parallel=true" in case.overrides()
+    assert "megatron_lm.model.parallel.sequence_parallel=true" in case.overrides(seq_length=48)
 
 
 MIXTRAL = ("megatron_lm.model.arch.__select__=tiny-mixtral",)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.micro_batch import collate, localize, padded_width, try_flow
+from megatron_wrap.engine.localize import localize, padded_width
+from megatron_wrap.engine.micro_batch import collate, try_flow
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.parallel.state import Axis, ParallelState

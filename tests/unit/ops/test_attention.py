@@ -2,22 +2,23 @@
 process."""
 
 import functools
+from itertools import chain
 
 import pytest
 import torch
 
 from megatron_wrap.errors import LayoutError, PlatformError
-from megatron_wrap.parallel.context import merge, split
+from megatron_wrap.parallel.context import merge, packed_positions, split
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()
 
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_wrap.ops import attention  # noqa: E402
 from megatron_wrap.ops.attention import TorchCoreAttention, attend, attend_over_context  # noqa: E402
+from megatron_wrap.ops.packed import PackedSequences  # noqa: E402
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -242,19 +243,38 @@ def test_module_with_packed_documents(mask_type):
     document = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 1, 10]))
     masked = document[:, None] != document
     masked = masked | outside(20) if mask_type == AttnMaskType.causal else masked
-    cu_seqlens = torch.tensor([0, 9, 10, 20, 20], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=10, max_seqlen_kv=10
-    )
-    thd = [tensor.squeeze(1) for tensor in inputs]
-    ours = module(mask_type)(*thd, None, attn_mask_type=mask_type, packed_seq_params=packed)
-    assert ours.shape == (20, 32)
-    assert_same(ours, reference_attention(*inputs, masked, 8**-0.5).flatten(2).squeeze(1), inputs)
-    packed.cu_seqlens_q = torch.tensor([0, 9, 16], dtype=torch.int32)
+    packed = PackedSequences.of((9, 1, 10), 1, 0, lambda tensor: tensor)
+    assert packed.cu_seqlens_q.tolist() == [0, 9, 10, 20]
+    assert packed.positions.tolist() == [*range(9), 0, *range(10)]
+    ours = module(mask_type)(*inputs, None, attn_mask_type=mask_type, packed_seq_params=packed)
+    assert ours.shape == (20, 1, 32)
+    assert_same(ours, reference_attention(*inputs, masked, 8**-0.5).flatten(2), inputs)
     with pytest.raises(LayoutError, match=r"lengths \[9, 7\] .* 20 tokens"):
-        module(mask_type)(*thd, None, packed_seq_params=packed)
+        module(mask_type)(*inputs, None, packed_seq_params=PackedSequences.of((9, 7), 1, 0, lambda tensor: tensor))
     with pytest.raises(PlatformError, match="attention_mask; pass None"):
-        module()(*thd, masked, packed_seq_params=packed)
+        module()(*inputs, masked, packed_seq_params=packed)
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1, 2])
+def test_the_halves_of_a_packed_row_are_its_queries_and_the_keys_before_them(cp_rank):
+    """Against the definition, on the places of tokens: rank r has chunks r and 2 * cp - 1 - r of each sequence."""
+    lengths, starts = (12, 6, 24), (0, 12, 18)
+    packed = PackedSequences.of(lengths, 3, cp_rank, lambda tensor: tensor)
+    rows = [packed_positions(lengths, 3, rank) for rank in range(3)]
+    own, everywhere = rows[cp_rank], torch.cat(rows)
+    queries = []
+    for half, number in zip(packed.halves, (cp_rank, 5 - cp_rank), strict=True):
+        chunks = [length // 6 for length in lengths]
+        ends = [start + (number + 1) * chunk for start, chunk in zip(starts, chunks, strict=True)]
+        expected = [range(end - chunk, end) for end, chunk in zip(ends, chunks, strict=True)]
+        before = [range(start, end) for start, end in zip(starts, ends, strict=True)]
+        assert own[half.queries].tolist() == list(chain(*expected))
+        assert everywhere[half.keys].tolist() == list(chain(*before))
+        assert half.cu_seqlens_q.diff().tolist() == chunks
+        assert half.cu_seqlens_k.diff().tolist() == [(number + 1) * chunk for chunk in chunks]
+        assert (half.longest_q, half.longest_k) == (4, (number + 1) * 4)
+        queries.append(own[half.queries])
+    assert torch.equal(torch.cat(queries)[packed.order], own)
 
 
 def test_dropout_is_applied_in_training_only():

@@ -1,0 +1,180 @@
+"""Cutting a global batch into the micro-batches of each replica: by number of samples, or by a budget of tokens with
+equal work on all replicas; sequences padded to equal length, or packed in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.data.packing import assign_evenly, even_packs, fewest_packs, split_packs
+from megatron_wrap.engine.micro_batch import MicroBatch, collate
+from megatron_wrap.engine.packed import pack, padded_length
+from megatron_wrap.engine.samples import micro_batch_samples
+from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.metrics.throughput import ModelShape, training_flops
+from megatron_wrap.parallel.context import sequence_divisor
+from megatron_wrap.parallel.state import Axis, ParallelState
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """How a batch is cut. The objective does not depend on it, because the loss is normalized over the whole step."""
+
+    capacity: int | None = None
+    """Tokens of a micro-batch, padding included; None: the flow's `micro_batch_size` samples."""
+    grows: bool = False
+    """A sample larger than the capacity is a micro-batch of its own, instead of an error."""
+    packing: bool = False
+    """All sequences of a micro-batch in one row."""
+    multiple: int = 1
+    """Each sequence is padded to a multiple of it."""
+    rounds: int = 1
+    """The number of a replica's micro-batches is a multiple of it, for an interleaved pipeline."""
+    token_cost: float = 1.0
+    """FLOPs of one token, without attention to others."""
+    square_cost: float = 0.0
+    """FLOPs of attention, divided by the squared length of a sequence."""
+
+    def fixed(self) -> BatchCut:
+        """The cut by number of samples, without packing."""
+        return BatchCut(rounds=self.rounds)
+
+    def places(self, lengths: Sequence[Sequence[int]], replicas: int) -> list[list[list[int]]]:
+        """The samples of each micro-batch of each replica, if there is a `capacity`. Every replica has the same number
+        of micro-batches; an empty one has no samples left for it.
+
+        Args:
+            lengths: for each sample, the tokens of each of its sequences.
+        """
+        sizes = [self._size(one) for one in lengths]
+        capacity = self._capacity(sizes)
+        costs = [self._cost(one) for one in lengths]
+        packs = self.packs(lengths)
+        multiple = replicas * self.rounds
+        count = -(-len(packs) // multiple) * multiple
+        even = even_packs(sizes, costs, capacity, count) if self.packing else None
+        packs = even or split_packs(packs, costs, count)
+        packs += [[] for _ in range(count - len(packs))]
+        shares = assign_evenly([sum(costs[item] for item in pack) for pack in packs], replicas)
+        return [[packs[place] for place in share] for share in shares]
+
+    def packs(self, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The samples of each micro-batch, as few as the `capacity` allows; for arguments and errors see `places`."""
+        sizes = [self._size(one) for one in lengths]
+        capacity = self._capacity(sizes)
+        return fewest_packs(sizes, capacity) if self.packing else self._rows_of_similar_length(lengths, capacity)
+
+    def _capacity(self, sizes: Sequence[int]) -> int:
+        assert self.capacity is not None
+        largest = max(sizes)
+        if largest > self.capacity and not self.grows:
+            raise DataError(
+                f"a sample of {largest} tokens, padding included, exceeds "
+                f"megatron_lm.train.common.max_tokens_per_micro_batch {self.capacity}; set it to at least {largest}, "
+                "or truncate samples"
+            )
+        return max(largest, self.capacity)
+
+    def _size(self, lengths: Sequence[int]) -> int:
+        """Tokens that a sample takes: its sequences one after the other, or each in a row of the longest's width."""
+        if self.packing:
+            return sum(padded_length(length, self.multiple) for length in lengths)
+        return len(lengths) * padded_length(max(lengths), self.multiple)
+
+    def _cost(self, lengths: Sequence[int]) -> float:
+        """FLOPs of a sample; without packing, those of its padding, too."""
+        if not self.packing:
+            lengths = [max(lengths)] * len(lengths)
+        return self.token_cost * sum(lengths) + self.square_cost * sum(length * length for length in lengths)
+
+    def _rows_of_similar_length(self, lengths: Sequence[Sequence[int]], capacity: int) -> list[list[int]]:
+        """Samples in the order of their lengths, as many together as fit with the padding to the longest one."""
+        packs: list[list[int]] = []
+        rows = width = 0
+        for item in sorted(range(len(lengths)), key=lambda item: (-max(lengths[item]), item)):
+            if not packs or (rows + len(lengths[item])) * width > capacity:
+                packs.append([])
+                rows, width = 0, padded_length(max(lengths[item]), self.multiple)
+            packs[-1].append(item)
+            rows += len(lengths[item])
+        return [sorted(group) for group in packs]
+
+
+def batch_cut(config: RunConfig, parallel: ParallelState, shape: ModelShape, rounds: int) -> BatchCut:
+    """How the run's batches are cut.
+
+    Args:
+        shape: determines which samples are equal work.
+        rounds: the number of a replica's micro-batches must be a multiple of it.
+    """
+    train, packing = config.train, config.flow.packing
+    row = train.micro_batch_size * train.seq_length if packing else None
+    sequence_parallel = derived.sequence_parallel(config.parallel) and not packing
+    linear = training_flops(shape, 1.0, 0.0)
+    return BatchCut(
+        capacity=row if train.max_tokens_per_micro_batch is None else train.max_tokens_per_micro_batch,
+        grows=train.max_tokens_per_micro_batch is None,
+        packing=packing,
+        multiple=sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel),
+        rounds=rounds,
+        token_cost=linear,
+        square_cost=training_flops(shape, 0.0, 1.0),
+    )
+
+
+def prepare_batch(
+    flow: MegatronWrapTrainingFlowBase,
+    batch: Sequence[Any],
+    cut: BatchCut,
+    seed: int,
+    dp: Axis,
+    prepare: Callable[[Any], Any] | None = None,
+) -> list[MicroBatch]:
+    """This replica's micro-batches of a global batch: samples prepared and collated, loss weights and tokens counted,
+    sequences packed. No communication: every process computes the same cut.
+
+    If this replica has no samples for one of its micro-batches, it gets a filler, which is not counted.
+
+    Args:
+        seed: for the flow's random choices: the run's seed plus the index of the batch's first sample in the run.
+        prepare: returns the prepared sample of an item of `batch`; default: the flow's `prepare_sample`.
+    """
+    prepare = flow.prepare_sample if prepare is None else prepare
+    if cut.capacity is None:
+        own = [
+            (start, [prepare(sample) for sample in samples])
+            for start, samples in micro_batch_samples(batch, flow.micro_batch_size, dp.rank, dp.size)
+        ]
+        count = -(-len(batch) // (flow.micro_batch_size * dp.size))
+        own += [(0, [])] * (count - len(own))
+    else:
+        prepared = [prepare(sample) for sample in batch]
+        lengths = [sample_lengths(flow, sample, seed + place) for place, sample in enumerate(prepared)]
+        own = [
+            (places[0] if places else 0, [prepared[place] for place in places])
+            for places in cut.places(lengths, dp.size)[dp.rank]
+        ]
+    micro_batches = [
+        collate(flow, samples, seed + start)
+        if samples
+        else replace(collate(flow, [prepare(batch[0])], seed), counted=False)
+        for start, samples in own
+    ]
+    if cut.capacity is not None and not micro_batches[0].has_explicit_weight:
+        raise FlowError(
+            f"{type(flow).__name__}: the loss is a mean over each micro-batch, so it depends on how a batch is cut by "
+            "packing or max_tokens_per_micro_batch; return LossOutput with the sum of the loss, and define "
+            "get_loss_weight"
+        )
+    return [pack(micro_batch, cut.multiple) for micro_batch in micro_batches] if cut.packing else micro_batches
+
+
+def sample_lengths(flow: MegatronWrapTrainingFlowBase, sample: Any, seed: int) -> list[int]:
+    """Tokens of each sequence of a prepared sample: those that the flow returns, else those of the sample collated
+    alone."""
+    lengths = flow.get_sample_lengths(sample)
+    return collate(flow, [sample], seed).lengths.tolist() if lengths is None else [int(length) for length in lengths]

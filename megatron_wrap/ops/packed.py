@@ -1,0 +1,163 @@
+"""Boundaries of the sequences in a packed row, in the forms that rotary embeddings and attention kernels take.
+
+Megatron-Core passes a `PackedSequences` unchanged to the core attention of every layer. Its `qkv_format` is not `thd`,
+so that Megatron-Core applies rotary embeddings to the row as to one sequence; `rotary_by_position` gives them the
+positions within each sequence, without a loop over sequences and without synchronization with the device, which
+Megatron-Core's own path for `thd` has unless its fused kernel is used. This module imports Megatron-Core, so call
+`Platform.install` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_wrap.parallel.context import chunks_of, packed_positions
+
+
+@dataclass
+class Half:
+    """One of the two chunks that a context-parallel rank has of every sequence: queries, and the keys they attend."""
+
+    queries: Tensor
+    """int64 [t_local / 2], places of the queries in the rank's row."""
+    keys: Tensor
+    """int64, places of the keys in the rows of all ranks, one rank after the other."""
+    cu_seqlens_q: Tensor
+    """int32 [N + 1], cumulative numbers of queries."""
+    cu_seqlens_k: Tensor
+    """int32 [N + 1], cumulative numbers of keys; the last query of a sequence has the position of its last key."""
+    longest_q: int
+    longest_k: int
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Global lengths of the sequences in a row and what follows from them for one context-parallel rank. Padding at a
+    sequence's end belongs to the sequence, padding at the row's end forms sequences of its own: all tokens are covered,
+    and `cu_seqlens_q` has the padded lengths."""
+
+    lengths: tuple[int, ...]
+    """Of each sequence, in tokens, on the host."""
+    positions: Tensor
+    """int64 [t_local], position of each of the rank's tokens in its sequence."""
+    halves: tuple[Half, ...] = ()
+    """For attention over context-parallel ranks; empty without context parallelism."""
+    order: Tensor | None = None
+    """int64 [t_local]: the queries of both halves, one after the other, in the rank's local order."""
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], cp_size: int, cp_rank: int, to_device: Callable[[Tensor], Tensor]
+    ) -> PackedSequences:
+        """Args:
+        lengths: global length of each sequence, multiples of 2 * cp_size if cp_size > 1.
+        to_device: copies a tensor to the device, without synchronization.
+        """
+        places = packed_positions(lengths, cp_size, cp_rank)
+        starts = torch.tensor(list(accumulate(lengths, initial=0)))
+        in_sequence = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
+        cu_seqlens, longest = to_device(starts.int()), max(lengths)
+        halves: tuple[Half, ...] = ()
+        order = None
+        if cp_size > 1:
+            halves, order = _halves(lengths, starts, cp_size, cp_rank, to_device)
+        return cls(
+            qkv_format="sbhd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=tuple(lengths),
+            positions=to_device(in_sequence[places]),
+            halves=halves,
+            order=order,
+        )
+
+    def thd(self) -> PackedSeqParams:
+        """The same boundaries for Transformer Engine's attention on tensors [t, heads, d]."""
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_kv=self.cu_seqlens_kv,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_kv=self.max_seqlen_kv,
+        )
+
+
+def _halves(
+    lengths: Sequence[int], starts: Tensor, cp_size: int, cp_rank: int, to_device: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Half, ...], Tensor]:
+    # places[r * t_local + j]: place in the whole row of token j of rank r; gathered: the inverse
+    places = torch.cat([packed_positions(lengths, cp_size, rank) for rank in range(cp_size)])
+    gathered = torch.empty_like(places)
+    gathered[places] = torch.arange(len(places))
+    chunk = torch.tensor(lengths) // (2 * cp_size)
+    local_starts = starts[:-1] // cp_size
+    halves = []
+    for half, number in enumerate(chunks_of(cp_size, cp_rank)):
+        reach = chunk * (number + 1)
+        halves.append(
+            Half(
+                queries=to_device(_ranges(local_starts + half * chunk, chunk)),
+                keys=to_device(gathered[_ranges(starts[:-1], reach)]),
+                cu_seqlens_q=to_device(_cumulative(chunk)),
+                cu_seqlens_k=to_device(_cumulative(reach)),
+                longest_q=int(chunk.max()),
+                longest_k=int(reach.max()),
+            )
+        )
+    queries = torch.cat([_ranges(local_starts + half * chunk, chunk) for half in (0, 1)])
+    order = torch.empty_like(queries)
+    order[queries] = torch.arange(len(queries))
+    return tuple(halves), to_device(order)
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i, concatenated."""
+    ends = counts.cumsum(0)
+    return torch.arange(int(ends[-1])) + (starts - (ends - counts)).repeat_interleave(counts)
+
+
+def _cumulative(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+
+
+@contextmanager
+def rotary_by_position(rotary: Any, packed: PackedSequences | None) -> Iterator[None]:
+    """Make a rotary embedding module (Megatron-Core's `RotaryEmbedding` or `YarnRotaryEmbedding`) return the embedding
+    of each token's position in its sequence, [t_local, 1, 1, d], instead of that of positions 0, 1, 2, ....
+
+    Args:
+        rotary: None without rotary embeddings.
+        packed: None for unpacked sequences, which changes nothing.
+    """
+    if packed is None or rotary is None:
+        yield
+        return
+
+    def whole_sequence(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # packed_seq: for all positions up to the longest sequence, not split over context-parallel ranks
+        return (packed.max_seqlen_q, *inputs[1:2]), {**named, "packed_seq": True}
+
+    def at_positions(_module: Any, _inputs: Any, embedding: Any) -> Any:
+        if isinstance(embedding, tuple):  # YaRN returns its scale, too
+            return embedding[0].index_select(0, packed.positions), *embedding[1:]
+        return embedding.index_select(0, packed.positions)
+
+    hooks = (
+        rotary.register_forward_pre_hook(whole_sequence, with_kwargs=True),
+        rotary.register_forward_hook(at_positions),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

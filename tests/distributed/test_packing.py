@@ -1,0 +1,96 @@
+"""Packed rows give the loss and the gradient of unpacked sequences on every layout, and so do micro-batches cut by a
+budget of tokens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from _covering import covering
+from layout_runs import token_samples
+
+from megatron_wrap.testing import check_parity
+
+CONFIG = Path(__file__).parent / "layouts.yaml"
+LAYOUTS = (
+    "packed",
+    "packed-padded",
+    "packed-tp2-sp",
+    "packed-pp2",
+    "packed-pp2-vpp2",
+    "packed-cp2",
+    "packed-tp2-sp-cp2",
+    "packed-pp2-cp2",
+    "packed-dp2-dopt",
+    "packed-token-budget",
+    "token-budget",
+    "token-budget-cp2",
+    "token-budget-tp2-sp-dp2",
+)
+MODELS = {
+    "dense": ("tiny-llama", ()),
+    "learned-positions": ("tiny-gpt2", ()),
+    "window": ("tiny-llama", ("window_size=[9,0]",)),
+    "experts": ("tiny-mixtral", ("moe_aux_loss_coeff=0.0", "moe_z_loss_coeff=null")),
+    "latent": (
+        "tiny-deepseek-v3",
+        ("moe_router_load_balancing_type=none", "moe_aux_loss_coeff=0.0", "moe_router_enable_expert_bias=false"),
+    ),
+}
+FLOWS = ("gpt_sft", "gpt_dpo")
+
+
+def samples(flow: str) -> list[dict[str, list[int]]]:
+    if flow == "gpt_sft":
+        return token_samples(16, 48)
+    generator = random.Random(5)
+    lengths = {"prompt_ids": 8, "chosen_ids": 24, "rejected_ids": 24}
+    return [
+        {key: [generator.randrange(500) for _ in range(generator.randint(1, most))] for key, most in lengths.items()}
+        for _ in range(16)
+    ]
+
+
+def cases():
+    with_experts = ("packed-ep2", "packed-cp2-ep2", "token-budget-ep2")
+    for flow in FLOWS:
+        for model in MODELS:
+            for layout in (*LAYOUTS, *(with_experts if model in ("experts", "latent") else ())):
+                yield flow, model, layout
+
+
+def pairs_of_features(case: tuple[str, str, str]) -> set[str]:
+    """The model with the layout, and the flow with each axis of the layout."""
+    flow, model, layout = case
+    return {f"{model} {layout}"} | {f"{flow} {axis}" for axis in layout.split("-")}
+
+
+def groups():
+    """All layouts of a flow and a model in one run, whose unpacked reference they share."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for flow, model, layout in cases():
+        together.setdefault((flow, model), []).append(layout)
+    return [(flow, model, "+".join(layouts)) for (flow, model), layouts in together.items()]
+
+
+@pytest.mark.parametrize(("flow", "model", "layouts"), covering(groups(), lambda case: {case[0], case[1]}))
+def test_packed_equals_unpacked(flow, model, layouts, ranks):
+    arch, overrides = MODELS[model]
+    report = check_parity(
+        CONFIG,
+        [
+            f"megatron_wrap.flow.__select__={flow}",
+            f"megatron_lm.model.arch.__select__={arch}",
+            *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
+            *(f"megatron_lm.model.arch.{override}" for override in overrides),
+        ],
+        samples=samples(flow),
+        layouts=layouts.split("+"),
+        steps=1,
+        ranks=ranks,
+    )
+    ran = [row for row in report.rows if row.agrees is not None]
+    assert len(ran) == len(report.rows), report.table()
+    assert max(row.objective_difference for row in ran) <= 1e-6, report.table()
+    assert max(row.gradient_difference for row in ran) <= 1e-5, report.table()
