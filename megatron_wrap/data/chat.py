@@ -3,11 +3,12 @@
 The boundaries of the assistant's turns come from the chat template, never from role names or token strings.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from megatron_wrap.data.chat_spans import assistant_spans, render
+from megatron_wrap.data.chat_spans import assistant_spans, last_assistant, render
 from megatron_wrap.data.spans import TextTokens, mask_of_spans
 from megatron_wrap.data.tokenizer import end_token_id
 from megatron_wrap.errors import DataError
@@ -15,6 +16,8 @@ from megatron_wrap.errors import DataError
 IGNORED_LABEL = -100
 """The label of a token without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
 TRUNCATION_RULES = ("right", "left", "refuse")
+LossOn = Literal["assistant", "last_assistant", "all"]
+"""Tokens of a conversation that have a loss: of every turn of the assistant, of its last one, or all."""
 SAMPLE_KEYS = (
     '"messages" (and "tools"), "prompt" and "completion", "text", '
     '"input_ids" and "loss_mask", or "input_ids" and "labels"'
@@ -27,34 +30,43 @@ class ChatTokens:
 
     input_ids: list[int]
     loss_mask: list[int]
+    weight: float = 1.0
+    """Factor of the sample's loss and of its loss weight: 2 counts it twice, 0 not at all."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 def tokenize_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    loss_on: LossOn = "assistant",
 ) -> ChatTokens:
     """Tokenize a conversation with the tokenizer's chat template and mask the assistant's turns.
 
     The ids equal `tokenizer.apply_chat_template(messages)`. The mask covers the assistant's text and its end-of-turn
     token: the template's `{% generation %}` blocks if it has them, else the text that each assistant message adds to
-    the rendered conversation before it (including its generation prompt). A token with characters inside and outside
-    such a span is included, because the model has to generate it.
+    the rendered conversation before it (including its generation prompt), as the whole conversation shows it: without
+    the thoughts that a template drops once another question follows. A token with characters inside and outside such
+    a span is included, because the model has to generate it.
 
     Args:
         messages: `{"role": ..., "content": ...}` in order, with any roles and keys that the template supports.
         tools: tool descriptions for the template.
+        loss_on: "last_assistant" masks only the assistant's last turn, "all" every token.
 
     Raises:
         DataError: the messages are malformed, the template rejects them, or the turns' boundaries cannot be found.
     """
-    text, spans, whole_turns = assistant_spans(tokenizer, messages, tools)
-    tokens = TextTokens.of(tokenizer, text)
-    return ChatTokens(tokens.input_ids, mask_of_spans(tokenizer, tokens, spans, cut_after_end_token=whole_turns))
+    if loss_on == "all":
+        ids = TextTokens.of(tokenizer, render(tokenizer, messages, tools)).input_ids
+        return ChatTokens(ids, [1] * len(ids))
+    first = last_assistant(messages) if loss_on == "last_assistant" else 0
+    return _tokenize_turns(tokenizer, messages, tools, first)
 
 
-def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
+def encode_sample(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn = "assistant") -> ChatTokens:
     """Tokens and loss mask of one sample of a data file. The first matching format is used, other keys are ignored.
 
     - `messages`, optionally `tools`: `tokenize_chat`.
@@ -64,13 +76,39 @@ def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
       messages (loss on the assistant's turns of the completion).
     - `text`: loss on the whole text and an appended eos token.
 
-    A bos token is prepended to plain text if the tokenizer does so.
+    A bos token is prepended to plain text if the tokenizer does so. A key `weight` is the sample's weight.
+
+    Args:
+        loss_on: applies to `messages` only.
 
     Raises:
         DataError: unknown keys or invalid values; the message lists the supported formats.
     """
+    tokens = _encode(tokenizer, sample, loss_on)
+    weight = sample_weight(sample)
+    return tokens if weight == 1 else replace(tokens, weight=weight)
+
+
+def sample_weight(sample: Mapping[str, Any]) -> float:
+    """The sample's `weight`; 1 if it has none, or null.
+
+    Raises:
+        DataError: it is not a finite number of at least 0.
+    """
+    weight = sample.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise DataError(
+            f'"weight" is {weight!r}; the factor of a sample\'s loss must be a finite number of at least 0, so correct '
+            "it, or rename the column if it has another meaning"
+        )
+    return float(weight)
+
+
+def _encode(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn) -> ChatTokens:
     if "messages" in sample:
-        return tokenize_chat(tokenizer, sample["messages"], sample.get("tools"))
+        return tokenize_chat(tokenizer, sample["messages"], sample.get("tools"), loss_on)
     if "input_ids" in sample and ("loss_mask" in sample or "labels" in sample):
         return _take_tokens(sample)
     if "prompt" in sample and "completion" in sample:
@@ -78,7 +116,7 @@ def encode_sample(tokenizer: Any, sample: Mapping[str, Any]) -> ChatTokens:
         if isinstance(prompt, str) and isinstance(completion, str):
             return _encode_text(tokenizer, prompt + completion, loss_from=len(prompt))
         if isinstance(prompt, list) and isinstance(completion, list):
-            return _encode_chat_completion(tokenizer, prompt, completion, sample.get("tools"))
+            return _tokenize_turns(tokenizer, [*prompt, *completion], sample.get("tools"), first=len(prompt))
         raise DataError(
             '"prompt" and "completion" must be two strings or two lists of messages, '
             f"not {type(prompt).__name__} and {type(completion).__name__}"
@@ -113,7 +151,7 @@ def truncate(tokens: ChatTokens, max_length: int, rule: str) -> tuple[ChatTokens
             "is refuse; set it to right (keeps the beginning) or left, raise the sequence length or remove the sample"
         )
     kept = slice(max_length) if rule == "right" else slice(length - max_length, length)
-    return ChatTokens(tokens.input_ids[kept], tokens.loss_mask[kept]), True
+    return replace(tokens, input_ids=tokens.input_ids[kept], loss_mask=tokens.loss_mask[kept]), True
 
 
 def _encode_text(tokenizer: Any, text: str, loss_from: int) -> ChatTokens:
@@ -130,18 +168,11 @@ def _encode_text(tokenizer: Any, text: str, loss_from: int) -> ChatTokens:
     return ChatTokens(ids, mask)
 
 
-def _encode_chat_completion(tokenizer: Any, prompt: Sequence[Any], completion: Sequence[Any], tools: Any) -> ChatTokens:
-    messages = [*prompt, *completion]
-    text, spans, whole_turns = assistant_spans(tokenizer, messages, tools)
-    before = render(tokenizer, prompt, tools) if prompt else ""
-    if not text.startswith(before):
-        raise DataError(
-            "the chat template renders the prompt differently if the completion follows, so the start of the "
-            'completion is unknown; give the whole conversation as "messages"'
-        )
+def _tokenize_turns(tokenizer: Any, messages: Sequence[Any], tools: Any, first: int) -> ChatTokens:
+    """A conversation with loss on the assistant's turns from message `first` on."""
+    text, spans, whole_turns = assistant_spans(tokenizer, messages, tools, first)
     tokens = TextTokens.of(tokenizer, text)
-    later = [span for span in spans if span[0] >= len(before)]
-    return ChatTokens(tokens.input_ids, mask_of_spans(tokenizer, tokens, later, cut_after_end_token=whole_turns))
+    return ChatTokens(tokens.input_ids, mask_of_spans(tokenizer, tokens, spans, cut_after_end_token=whole_turns))
 
 
 def _take_tokens(sample: Mapping[str, Any]) -> ChatTokens:

@@ -13,50 +13,200 @@ ADD_MARKERS = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the tokenizer's chat template "
     "(chat_template.jinja)"
 )
+MARK = "Xq7TextOfOneTurn7qX"
+"""Replaces a message's text, to find where a template writes it; no template trims, escapes or looks for it."""
 
 
-def assistant_spans(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> tuple[str, list[Span], bool]:
+def assistant_spans(
+    tokenizer: Any, messages: Sequence[Any], tools: Any = None, first: int = 0
+) -> tuple[str, list[Span], bool]:
     """The rendered conversation, the assistant's spans [begin, end) in characters, and whether a span is all text that
     a turn adds (True) or a generation block of the template (False).
+
+    Args:
+        first: index of the first message whose span is returned; those before it have none.
 
     Raises:
         DataError: the messages are malformed, the template rejects them, or the boundaries cannot be found.
     """
-    conversation = _normalized(messages)
-    template = _chat_template(tokenizer, tools)
-    turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
-    if not GENERATION_MARKER.search(template):
-        text, _ = _render(tokenizer, conversation, tools, template)
-        return text, [_turn_span(tokenizer, conversation, tools, template, index, text) for index in turns], True
-    text, spans = _render(tokenizer, conversation, tools, template, with_spans=True)
+    chat = Conversation(tokenizer, messages, tools)
+    turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant" and index >= first]
+    if not GENERATION_MARKER.search(chat.template):
+        text = chat.text()
+        return text, [_turn_span(chat, index, text) for index in turns], True
+    text, spans = chat.text_and_blocks()
+    if first and turns:
+        begin = _end_of_text(chat, text, first - 1)
+        if begin is None:
+            raise DataError(
+                f"the chat template does not show message {first - 1} unchanged, so the turns after it cannot be found"
+            )
+        spans = [span for span in spans if span[0] >= begin]
     if turns and not spans:
         raise DataError(f"the chat template's generation blocks do not contain the assistant's turns; {ADD_MARKERS}")
-    return text, spans, False
+    return text, spans if turns else [], False
 
 
 def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
     """`tokenizer.apply_chat_template(messages, tokenize=False)`; DataError if the template rejects the messages."""
-    template = _chat_template(tokenizer, tools)
-    return _render(tokenizer, _normalized(messages), tools, template, add_generation_prompt)[0]
+    return Conversation(tokenizer, messages, tools).text(add_generation_prompt=add_generation_prompt)
 
 
-def _turn_span(tokenizer: Any, conversation: list[dict], tools: Any, template: str, index: int, text: str) -> Span:
-    """The span that message `index` adds after its generation prompt, from two rendered prefixes."""
+def last_assistant(messages: Sequence[Any]) -> int:
+    """Index of the last message of the assistant; the number of messages if there is none. DataError if the messages
+    are malformed."""
+    turns = [index for index, message in enumerate(_normalized(messages)) if message["role"] == "assistant"]
+    return turns[-1] if turns else len(messages)
+
+
+class Conversation:
+    """Validated messages with the chat template that renders them.
+
+    Raises:
+        DataError: malformed messages, or a tokenizer without a chat template.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> None:
+        self.messages = _normalized(messages)
+        self.template = _chat_template(tokenizer, tools)
+        self._tools = tools
+        self._tokenizer = tokenizer
+
+    def special_token_end(self, text: str) -> int:
+        """Where the last special or added token in `text` ends; 0 if there is none."""
+        added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
+        tokens = {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
+        return max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
+
+    def text(self, count: int | None = None, add_generation_prompt: bool = False, marked: int | None = None) -> str:
+        """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`."""
+        shown = self.messages[:count]
+        if marked is not None:
+            shown = [_marked(message) if index == marked else message for index, message in enumerate(shown)]
+        return self._render(shown, add_generation_prompt)[0]
+
+    def text_and_blocks(self) -> tuple[str, list[Span]]:
+        """The conversation rendered, and the spans of the template's generation blocks."""
+        return self._render(self.messages, with_spans=True)
+
+    def _render(
+        self, conversation: list[dict], add_generation_prompt: bool = False, with_spans: bool = False
+    ) -> tuple[str, list[Span]]:
+        # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim
+        # white space, the mask covers the rest of the conversation if the last character of a block is in no token.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[conversation],
+                tools=self._tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=with_spans,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program and can raise jinja's and Python's errors
+            raise DataError(
+                f"the chat template rejects {_roles(conversation)}: {error or type(error).__name__}; "
+                "change the conversation or the tokenizer's chat template"
+            ) from error
+        texts, spans = rendered
+        return texts[0], [(begin, end) for begin, end in spans[0]] if with_spans else []
+
+
+def _turn_span(chat: Conversation, index: int, text: str) -> Span:
+    """The span that message `index` adds to the conversation's `text` after its generation prompt."""
     try:
-        prompt, _ = _render(tokenizer, conversation[:index], tools, template, add_generation_prompt=True)
-        upto, _ = _render(tokenizer, conversation[: index + 1], tools, template)
+        prompt = chat.text(index, add_generation_prompt=True)
+        upto = chat.text(index + 1)
+        if upto.startswith(prompt) and text.startswith(upto):
+            return len(prompt), len(upto)
+        begin = _begin(chat, index, text, prompt)
+        end = _end(chat, index, text, upto)
     except DataError as error:
         raise DataError(
             f"the assistant's turns cannot be found, because the chat template cannot render only the first {index} or "
             f"{index + 1} messages ({error}); {ADD_MARKERS}"
         ) from error
-    if not upto.startswith(prompt):
+    if begin is None:
         reason = f"the template does not begin message {index} with its generation prompt"
-    elif not text.startswith(upto):
+    elif end is None or end < begin:
         reason = f"the template renders the first {index + 1} messages differently if others follow"
     else:
-        return len(prompt), len(upto)
+        return begin, end
     raise DataError(f"the assistant's turns cannot be found: {reason}; {ADD_MARKERS}")
+
+
+# ---- templates that render earlier messages differently once others follow: thoughts are dropped, tools move
+
+
+def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None:
+    """Where message `index` begins in `text`: behind what its `prompt` (the messages before it, and the generation
+    prompt) has after the text of the message before it. A generation prompt may go on where the turn already has its
+    own text, such as DeepSeek-R1's <think>."""
+    before, lead = 0, prompt
+    for place in reversed(range(index)):
+        ends = _end_of_text(chat, text, place), _end_of_text(chat, prompt, place, index, add_generation_prompt=True)
+        if ends[0] is not None and ends[1] is not None:
+            before, lead = ends[0], prompt[ends[1] :]
+            break
+    if text.startswith(lead, before):
+        return before + len(lead)
+    own = chat.text(marked=index).find(MARK)
+    common = _common_beginning(text[before:own], lead)
+    return own if before + len(common) == own and chat.special_token_end(common) else None
+
+
+def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
+    """Where message `index` ends in `text`: behind what closes it in `upto`, the conversation up to it. A template may
+    also write a token there that closes the conversation, as Phi-3's does."""
+    own, own_upto = _end_of_text(chat, text, index), _end_of_text(chat, upto, index, index + 1)
+    if own is None or own_upto is None:
+        return None
+    closing = upto[own_upto:]
+    if text.startswith(closing, own):
+        return own + len(closing)
+    shared = chat.special_token_end(_common_beginning(text[own:], closing))
+    return own + shared if shared else None
+
+
+def _end_of_text(
+    chat: Conversation, text: str, place: int, count: int | None = None, add_generation_prompt: bool = False
+) -> int | None:
+    """Where the text of message `place` ends in `text`, the first `count` messages rendered; None if the template does
+    not show it, or renders later messages differently for it."""
+    _, found, tail = chat.text(count, add_generation_prompt, marked=place).rpartition(MARK)
+    return len(text) - len(tail) if found and text.endswith(tail) else None
+
+
+def _common_beginning(one: str, other: str) -> str:
+    length = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return min(one, other, key=len) if length is None else one[:length]
+
+
+def _marked(message: dict) -> dict:
+    """The message with MARK for its text, and for the names and arguments of its tool calls."""
+    changed = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        changed["content"] = [{**part, "text": MARK} if "text" in part else part for part in content]
+    elif isinstance(content, str) or not message.get("tool_calls"):
+        changed["content"] = MARK
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_marked_call(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _marked_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _marked_call(call["function"])}
+    arguments = MARK if isinstance(call.get("arguments"), str) else {MARK: MARK}
+    return {**call, "name": MARK, "arguments": arguments}
+
+
+# ---- messages and templates
 
 
 def _normalized(messages: Sequence[Any]) -> list[dict]:
@@ -73,42 +223,12 @@ def _normalized(messages: Sequence[Any]) -> list[dict]:
 
 def _chat_template(tokenizer: Any, tools: Any) -> str:
     try:
-        return tokenizer.get_chat_template(None, tools)
+        return str(tokenizer.get_chat_template(None, tools))
     except ValueError as error:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise DataError(
             f"{name}: samples with messages need a chat template; put a chat_template.jinja into the tokenizer's folder"
         ) from error
-
-
-def _render(
-    tokenizer: Any,
-    conversation: list[dict],
-    tools: Any,
-    template: str,
-    add_generation_prompt: bool = False,
-    with_spans: bool = False,
-) -> tuple[str, list[Span]]:
-    # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim white
-    # space, the mask covers the rest of the conversation if the last character of a block belongs to no token.
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=with_spans,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
-        )
-    except Exception as error:  # a template is a program and can raise jinja's and Python's errors
-        raise DataError(
-            f"the chat template rejects {_roles(conversation)}: {error or type(error).__name__}; "
-            "change the conversation or the tokenizer's chat template"
-        ) from error
-    texts, spans = rendered
-    return texts[0], [(begin, end) for begin, end in spans[0]] if with_spans else []
 
 
 def _roles(conversation: list[dict]) -> str:

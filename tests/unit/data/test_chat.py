@@ -175,12 +175,50 @@ def test_conversation_without_assistant_has_no_loss(make_tokenizer):
         assert not any(tokenize_chat(make_tokenizer(template), [turn("user", "Hello")]).loss_mask)
 
 
-def test_template_that_changes_earlier_turns_is_refused_with_a_hint(make_tokenizer):
+def test_template_that_drops_earlier_thoughts_has_the_mask_of_what_it_shows(make_tokenizer):
     tokenizer = make_tokenizer(chat_templates.FORGETTING)
     messages = [turn("user", "Hi"), turn("assistant", "hm</think>Hello"), turn("user", "?"), turn("assistant", "Fine.")]
-    with pytest.raises(DataError, match=r"first 2 messages .*\{% generation %\}"):
-        tokenize_chat(tokenizer, messages)
-    assert any(tokenize_chat(tokenizer, messages[:2]).loss_mask)
+    tokens = tokenize_chat(tokenizer, messages)
+    assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
+    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+    assert with_loss == "Hello<|im_end|>Fine.<|im_end|>"
+
+
+def test_token_that_closes_the_conversation_has_a_loss_only_at_its_end(make_tokenizer):
+    tokenizer = make_tokenizer(chat_templates.unmarked(chat_templates.CHATML) + "{{ eos_token }}")
+    tokens = tokenize_chat(tokenizer, CONVERSATIONS["many turns"][:4])
+    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+    assert with_loss == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>\n</s>"
+
+
+def test_template_that_numbers_turns_from_the_end_is_refused_with_a_hint(make_tokenizer):
+    template = chat_templates.unmarked(chat_templates.CHATML).replace(
+        "message.role + '", "message.role ~ loop.revindex + '"
+    )
+    with pytest.raises(DataError, match=r"message 1 .*generation prompt.*\{% generation %\}"):
+        tokenize_chat(make_tokenizer(template), CONVERSATIONS["many turns"])
+
+
+@pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)])
+def test_loss_on_the_last_assistant_s_turn_or_on_all_tokens(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    for name, end in (("many turns", "Hello<|im_end|>"), ("ends with the user", "Fine.<|im_end|>")):
+        sample = {"messages": CONVERSATIONS[name]}
+        last = encode_sample(tokenizer, sample, loss_on="last_assistant")
+        assert tokenizer.decode([i for i, m in zip(last.input_ids, last.loss_mask, strict=True) if m]) == end
+        assert encode_sample(tokenizer, sample, loss_on="all") == ChatTokens(last.input_ids, [1] * len(last))
+    assert not any(encode_sample(tokenizer, {"messages": [turn("user", "Hi")]}, loss_on="last_assistant").loss_mask)
+
+
+def test_weights_are_finite_numbers_of_at_least_0():
+    sample = {"input_ids": [5, 6], "loss_mask": [0, 1]}
+    assert encode_sample(None, sample).weight == encode_sample(None, {**sample, "weight": None}).weight == 1.0
+    tokens = encode_sample(None, {**sample, "weight": 0.5})
+    assert tokens == ChatTokens([5, 6], [0, 1], weight=0.5)
+    assert truncate(tokens, 1, "right")[0].weight == 0.5
+    for wrong in (-1, float("nan"), float("inf"), "2", True):
+        with pytest.raises(DataError, match=r'"weight" is .*at least 0'):
+            encode_sample(None, {**sample, "weight": wrong})
 
 
 def test_generation_prompt_that_does_not_start_a_turn_is_refused(make_tokenizer):

@@ -1,0 +1,212 @@
+"""Chat templates that render what those of published models do, written shorter: without images and without checks of
+the input. `test_published_templates.py` compares them with the published texts that trl contains."""
+
+from dataclasses import dataclass
+
+CHATML = """\
+{%- for message in messages %}\
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LLAMA3 = """\
+{%- for message in messages %}{{ bos_token if loop.first }}\
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
+{%- endfor %}\
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# A system turn is always there, tools are in the first user turn, a tool's answer has the role ipython.
+LLAMA3_1 = """\
+{%- macro turn(role, text) %}\
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}{% endmacro %}\
+{%- set system = '' %}\
+{%- if messages[0].role == 'system' %}\
+{%- set system = messages[0].content | trim %}{% set messages = messages[1:] %}{% endif %}\
+{{- bos_token + turn('system', ('Environment: ipython\\n' if tools is not none else '')\
+ + 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n' + system) }}\
+{%- if tools is not none %}{%- set described -%}\
+Given the following functions, please respond with a JSON for a function call with its proper arguments that best \
+answers the given prompt.{{ '\\n\\n' }}Respond in the format {"name": function name, "parameters": dictionary of \
+argument name and its value}.Do not use variables.{{ '\\n\\n' }}\
+{%- for tool in tools %}{{ tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}{%- endset %}\
+{{- turn('user', described + messages[0].content | trim) }}{% set messages = messages[1:] %}{% endif %}\
+{%- for message in messages %}\
+{%- if 'tool_calls' in message %}{% set call = message.tool_calls[0].function %}\
+{{- turn('assistant', '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}') }}\
+{%- elif message.role == 'tool' %}{{ turn('ipython', message.content | tojson) }}\
+{%- else %}{{ turn(message.role, message.content | trim) }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+_QWEN_TOOLS = """\
+# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with function \
+signatures within <tools></tools> XML tags:\\n<tools>"""
+_QWEN_CALLS = """\
+\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n\
+</tool_call>"""
+# Tools' answers that follow each other share one user turn.
+_QWEN_TOOL_ANSWER = """\
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}\
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}\
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"""
+_QWEN_PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+QWEN2_5 = (
+    """\
+{%- set system = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' %}\
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}\
+{%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
+{%- set system = system + '\\n\\n"""
+    + _QWEN_TOOLS
+    + "' + list + '"
+    + _QWEN_CALLS
+    + """' %}{% endif %}\
+{{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}\
+{%- for message in messages %}\
+{%- if message.role == 'tool' %}"""
+    + _QWEN_TOOL_ANSWER
+    + """\
+{%- elif message.role == 'assistant' and message.tool_calls %}\
+{{- '<|im_start|>assistant' + ('\\n' + message.content if message.content else '') }}\
+{%- for call in message.tool_calls %}{{ '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}\
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}\
+{%- elif message.role != 'system' or not loop.first %}\
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"""
+    + _QWEN_PROMPT
+)
+
+# Thoughts are shown only after the last question, where the last turn always has a block for them.
+QWEN3 = (
+    """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}\
+{%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
+{%- set system = (system + '\\n\\n' if messages[0].role == 'system' else '') + '"""
+    + _QWEN_TOOLS
+    + "' + list + '"
+    + _QWEN_CALLS
+    + """' %}{% endif %}\
+{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}\
+{%- set asked = namespace(last=messages|length - 1) %}\
+{%- for message in messages %}{% if message.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}\
+{%- for message in messages %}\
+{%- if message.role == 'tool' %}"""
+    + _QWEN_TOOL_ANSWER
+    + """\
+{%- elif message.role == 'assistant' %}\
+{%- set content = message.content or '' %}{% set thoughts = message.reasoning_content or '' %}\
+{%- if not thoughts and '</think>' in content %}\
+{%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}\
+{{- '<|im_start|>assistant\\n' }}\
+{%- if loop.index0 > asked.last and (loop.last or thoughts) %}\
+{{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\
+{%- else %}{{ content }}{% endif %}\
+{%- for call in message.tool_calls or [] %}{{ '\\n' if content or not loop.first }}\
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}\
+{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}\
+{%- elif message.role != 'system' or not loop.first %}\
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"""
+    + _QWEN_PROMPT
+)
+
+# No generation prompt; tools stand before the last question, the system's text in a question at the end only.
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}\
+{%- set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}\
+{%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}\
+{{- bos_token }}\
+{%- for message in messages %}\
+{%- if message.role == 'user' %}\
+{%- if tools and message == questions[-1] %}\
+{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}\
+{{- '[INST] ' + (system + '\\n\\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}\
+{%- elif message.tool_calls is defined %}{{ '[TOOL_CALLS] [' }}\
+{%- for call in message.tool_calls %}{{ (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}\
+{{- ', ' if not loop.last }}{% endfor %}{{ ']' + eos_token }}\
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}\
+{%- else %}{{ '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id }}\
+{{- '"}[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"""
+
+# The roles are user and model; Gemma 3 puts the system's text before the first question.
+GEMMA = """\
+{{- bos_token }}{% set prefix = '' %}\
+{%- if messages[0].role == 'system' %}\
+{%- set prefix = messages[0].content + '\\n\\n' %}{% set messages = messages[1:] %}{% endif %}\
+{%- for message in messages %}\
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}\
+{{- (prefix if loop.first else '') + message.content | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+# The generation prompt opens a thought, which no turn of a conversation shows; after a tool's answer there is none.
+DEEPSEEK = """\
+{{- bos_token }}\
+{%- for message in messages %}{% if message.role == 'system' %}{{ message.content }}{% endif %}{% endfor %}\
+{%- set state = namespace(tool=false, called=false, answered=false) %}\
+{%- for message in messages %}\
+{%- if message.role == 'user' %}{% set state.tool = false %}{{ '<｜User｜>' + message.content }}\
+{%- elif message.role == 'tool' %}\
+{{- '' if state.answered else '<｜tool▁outputs▁begin｜>' }}{% set state.tool = true %}{% set state.answered = true %}\
+{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}\
+{%- elif message.role == 'assistant' and 'tool_calls' in message %}{% set state.tool = false %}\
+{%- for call in message.tool_calls %}\
+{{- '\\n' if state.called else '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}\
+{%- set state.called = true %}\
+{{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name }}\
+{{- '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}\
+{%- endfor %}{{ '<｜tool▁calls▁end｜>' + eos_token }}\
+{%- elif message.role == 'assistant' %}\
+{{- '<｜tool▁outputs▁end｜>' if state.tool else '<｜Assistant｜>' }}\
+{{- message.content if state.tool else message.content.split('</think>')[-1] }}\
+{{- eos_token }}{% set state.tool = false %}{% endif %}{% endfor %}\
+{{- '<｜tool▁outputs▁end｜>' if state.tool }}\
+{%- if add_generation_prompt and not state.tool %}{{ PROMPT }}{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, its special tokens, and what it supports."""
+
+    template: str
+    special: tuple[str, ...]
+    """Added as special tokens, the end of a turn first."""
+    bos: str = "<s>"
+    eos: str = "</s>"
+    published: str = ""
+    """Name of the published template in trl; empty: it has none."""
+    system: bool = True
+    tools: bool = False
+    arguments_as_text: bool = False
+    """The arguments of a tool call must be a string."""
+
+
+_CHATML_TOKENS = ("<|im_end|>", "<|im_start|>")
+_LLAMA_TOKENS = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+_DEEPSEEK_TOOLS = [
+    *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+    *(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")),
+]
+_DEEPSEEK_TOKENS = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", *_DEEPSEEK_TOOLS)
+_MISTRAL_TOKENS = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
+_DEEPSEEK = {
+    "special": _DEEPSEEK_TOKENS,
+    "bos": "<｜begin▁of▁sentence｜>",
+    "eos": "<｜end▁of▁sentence｜>",
+    "tools": True,
+    "arguments_as_text": True,
+}
+
+FAMILIES = {
+    "chatml": Family(CHATML, _CHATML_TOKENS),
+    "llama3": Family(LLAMA3, _LLAMA_TOKENS, bos="<|begin_of_text|>", eos="<|eot_id|>", published="llama3"),
+    "llama3.1": Family(
+        LLAMA3_1, _LLAMA_TOKENS, bos="<|begin_of_text|>", eos="<|eot_id|>", published="llama3_1", tools=True
+    ),
+    "qwen2.5": Family(QWEN2_5, _CHATML_TOKENS, eos="<|im_end|>", published="qwen2_5", tools=True),
+    "qwen3": Family(QWEN3, _CHATML_TOKENS, eos="<|im_end|>", published="qwen3", tools=True),
+    "mistral": Family(MISTRAL, ("</s>", *_MISTRAL_TOKENS, "[/TOOL_RESULTS]"), tools=True),
+    "gemma": Family(GEMMA, ("<end_of_turn>", "<start_of_turn>"), bos="<bos>", eos="<eos>", published="gemma3"),
+    "deepseek-v3": Family(DEEPSEEK.replace("PROMPT", "'<｜Assistant｜>'"), **_DEEPSEEK),
+    "deepseek-r1": Family(
+        DEEPSEEK.replace("PROMPT", "'<｜Assistant｜><think>\\n'"), published="deepseekv3", **_DEEPSEEK
+    ),
+}
