@@ -24,6 +24,7 @@ REQUIREMENTS = [
     "transformers>=5",
     "tokenizers",
     "safetensors",
+    "datasets>=5.2",
     "jinja2",  # chat templates of transformers
 ]
 EXTRAS = {

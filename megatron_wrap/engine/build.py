@@ -61,7 +61,10 @@ def build_training_state(
     flow = build_flow(config, parallel, tokenizer, vocab_size)
     if training:
         head = first_training_samples(
-            config.data.train, derived.mock_samples(config.data), count=2 * config.train.micro_batch_size
+            derived.training_sources(config),
+            derived.mock_samples(config.data),
+            count=2 * config.train.micro_batch_size,
+            skip_bad=config.data.on_bad_sample == "skip",
         )
         try_flow(flow, head, config.train.seed)
     model_config = transformer_config(config, parallel, platform)

@@ -265,10 +265,13 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
 
 
 def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> list[Any]:
-    from megatron_wrap.data.sources import training_samples
+    from megatron_wrap.data.sources import training_stream
 
-    source = training_samples(config.data.train, derived.mock_samples(config.data)) if samples is None else samples
     needed = config.train.global_batch_size * steps
-    if not len(source):
+    mock, sources = derived.mock_samples(config.data), derived.training_sources(config)
+    if samples is None and (sources or mock is not None):
+        stream = training_stream(sources, config.train.seed, False, config.data.shuffle_buffer, mock)
+        return [stream.read(position) for position in range(needed)]
+    if samples is None or not len(samples):
         raise DataError("check-parity: there are no samples; set megatron_wrap.data.train, or pass samples")
-    return [source[place % len(source)] for place in range(needed)]
+    return [samples[place % len(samples)] for place in range(needed)]
