@@ -233,17 +233,14 @@ def load_hub(path: str, subset: str | None, split: str | None, streaming: bool) 
 
 def splits_of_folder(folder: str) -> dict[str, list[str]]:
     """Name of each split -> the data files of a folder, by the rules of `datasets` for file and folder names."""
-    from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     base = os.path.abspath(os.path.expanduser(folder))
     try:
-        patterns = get_data_patterns(base)
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base)
     except EmptyDatasetError:
         return {}
-    return {
-        str(split): sorted({file for pattern in found for file in resolve_pattern(pattern, base)})
-        for split, found in patterns.items()
-    }
+    return {str(split): sorted(files) for split, files in found.items()}
 
 
 def part_of_split(split: str, rows: int) -> tuple[int, int]:

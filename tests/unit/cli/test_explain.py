@@ -150,7 +150,7 @@ def test_the_precheck_finds_a_malformed_line_before_any_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"messages": []}\n{"messages": [}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": ""}\n{"messages": [}\n')
     overrides = [
         "megatron_wrap.data.__select__=jsonl",
         "megatron_wrap.data.train=train.jsonl",
@@ -161,6 +161,6 @@ def test_the_precheck_finds_a_malformed_line_before_any_process(
         precheck(load_run_config(run, overrides), world_size=1)
     with pytest.raises(LayoutError, match=r"micro_batch_size 2 x data-parallel size 3"):
         precheck(load_run_config(run, overrides), world_size=3)
-    (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
     precheck(load_run_config(run, overrides), world_size=4)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
