@@ -1,7 +1,9 @@
 """Finds the assistant's characters in a conversation rendered with a chat template."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron_wrap.data.spans import Span
@@ -92,24 +94,34 @@ class Conversation:
     def _render(
         self, conversation: list[dict], add_generation_prompt: bool = False, with_spans: bool = False
     ) -> tuple[str, list[Span]]:
-        # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim
-        # white space, the mask covers the rest of the conversation if the last character of a block is in no token.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[conversation],
-                tools=self._tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=with_spans,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens_map,
-            )
+            return self._rendered(conversation, add_generation_prompt, with_spans)
         except Exception as error:  # a template is a program and can raise jinja's and Python's errors
+            as_text = [_with_text_arguments(message) for message in conversation]
+            if as_text != conversation:
+                # DeepSeek's templates take the arguments of tool calls as JSON text, others as a mapping
+                with suppress(Exception):
+                    return self._rendered(as_text, add_generation_prompt, with_spans)
             raise DataError(
                 f"the chat template rejects {_roles(conversation)}: {error or type(error).__name__}; "
                 "change the conversation or the tokenizer's chat template"
             ) from error
+
+    def _rendered(
+        self, conversation: list[dict], add_generation_prompt: bool, with_spans: bool
+    ) -> tuple[str, list[Span]]:
+        # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim
+        # white space, the mask covers the rest of the conversation if the last character of a block is in no token.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            conversations=[conversation],
+            tools=self._tools,
+            chat_template=self.template,
+            return_assistant_tokens_mask=with_spans,
+            add_generation_prompt=add_generation_prompt,
+            **self._tokenizer.special_tokens_map,
+        )
         texts, spans = rendered
         return texts[0], [(begin, end) for begin, end in spans[0]] if with_spans else []
 
@@ -207,6 +219,22 @@ def _marked_call(call: Any) -> Any:
 
 
 # ---- messages and templates
+
+
+def _with_text_arguments(message: dict) -> dict:
+    """The message with the arguments of its tool calls as JSON text."""
+
+    def converted(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if "function" in call:
+            return {**call, "function": converted(call["function"])}
+        arguments = call.get("arguments")
+        is_mapping = isinstance(arguments, Mapping)
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if is_mapping else call
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [converted(call) for call in calls]} if calls else message
 
 
 def _normalized(messages: Sequence[Any]) -> list[dict]:

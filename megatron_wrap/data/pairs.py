@@ -23,6 +23,8 @@ def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, 
     - `prompt_ids`, `chosen_ids`, `rejected_ids`: already tokenized as by trl's DPOTrainer, answers without the prompt;
       `tokenizer` may be None.
 
+    A key `weight` is the weight of the pair, in both results.
+
     Raises:
         DataError: unknown keys or invalid values; the message lists the supported formats.
     """
@@ -41,8 +43,8 @@ def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, 
         raise DataError(f'"chosen" and "rejected" are strings without a "prompt"; a preference pair needs {PAIR_KEYS}')
 
     def encoded(answer: Any) -> ChatTokens:
-        tools = {"tools": sample["tools"]} if "tools" in sample else {}
-        return encode_sample(tokenizer, {"prompt": prompt, "completion": answer, **tools})
+        shared = {key: sample[key] for key in ("tools", "weight") if key in sample}
+        return encode_sample(tokenizer, {"prompt": prompt, "completion": answer, **shared})
 
     return encoded(chosen), encoded(rejected)
 
@@ -61,4 +63,4 @@ def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 def _joined(sample: Mapping[str, Any], key: str) -> ChatTokens:
     prompt, answer = sample["prompt_ids"], sample[key]
     mask = [0] * len(prompt) + [1] * len(answer)
-    return encode_sample(None, {"input_ids": [*prompt, *answer], "loss_mask": mask})
+    return encode_sample(None, {"input_ids": [*prompt, *answer], "loss_mask": mask, "weight": sample.get("weight")})

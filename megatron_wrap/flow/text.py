@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_wrap.data.chat import ChatTokens, truncate
+from megatron_wrap.data.chat import ChatTokens, LossOn, truncate
 from megatron_wrap.data.tokenizer import pad_token_id
 from megatron_wrap.flow.base import FlowContext, MegatronWrapFlowConfig
 from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
@@ -28,11 +28,20 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
         collate_type: Literal["variable_length", "fixed_length"] = "variable_length"
         """variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length."""
         truncation: Literal["right", "left", "refuse"] = "right"
-        """A sequence longer than seq_length: right (drop its end), left (drop its start) or refuse."""
+        """A sequence longer than seq_length: right (drop its end), left (drop its start) or refuse. To leave long
+        samples out: refuse with data.on_bad_sample: skip, or max_length of a source."""
+        loss_on: LossOn = "assistant"
+        """Tokens of a conversation (messages) with a loss: every turn of the assistant, its last one, or all tokens. In
+        other samples these are the completion, the whole text, or those of loss_mask, whatever is set here."""
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)
         self.pad_id = 0 if context.tokenizer is None else pad_token_id(context.tokenizer)
+
+    def check_length(self, tokens: ChatTokens) -> None:
+        """Raise `DataError` if the sequence is longer than seq_length and `truncation` is refuse."""
+        if self.flow_config.truncation == "refuse":
+            truncate(tokens, self.seq_length + 1, "refuse")
 
     def length_of(self, tokens: ChatTokens) -> int:
         """Number of the model's input tokens for a sequence: without its last one, after truncation; at least 1."""

@@ -23,7 +23,6 @@ class TwoTerms(MegatronWrapGPTModelSFTFlow):
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = [next(iterator) for _ in range(self.micro_batch_size)]
         inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
-        loss_inputs["loss_mask"] *= torch.tensor([sample["weight"] for sample in samples])[:, None]
         return inputs, {**loss_inputs, "token_mask": inputs["attention_mask"]}
 
     def get_fields_and_seqdims(self) -> dict[str, int]:

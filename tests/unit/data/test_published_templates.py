@@ -157,6 +157,16 @@ def test_trained_tokens_are_the_assistant_s_text_and_end_token(name, conversatio
     assert trained(tokenizer, encode_sample(tokenizer, split)) == want[-1]
 
 
+def test_arguments_of_tool_calls_may_be_a_mapping_for_every_template(tokenizer_of):
+    """Readers of data convert OpenAI's JSON text to a mapping."""
+    family = FAMILIES["deepseek-r1"]
+    as_text = tool_conversation(family)
+    as_mapping = tool_conversation(FAMILIES["qwen3"])
+    assert as_text != as_mapping
+    tokenizer = tokenizer_of(family)
+    assert tokenize_chat(tokenizer, as_mapping, TOOLS) == tokenize_chat(tokenizer, as_text, TOOLS)
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.published])
 def test_templates_render_what_the_published_ones_do(name, tokenizer_of):
     """trl contains the published texts. It has DeepSeek-V3's with R1's generation prompt."""

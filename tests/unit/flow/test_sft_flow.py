@@ -50,7 +50,7 @@ def flow(
     vocab_size: int = 4096,
     **options: str,
 ) -> MegatronWrapGPTModelSFTFlow:
-    settings = {"collate_type": "variable_length", "truncation": "right", **options}
+    settings = {"collate_type": "variable_length", "truncation": "right", "loss_on": "assistant", **options}
     context = FlowContext(
         micro_batch_size, seq_length, vocab_size, 1, lambda part: part, lambda value: value, tokenizer
     )
@@ -144,6 +144,52 @@ def test_loss_is_the_cross_entropy_of_the_masked_tokens(monkeypatch):
     picked = logits.detach().log_softmax(dim=-1).gather(2, loss_inputs["labels"][..., None]).squeeze(-1)
     torch.testing.assert_close(log_probs, picked)
     assert made.get_fields_and_seqdims()["log_probs"] == 1
+
+
+def test_a_weight_of_2_is_the_sample_twice(monkeypatch):
+    """Of loss and loss weight; weight 0 removes a sample, even one whose loss is not finite."""
+    monkeypatch.setattr(sft_module, "token_log_probs", lambda logits, ids: logits)
+    made = flow(seq_length=8, micro_batch_size=4)
+    first, second, third = token_sample(9), token_sample(5), token_sample(7)
+    log_probs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+    def loss_and_weight(samples: list[Any], rows: list[int], prepare: bool) -> tuple[float, float]:
+        prepared = [made.prepare_sample(sample) if prepare else sample for sample in samples]
+        _, loss_inputs = made.collate_data_micro_batch(iter(prepared))
+        output = made.calculate_loss(loss_inputs, log_probs[rows, : loss_inputs["labels"].shape[1]])
+        return float(output.loss_sum), made.get_loss_weight(loss_inputs)
+
+    twice = loss_and_weight([first, second, second], [0, 1, 1], False)
+    for prepare in (True, False):
+        assert loss_and_weight([first, {**second, "weight": 2}], [0, 1], prepare) == pytest.approx(twice, abs=1e-5)
+    log_probs[2] = -torch.inf
+    without = loss_and_weight([first, second, second, {**third, "weight": 0}], [0, 1, 1, 2], True)
+    assert without == pytest.approx(twice, abs=1e-5)
+
+
+def test_default_weights_leave_the_mask_unchanged():
+    _, loss_inputs = flow(seq_length=8).collate_data_micro_batch(iter([token_sample(9), token_sample(5)]))
+    assert torch.equal(loss_inputs["loss_mask"], torch.tensor([[1.0] * 8, [1.0] * 4 + [0.0] * 4]))
+
+
+def test_loss_on_selects_the_last_answer_or_all_tokens(tokenizer, conversations):
+    both = [*conversations[0]["messages"], *conversations[1]["messages"]]
+    answers = [message["content"] for message in both if message["role"] == "assistant"]
+    learned = {}
+    for loss_on in ("assistant", "last_assistant", "all"):
+        made = flow(tokenizer, 1, seq_length=4096, loss_on=loss_on)
+        inputs, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample({"messages": both})]))
+        learned[loss_on] = loss_inputs["labels"][0][loss_inputs["loss_mask"][0] == 1].tolist()
+    end = tokenizer.eos_token
+    assert tokenizer.decode(learned["assistant"]).count(end) == len(answers) == 2
+    assert tokenizer.decode(learned["last_assistant"]).strip() == answers[-1].strip() + end
+    assert learned["all"] == [*inputs["input_ids"][0].tolist()[1:], loss_inputs["labels"][0, -1]]
+
+
+def test_a_long_sample_is_refused_when_it_is_prepared():
+    """So that on_bad_sample: skip can leave it out."""
+    with pytest.raises(DataError, match=r"12 tokens.* 9 "):
+        flow(seq_length=8, truncation="refuse").prepare_sample(token_sample(12))
 
 
 @pytest.mark.parametrize("count", [0, 1])
