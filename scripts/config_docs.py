@@ -18,8 +18,9 @@ from typing import Any, get_args, get_type_hints
 from _generated import write_or_check
 
 from megatron_wrap.config import schema
-from megatron_wrap.config.keys import describe_key, documentation, key_range
+from megatron_wrap.config.keys import describe_key, documentation, has_own_kind, key_range
 from megatron_wrap.config.reading import inline_yaml, read_yaml
+from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.entry import SHIPPED
 
@@ -63,7 +64,8 @@ class Keys:
         default = self.values.get(field.name, field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        return inline_yaml(None if default == {} else default)
+        # null stands for the empty value where the YAML has another form than the field
+        return inline_yaml(None if not default and default in ({}, (), "") and has_own_kind(field) else default)
 
     def documentation(self, name: str) -> str:
         """The docstring of a key.
@@ -126,7 +128,10 @@ def generated_files(root: Path) -> dict[str, str]:
                 flow, header = _flow(flow_key)
                 files[file.with_name(f"{flow_key}.yaml").relative_to(root).as_posix()] = flow.yaml(header)
                 pages.append(f"### {path}: {flow_key}\n\n{_paragraph(header)}\n{flow.table()}")
-        elif file.parent.name == path.rpartition(".")[2]:
+        if section == "data":
+            header = " ".join((SourceConfig.__doc__ or "").split())
+            pages.append(f"### {path}: a source\n\n{_paragraph(header)}\n{Keys(SourceConfig).table()}")
+        if section != "flow" and file.parent.name == path.rpartition(".")[2]:
             pages.append(_selections(file))
     files[REFERENCE] = "\n".join(pages)
     return files

@@ -139,13 +139,15 @@ def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str
     return on_rank_0(push)
 
 
-def prune_exports(folder: Path, keep: int | None, parallel: ParallelState) -> None:
-    """Remove all but the `keep` newest `hf_ITERATION` folders, on global rank 0; None keeps all."""
+def prune_exports(folder: Path, keep: int | None, parallel: ParallelState, best: int | None = None) -> None:
+    """Remove all but the `keep` newest `hf_ITERATION` folders and that of the iteration `best`, on global rank 0; None
+    keeps all."""
     if keep is None or parallel.world.rank != 0:
         return
     exports = sorted(path for path in folder.glob("hf_*") if re.fullmatch(r"hf_\d{7,}", path.name))
     for old in exports[: -max(1, keep)]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old.name != f"hf_{best:07d}":
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

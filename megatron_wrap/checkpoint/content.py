@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.engine.state import Progress
+from megatron_wrap.engine.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.state import ParallelState
@@ -79,9 +79,16 @@ def saved_optimizer_kind(tensor_names: set[str]) -> tuple[str, str] | None:
     return kind, "adam" if "exp_avg" in kinds else "sgd"
 
 
-def common_entries(progress: Progress) -> dict[str, Any]:
-    """Entries that are the same on all ranks: the counters, and `iteration` under Megatron-LM's name."""
-    return {"checkpoint_version": 3.0, "iteration": progress.iteration, "progress": asdict(progress)}
+def common_entries(progress: Progress, best: BestEvaluation) -> dict[str, Any]:
+    """Entries that are the same on all ranks: the counters, the best evaluation, and `iteration` under Megatron-LM's
+    name."""
+    entries = {"progress": asdict(progress), "best_evaluation": asdict(best)}
+    return {"checkpoint_version": 3.0, "iteration": progress.iteration, **entries}
+
+
+def saved_best(common: dict[str, Any]) -> BestEvaluation:
+    """The best evaluation of a checkpoint's run; an older checkpoint has none."""
+    return BestEvaluation(**common.get("best_evaluation", {}))
 
 
 def saved_progress(common: dict[str, Any]) -> Progress:

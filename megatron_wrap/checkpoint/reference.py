@@ -14,7 +14,7 @@ from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, exam
 from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, read
 from megatron_wrap.engine.reference import ReferenceModel
-from megatron_wrap.engine.state import Progress, TrainingState
+from megatron_wrap.engine.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
@@ -35,7 +35,7 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
         CheckpointStore(Path(folder) / FOLDER),
         iteration=0,
         sharded_state=lambda: {
-            **content.common_entries(Progress()),
+            **content.common_entries(Progress(), BestEvaluation()),
             **content.model_entries(reference.chunks, state.parallel),
         },
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron_wrap.checkpoint.precheck import find_checkpoint
 from megatron_wrap.checkpoint.reference import copy_policy, load_reference, save_reference
 from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_wrap.checkpoint.store import CheckpointStore, missing_part
+from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.engine.parameters import synchronize_parameters
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
@@ -64,6 +64,7 @@ class RunCheckpoints:
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
         elif train.load is not None:
             with_reference = self.load(train.load, weights_only=train.finetune or weights_only)
+            state.best = BestEvaluation()  # its checkpoint is in another folder
         if state.reference is not None and not with_reference:
             if resumed_from is not None:
                 raise CheckpointError(
@@ -119,11 +120,26 @@ class RunCheckpoints:
         if state.reference is not None and self._reference_folder != str(folder):
             save_reference(state, folder)
             self._reference_folder = str(folder)
-        final = CheckpointStore(folder).folder_of(iteration)
-        if self._saved == (final, iteration) and on_rank_0(lambda: missing_part(final) is None):
-            logger.debug_rank_0(f"checkpoint of iteration {iteration} exists already: {final}")
-            return final
+        saved = self.saved_in(folder)
+        if saved is not None:
+            logger.debug_rank_0(f"checkpoint of iteration {iteration} exists already: {saved}")
+            return saved
         self._saved = None
-        save_checkpoint(state, folder, keep=state.config.checkpoint.keep)
+        final = save_checkpoint(state, folder, keep=state.config.checkpoint.keep)
         self._saved = (final, iteration)
         return final
+
+    def saved_in(self, folder: str | os.PathLike[str]) -> Path | None:
+        """The checkpoint in `folder` that contains the current state; None if there is none."""
+        iteration = self._state.progress.iteration
+        final = CheckpointStore(folder).folder_of(iteration)
+        return final if self._saved == (final, iteration) and on_rank_0(lambda: missing_part(final) is None) else None
+
+    def record_best(self, folder: str | os.PathLike[str]) -> None:
+        """Write into `folder` that the checkpoint of the current iteration has the best evaluation.
+
+        Raises:
+            CheckpointError: on every rank, if the file cannot be written.
+        """
+        store, iteration = CheckpointStore(folder), self._state.progress.iteration
+        on_rank_0(lambda: store.record_best(iteration), f"{store.folder / BEST} cannot be written: {{}}")

@@ -47,7 +47,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
 
     Args:
         folder: the run's checkpoint folder, on a file system that all ranks share.
-        keep: number of checkpoints to keep, older ones are removed; None keeps all.
+        keep: number of checkpoints to keep, older ones but the best are removed; None keeps all.
 
     Returns:
         The checkpoint's folder.
@@ -58,7 +58,9 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     iteration = state.progress.iteration
     store = CheckpointStore(folder)
     publish(state, store, iteration, lambda: _full_state(state))
-    on_rank_0(lambda: store.prune(keep), f"{store.folder}: older checkpoints cannot be removed: {{}}")
+    on_rank_0(
+        lambda: store.prune(keep, state.best.iteration), f"{store.folder}: older checkpoints cannot be removed: {{}}"
+    )
     return store.folder_of(iteration)
 
 
@@ -108,6 +110,7 @@ def load_checkpoint(
     loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
+        state.best = content.saved_best(loaded)
     parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
     return LoadReport(saved.iteration, tuple(name for name, done in parts if done), tuple(skipped), other_layout)
 
@@ -141,7 +144,7 @@ def _full_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
     train, optim = state.config.train, state.config.optimizer
     models = content.model_entries(state.chunks, state.parallel)
-    sharded_state: dict[str, Any] = {**content.common_entries(state.progress), **models}
+    sharded_state: dict[str, Any] = {**content.common_entries(state.progress, state.best), **models}
     if not train.no_save_optim:
         sharded_state["optimizer"] = content.optimizer_entry(
             state.optimizer, models, state.parallel, is_loading=False, distributed=optim.use_distributed_optimizer

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
+"""The iteration of the checkpoint with the best evaluation, in the form of the tracker."""
 MANIFEST = "megatron_wrap.json"
 """Facts about the checkpoint and the size of each of its files; written last, before the rename."""
 FORMAT_FILES = ("metadata.json", ".metadata")
@@ -112,11 +114,7 @@ class CheckpointStore:
         partial.rename(final)
         del self._partials[iteration]
         _make_durable(self.folder)
-        tracker = self.folder / TRACKER
-        aside = tracker.with_name(f".{TRACKER}.partial")
-        _write_durably(aside, str(iteration))
-        aside.replace(tracker)
-        _make_durable(self.folder)
+        self._replace(TRACKER, iteration)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         return final
@@ -127,10 +125,21 @@ class CheckpointStore:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def prune(self, keep: int | None) -> list[int]:
+    def record_best(self, iteration: int) -> None:
+        """Write that the checkpoint of `iteration` has the best evaluation.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._replace(BEST, iteration)
+
+    def prune(self, keep: int | None, best: int | None = None) -> list[int]:
         """Remove all but the `keep` (at least one) newest complete checkpoints up to the latest one.
 
         Checkpoints newer than `latest` (after the tracker was set back by hand) and incomplete ones are kept.
+
+        Args:
+            best: iteration of a checkpoint that is kept, too.
 
         Returns:
             The iterations removed; none if keep is None.
@@ -141,6 +150,8 @@ class CheckpointStore:
         candidates = [iteration for iteration in self.iterations() if iteration <= latest]
         removed = []
         for iteration in candidates[: -max(1, keep)]:
+            if iteration == best:
+                continue
             # rename first: a partly removed checkpoint must not be visible
             hidden = self._hidden_name(iteration, "removed")
             try:
@@ -150,6 +161,13 @@ class CheckpointStore:
             shutil.rmtree(hidden, ignore_errors=True)
             removed.append(iteration)
         return removed
+
+    def _replace(self, name: str, iteration: int) -> None:
+        """Replace a file of the folder, so that it is always the old or the new one."""
+        aside = self.folder / f".{name}.partial"
+        _write_durably(aside, str(iteration))
+        aside.replace(self.folder / name)
+        _make_durable(self.folder)
 
     def _hidden_name(self, iteration: int, kind: str) -> Path:
         return self.folder / f".{self.folder_of(iteration).name}.{kind}-{secrets.token_hex(4)}"

@@ -231,6 +231,9 @@ class TrainConfig:
     """Global batches taken from each evaluation set; null: the whole set."""
     sample_prompts: list[str] | None = None
     """Texts that `wrap.evaluate` completes greedily, up to 64 tokens each, and logs; null: none."""
+    early_stop_patience: int | None = key(None, at_least=1, null_means_off=True)
+    """`wrap.fit` ends the run after this many evaluations in a row without a better checkpoint.best_metric; null:
+    never."""
     save: str | None = None
     """Folder of this run's checkpoints; a run resumes from it when it holds one. null: nothing is saved."""
     save_interval: int | None = key(None, at_least=1, null_means_off=True)
@@ -491,7 +494,12 @@ class CheckpointConfig:
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest checkpoint in train.common.save; never: refuse to start where there is one."""
     keep: int | None = key(None, at_least=1, null_means_off=True)
-    """Newest checkpoints to keep; null: all."""
+    """Newest checkpoints to keep, besides the best one by best_metric; null: all."""
+    best_metric: str | None = None
+    """Metric of an evaluation set, SET/METRIC such as validation/loss, by which `wrap.fit` finds the best checkpoint,
+    saves and keeps it; null: none."""
+    best_metric_mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest value of best_metric is the best."""
     export_hf: bool = False
     """Write a Hugging Face folder `hf_ITERATION` beside the checkpoints at each save."""
 

@@ -4,6 +4,7 @@ from megatron_wrap.config import derived
 from megatron_wrap.config.data_checks import check_data
 from megatron_wrap.config.refusal import neighbours, refuse, value_of
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import did_you_mean
 
 
 def check_training(config: RunConfig) -> None:
@@ -216,6 +217,23 @@ def _check_intervals(config: RunConfig) -> None:
         )
     if train.sample_prompts is not None:
         _check_sample_prompts(config)
+    _check_best_metric(config)
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    patience, metric, sets = config.train.early_stop_patience, config.checkpoint.best_metric, config.data.validation
+    if patience is not None and metric is None:
+        path = f"{SECTION_PATHS['checkpoint']}.best_metric"
+        refuse(config, ["train.early_stop_patience"], f"{patience} needs {path}, which is null; give it, or write null")
+    if metric is None:
+        return
+    if config.train.eval_interval is None:
+        path = f"{SECTION_PATHS['train']}.eval_interval"
+        refuse(config, ["checkpoint.best_metric"], f"{metric} needs {path}, which is null; give it, or write null")
+    if not any(metric.startswith(f"{name}/") for name in sets):
+        known = f"the sets are {', '.join(sets)}" if sets else f"{SECTION_PATHS['data']}.validation has none"
+        hint = did_you_mean(metric, [f"{name}/loss" for name in sets])
+        refuse(config, ["checkpoint.best_metric"], f"{metric!r} is SET/METRIC of no evaluation set; {known}{hint}")
 
 
 def _check_sample_prompts(config: RunConfig) -> None:

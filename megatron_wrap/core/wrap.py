@@ -15,8 +15,8 @@ from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.paths import output_dir
+from megatron_wrap.core.fit import FitVerbs
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
-from megatron_wrap.core.inference import InferenceVerbs
 from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
+class MegatronWrap(FitVerbs, HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -260,7 +260,7 @@ class MegatronWrap(InferenceVerbs, HuggingFaceVerbs, LayoutView):
             from megatron_wrap.bridge.export import prune_exports
 
             self.save_pretrained(folder.parent / f"hf_{self.iteration:07d}")
-            prune_exports(folder.parent, self.config.checkpoint.keep, state.parallel)
+            prune_exports(folder.parent, self.config.checkpoint.keep, state.parallel, state.best.iteration)
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,46 @@ if TYPE_CHECKING:
     from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base import Platform
+
+
+@dataclass
+class BestEvaluation:
+    """The best evaluation of `wrap.fit` by `megatron_wrap.checkpoint.best_metric`, saved in a checkpoint; the same on
+    every rank."""
+
+    iteration: int | None = None
+    """None: there is none yet."""
+    value: float | None = None
+    """Of the metric."""
+    evaluations_since: int = 0
+    """Evaluations in a row that were not better."""
+    compared_iteration: int | None = None
+    """Iteration of the last evaluation that was compared."""
+
+    def compare(self, iteration: int, value: float, largest: bool) -> bool:
+        """Compare an evaluation with the best one so far, and record the result.
+
+        An iteration counts once, because a run that resumes from it repeats its evaluation.
+
+        Args:
+            iteration: steps taken before the evaluation.
+            value: of the metric; one that is not a number is never better.
+            largest: the largest value is the best, else the smallest.
+
+        Returns:
+            Whether this is the best evaluation.
+        """
+        if self.compared_iteration == iteration:
+            return False
+        self.compared_iteration = iteration
+        if self.value is None:
+            is_better = not math.isnan(value)
+        else:
+            is_better = value > self.value if largest else value < self.value
+        if is_better:
+            self.iteration, self.value = iteration, value
+        self.evaluations_since = 0 if is_better else self.evaluations_since + 1
+        return is_better
 
 
 @dataclass
@@ -58,6 +99,7 @@ class TrainingState:
     """Sums metrics over ranks."""
     reference: ReferenceModel | None = None
     """The frozen model that `megatron_wrap.models.reference` adds."""
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     progress: Progress = field(default_factory=Progress)
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""

@@ -160,6 +160,16 @@ def test_prune_keeps_the_newest(store: CheckpointStore, keep: int | None, remove
     assert store.iterations() == left
 
 
+def test_prune_keeps_the_best_besides_the_newest(store: CheckpointStore) -> None:
+    for iteration in (1, 2, 3, 4):
+        save(store, iteration)
+    store.record_best(2)
+    assert (store.folder / "best_checkpointed_iteration.txt").read_text() == "2"
+    assert store.prune(1, best=2) == [1, 3]
+    assert store.iterations() == [2, 4]
+    assert store.latest() == 4
+
+
 def test_prune_counts_only_complete_checkpoints(store: CheckpointStore) -> None:
     for iteration in (1, 2, 3):
         save(store, iteration)

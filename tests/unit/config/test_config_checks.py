@@ -112,6 +112,10 @@ VALUES = [
     ("train.save_interval=5", ConfigError, "train.save_interval: 5 has no effect without "
      "megatron_lm.train.common.save"),
     ("checkpoint.keep=1", ConfigError, "checkpoint.keep: 1 has no effect without megatron_lm.train.common.save"),
+    ("train.early_stop_patience=2", ConfigError, "train.early_stop_patience: 2 needs "
+     "megatron_wrap.checkpoint.best_metric, which is null; give it, or write null"),
+    ("checkpoint.best_metric=validation/loss", ConfigError, "checkpoint.best_metric: validation/loss needs "
+     "megatron_lm.train.common.eval_interval, which is null; give it, or write null"),
     ("train.finetune=true", ConfigError, "train.finetune: true takes the weights of load, which is null; give load"),
     ("train.rampup_batch_size=[4, 3, 100]", ConfigError, "train.rampup_batch_size: steps of 3 from 4 do not reach "
      "global_batch_size 8; the difference 4 must be a positive multiple of the increment"),

@@ -1,0 +1,186 @@
+"""`wrap.fit`: the steps of the documented loop, early stopping, and the best checkpoint.
+
+Each test with a run has a forked process with a group of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_wrap.checkpoint import CheckpointStore
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.engine.state import BestEvaluation
+from megatron_wrap.errors import ConfigError
+
+pytestmark = pytest.mark.process_group
+
+TRAIN, DATA, CHECKPOINT = "megatron_lm.train.common", "megatron_wrap.data", "megatron_wrap.checkpoint"
+BEST = (f"{TRAIN}.eval_interval=2", f"{CHECKPOINT}.best_metric=validation/loss")
+LOSSES = {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 2.0, 12: 9.0, 5: 0.0, 7: 0.0, 9: 0.0}
+"""Iteration -> loss of its evaluation; odd iterations are not evaluated by eval_interval, but after a stop."""
+TIMES = ("elapsed_time", "tokens_per_second", "tflops", "throughput", "memory")
+
+
+class Scripted(MegatronWrap):
+    """Evaluations with known losses; the iterations of all of them."""
+
+    def __init__(self, overrides: tuple[str, ...], losses: dict[int, float]) -> None:
+        super().__init__("run.yaml", overrides=overrides)
+        self.losses, self.evaluated = losses, []
+
+    def evaluate(self, sets: Any = None) -> dict[str, float]:
+        self.evaluated.append(self.iteration)
+        return {"eval/validation/loss": self.losses[self.iteration], "eval/validation/truncated_samples": 0.0}
+
+
+@contextmanager
+def ready(wrap: MegatronWrap) -> Iterator[Any]:
+    with wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        yield wrap
+
+
+@pytest.fixture(autouse=True)
+def data(run_folder: None) -> tuple[str, ...]:
+    """Overrides that select a training and an evaluation set."""
+    generator = numpy.random.default_rng(3)
+    for name in ("train", "validation"):
+        samples = [{"input_ids": generator.integers(0, 60, 9).tolist(), "loss_mask": [1] * 9} for _ in range(12)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return (f"{DATA}.__select__=jsonl", f"{DATA}.train=train.jsonl", f"{DATA}.validation=validation.jsonl")
+
+
+def scripted(data: tuple[str, ...], *overrides: str, losses: dict[int, float] = LOSSES) -> Any:
+    return ready(Scripted((*data, f"{TRAIN}.train_iters=12", *BEST, *overrides), losses))
+
+
+def records(folder: str) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+
+
+def test_fit_takes_the_steps_of_the_documented_loop(data):
+    common = (*data, f"{TRAIN}.eval_interval=2", f"{TRAIN}.save_interval=3", f"{TRAIN}.train_iters=5")
+
+    def folders(name: str) -> tuple[str, ...]:
+        return (f"{TRAIN}.save={name}/checkpoints", f"megatron_wrap.logger.output_dir={name}")
+
+    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("loop")])) as wrap:
+        for batch in wrap.batches():
+            if wrap.evaluation_due:
+                wrap.evaluate()
+            wrap.train(batch)
+            wrap.log_last_metrics()
+        expected = wrap.evaluate()
+        wrap.save()
+    seen = []
+    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("fit")])) as wrap:
+        found = wrap.fit(lambda wrap, metrics: seen.append((wrap.iteration, metrics["loss"])))
+    assert found == expected
+    assert records("fit") == records("loop")
+    assert [line["iteration"] for line in records("fit")] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    assert seen == [(line["iteration"], line["loss"]) for line in records("fit") if "loss" in line]
+    for name in ("fit", "loop"):
+        assert CheckpointStore(f"{name}/checkpoints").iterations() == [3, 5]
+    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("fit")])) as wrap:  # no step is left
+        assert wrap.fit() == expected
+
+
+def test_without_evaluation_sets_the_metrics_are_those_of_the_last_step(data):
+    with ready(MegatronWrap("run.yaml", overrides=[*data[:2], f"{TRAIN}.train_iters=2"])) as wrap:
+        found = wrap.fit()
+        assert found["iteration"] == 2
+        assert not Path("checkpoints").exists()
+        assert wrap.fit() == {}  # took no step
+
+
+@pytest.mark.parametrize(("answer", "until"), [(False, 3), (None, 4), (0, 4)])
+def test_only_false_ends_the_run(data, answer, until):
+    with ready(MegatronWrap("run.yaml", overrides=[*data, f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved"])) as wrap:
+        found = wrap.fit(lambda wrap, metrics: answer if wrap.iteration == 3 else True)
+        assert wrap.iteration == until
+        assert found.keys() == {"eval/validation/loss", "eval/validation/truncated_samples"}
+    assert CheckpointStore("saved").iterations() == [until]
+
+
+def test_the_best_checkpoint_is_kept(data):
+    with scripted(data, f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=3", f"{CHECKPOINT}.keep=1") as wrap:
+        found = wrap.fit(lambda wrap, metrics: wrap.iteration != 9)
+        assert wrap.evaluated == [0, 2, 4, 6, 8, 9]
+        assert found == {
+            **{"eval/validation/loss": LOSSES[9], "eval/validation/truncated_samples": 0.0},
+            **{"best_iteration": 4.0, "best_value": 3.0},
+        }
+    assert CheckpointStore("saved").iterations() == [4, 9]
+    assert Path("saved/best_checkpointed_iteration.txt").read_text() == "4"
+    with scripted(data, f"{TRAIN}.save=saved", f"{CHECKPOINT}.keep=1") as wrap:
+        assert wrap.fit()["best_iteration"] == 10
+    assert CheckpointStore("saved").iterations() == [10, 12]
+    assert Path("saved/best_checkpointed_iteration.txt").read_text() == "10"
+    # another run that starts from it has a best checkpoint of its own
+    with scripted(data, f"{TRAIN}.load=saved") as wrap:
+        assert wrap.state.best == BestEvaluation()
+
+
+@pytest.mark.parametrize(("patience", "mode", "ends", "best"), [(2, "min", 8, 4), (3, "min", 12, 10), (2, "max", 6, 2)])
+def test_a_run_out_of_patience_ends(data, patience, mode, ends, best):
+    settings = (f"{TRAIN}.early_stop_patience={patience}", f"{CHECKPOINT}.best_metric_mode={mode}")
+    with scripted(data, *settings, f"{TRAIN}.save=saved") as wrap:
+        found = wrap.fit()
+        assert (wrap.iteration, found["best_iteration"], found["best_value"]) == (ends, best, LOSSES[best])
+        assert wrap.evaluated == [*range(0, ends + 1, 2)]
+        assert found["eval/validation/loss"] == LOSSES[ends]
+    with scripted(data, *settings, f"{TRAIN}.save=saved") as wrap:  # it does not go on
+        assert wrap.fit() == found
+        assert wrap.iteration == ends
+
+
+@pytest.mark.parametrize(("stop", "killed"), [(5, False), (6, False), (7, True)])
+def test_a_resumed_run_has_the_same_best_evaluation_and_patience(data, stop, killed):
+    settings = (f"{TRAIN}.early_stop_patience=3", f"{TRAIN}.save_interval=3", f"{TRAIN}.train_iters=10")
+    with scripted(data, *settings, f"{TRAIN}.save=straight") as wrap:
+        expected, best = wrap.fit(), wrap.state.best
+
+    class Killed(Exception):
+        pass
+
+    def hook(wrap: Any, metrics: dict[str, float]) -> bool:
+        if killed and wrap.iteration == stop:  # after the save of iteration 6 and before its evaluation is saved
+            raise Killed
+        return wrap.iteration != stop
+
+    try:
+        with scripted(data, *settings, f"{TRAIN}.save=resumed") as wrap:
+            wrap.fit(hook)
+    except Killed:
+        pass
+    with scripted(data, *settings, f"{TRAIN}.save=resumed") as wrap:
+        assert wrap.iteration == (6 if killed else stop)
+        assert wrap.fit() == expected
+        assert wrap.state.best == best
+
+
+def test_an_unknown_metric_is_refused_before_the_first_step(data):
+    with (
+        scripted(data, f"{CHECKPOINT}.best_metric=validation/lose") as wrap,
+        pytest.raises(ConfigError, match=r"best_metric.*validation/lose.*did you mean validation/loss\?"),
+    ):
+        wrap.fit()
+    assert wrap.evaluated == [0]
+
+
+def test_a_value_that_is_no_number_is_never_the_best():
+    best = BestEvaluation()
+    values = [math.nan, math.inf, 2.0, math.nan, 1.0]
+    assert [best.compare(place, value, largest=False) for place, value in enumerate(values)] == [0, 1, 1, 0, 1]
+    assert (best.iteration, best.value, best.evaluations_since) == (4, 1.0, 0)
