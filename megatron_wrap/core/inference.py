@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.config import derived
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -42,9 +43,12 @@ class InferenceVerbs:
         from megatron_wrap.engine.forward import evaluate
 
         state = self._ready()
-        chosen: Mapping[str, Sequence[Any] | None] = (
-            validation_sets(self.config.data.validation) if sets is None else sets
-        )
+        chosen: Mapping[str, Sequence[Any] | None]
+        if sets is None:
+            skip_bad = self.config.data.on_bad_sample == "skip"
+            chosen = validation_sets(derived.validation_sources(self.config), skip_bad)
+        else:
+            chosen = sets
         metrics: dict[str, float] = {}
         for name, samples in chosen.items():
             limit = self.config.train.eval_iters

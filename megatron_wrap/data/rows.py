@@ -91,6 +91,23 @@ class PartOfRows:
         return self._rows.where(self._begin + index)
 
 
+class ChosenRows:
+    """The rows of a reader at the given places."""
+
+    def __init__(self, rows: Rows, places: Sequence[int]) -> None:
+        self._rows, self._places = rows, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[self._places[index]]
+
+    def where(self, index: int) -> str:
+        """See `Rows`."""
+        return self._rows.where(self._places[index])
+
+
 class ListedRows:
     """A sequence in memory; `where` is `NAME:ROW`."""
 

@@ -11,7 +11,16 @@ from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.data.files import open_rows, stream_rows
 from megatron_wrap.data.formats import SourceRows, to_sample
 from megatron_wrap.data.jsonl import JsonLines
-from megatron_wrap.data.rows import BadSample, JoinedRows, ListedRows, PartOfRows, Rows, Sample, StreamOfRows
+from megatron_wrap.data.rows import (
+    BadSample,
+    ChosenRows,
+    JoinedRows,
+    ListedRows,
+    PartOfRows,
+    Rows,
+    Sample,
+    StreamOfRows,
+)
 from megatron_wrap.data.stream import Mixture, SampleStream, ShuffledBlocks, ShuffledRows, largest_remainders
 from megatron_wrap.errors import DataError
 
@@ -116,20 +125,6 @@ def stream_of(samples: Sequence[Any], seed: int, shuffle: bool = True, name: str
     return ShuffledRows(ListedRows(samples, name), seed, shuffle)
 
 
-def training_samples(sources: Sequence[SourceConfig], mock_samples: int | None = None) -> Sequence[Any]:
-    """The training set of one source.
-
-    Raises:
-        DataError: there is no source, or several, which `training_stream` mixes.
-    """
-    if mock_samples is not None:
-        return NumberedSamples(mock_samples)
-    _need_one(sources)
-    if len(sources) > 1:
-        raise DataError("a mixture has no indices; read it with training_stream")
-    return open_source(sources[0])
-
-
 def first_training_samples(
     sources: Sequence[SourceConfig], mock_samples: int | None, count: int, skip_bad: bool = False
 ) -> list[Any]:
@@ -168,17 +163,18 @@ def check_source(source: SourceConfig, every_row: bool) -> None:
             samples[place]
 
 
-def validation_sets(sets: Mapping[str, Sequence[SourceConfig]]) -> dict[str, SampleSet]:
+def validation_sets(sets: Mapping[str, Sequence[SourceConfig]], skip_bad: bool = False) -> dict[str, SampleSet]:
     """Name -> evaluation set: finite, with `len`, indices and slices, and `where(index)` for messages. A set of several
     sources has them one behind the other.
 
     Args:
         sets: `derived.validation_sources(config)`.
+        skip_bad: leave rows out that cannot be used, for which every row is read once.
 
     Raises:
         DataError: a source is missing, empty or cannot be read.
     """
-    return {name: _evaluation_set(sources) for name, sources in sets.items()}
+    return {name: _evaluation_set(sources, skip_bad) for name, sources in sets.items()}
 
 
 def _need_one(sources: Sequence[SourceConfig]) -> None:
@@ -263,9 +259,21 @@ class _StreamedRows:
         return self._rows[index][0]
 
 
-def _evaluation_set(sources: Sequence[SourceConfig]) -> SampleSet:
+def _evaluation_set(sources: Sequence[SourceConfig], skip_bad: bool) -> SampleSet:
     parts: list[Rows] = []
     for source in sources:
         samples = open_source(source)
         parts.append(samples if source.samples is None else PartOfRows(samples, 0, source.samples))
-    return SampleSet(parts[0] if len(parts) == 1 else JoinedRows(parts))
+    whole = parts[0] if len(parts) == 1 else JoinedRows(parts)
+    return SampleSet(ChosenRows(whole, _good_rows(whole)) if skip_bad else whole)
+
+
+def _good_rows(rows: Rows) -> list[int]:
+    good: list[int] = []
+    for place in range(len(rows)):
+        try:
+            rows[place]
+        except BadSample:
+            continue
+        good.append(place)
+    return good

@@ -294,6 +294,44 @@ def test_evaluation_sets() -> None:
     assert [sample["text"] for sample in sets["two"][2:4]] == ["a2", "b0"]
 
 
+def test_an_evaluation_set_without_its_bad_rows() -> None:
+    Path("a.jsonl").write_text('{"text": "a"}\n{"text": 1}\nno json\n{"text": "b"}\n')
+    sources = {"one": [SourceConfig(path="a.jsonl")]}
+    found = validation_sets(sources, skip_bad=True)["one"]
+    assert [sample["text"] for sample in found] == ["a", "b"]
+    assert found.where(1) == "a.jsonl:4"
+    with pytest.raises(BadSample, match=r"a\.jsonl:2"):
+        list(validation_sets(sources)["one"])
+
+
+def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub itself is not reached: what is asked of the `datasets` library, and what is made of its answer."""
+    asked = []
+
+    def load(*given: Any, **keys: Any) -> Any:
+        asked.append((given, keys))
+        table = datasets.Dataset.from_list(ROWS)
+        return table.to_iterable_dataset() if keys["streaming"] else table
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    samples = open_source(SourceConfig(path="org/name", subset="en", split="test[:25]"))
+    assert without_source(samples) == ROWS
+    assert samples.where(3) == "org/name[test[:25]]:4"
+    stream = training_stream([SourceConfig(path="org/name", streaming=True)], 1, shuffle=False)
+    assert without_source(stream.read(place) for place in range(25)) == ROWS
+    assert asked == [
+        (("org/name", "en"), {"split": "test[:25]", "streaming": False}),
+        (("org/name", None), {"split": "train", "streaming": True}),
+    ]
+
+    def fail(*given: Any, **keys: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"org/name: .*no network"):
+        open_source(SourceConfig(path="org/name"))
+
+
 def test_the_head_of_a_mixture_has_each_source_and_no_bad_row() -> None:
     write("a", 5)
     Path("b.jsonl").write_text('{"text": 1}\n{"text": "b"}\nno json\n')
