@@ -65,6 +65,7 @@ CHINESE = Language(
         "consumed_samples": "训练开始以来的累计",
         "consumed_tokens": "训练开始以来的累计，不含填充",
         "skipped_iterations": "训练开始以来没有更新的步数：权重为零，或 fp16 溢出",
+        "skipped_samples": "训练开始以来因无法使用而略过的数据行数（`megatron_wrap.data.on_bad_sample: skip`）",
     },
     condition="（由 `{key}` 添加）",
 )

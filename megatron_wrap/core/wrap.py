@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from megatron_wrap.config.paths import output_dir
 from megatron_wrap.core.fit import FitVerbs
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
 from megatron_wrap.core.layout_view import LayoutView
+from megatron_wrap.core.loading import LoadingVerbs
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
 from megatron_wrap.platform import choose_platform
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from megatron_wrap.checkpoint import RunCheckpoints
+    from megatron_wrap.engine.loader import BatchLoader
     from megatron_wrap.engine.state import TrainingState
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(FitVerbs, HuggingFaceVerbs, LayoutView):
+class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -57,6 +59,7 @@ class MegatronWrap(FitVerbs, HuggingFaceVerbs, LayoutView):
         self._parallel: ParallelState | None = None
         self._state: TrainingState | None = None
         self._checkpoints: RunCheckpoints | None = None
+        self._loaders: list[BatchLoader] = []
         self._records = RunRecords(self.config, self.output_dir)
         self._resumed_from: int | None = None
         self._started_from_hugging_face = False
@@ -156,8 +159,9 @@ class MegatronWrap(FitVerbs, HuggingFaceVerbs, LayoutView):
         self._resumed_from = self._checkpoints.restore(weights_only=not training)
 
     def close(self) -> None:
-        """Close loggers, destroy the process groups that this object created, and undo the changes of `initialize` to
-        the host program."""
+        """End the processes that load data, close loggers, destroy the process groups that this object created, and
+        undo the changes of `initialize` to the host program."""
+        self._close_loaders()
         self._records.close()
         self._state = self._checkpoints = None
         if self._parallel is not None:
@@ -217,25 +221,6 @@ class MegatronWrap(FitVerbs, HuggingFaceVerbs, LayoutView):
             self._records.write_last()
             self.save()
         return dict(report.metrics)
-
-    def batches(self, samples: Sequence[Any] | None = None) -> Iterator[list[Any]]:
-        """The remaining global batches of the run, in an order that is a function of the seed.
-
-        A resumed run continues where it stopped. Every rank yields the same batches.
-
-        Args:
-            samples: the training set; default: that of `megatron_wrap.data`.
-        """
-        from megatron_wrap.data.samplers import EpochSampler
-        from megatron_wrap.data.sources import training_samples
-
-        self._ready()
-        if samples is None:
-            samples = training_samples(self.config.data.train, derived.mock_samples(self.config.data))
-        sampler = EpochSampler(len(samples), self.config.train.seed, self.config.data.shuffle)
-        while self.iteration < self.train_iters:
-            places = sampler.indices(self.consumed_samples, self.global_batch_size)
-            yield [samples[place] for place in places]
 
     def log_last_metrics(self) -> None:
         """Pass the last step's metrics to the metric loggers, and print a line each `log_interval` iterations."""

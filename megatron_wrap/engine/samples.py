@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.engine.prepared import PreparedBatch
 from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
 from megatron_wrap.parallel.state import Axis
@@ -60,7 +61,9 @@ class SampleSharing:
                 "call; pass samples on the same ranks in the whole run"
             )
         if source.broadcast:
-            batch = broadcast_object(list(batch) if batch is not None else None, source_rank=0)
+            if batch is not None and not isinstance(batch, PreparedBatch):
+                batch = list(batch)
+            batch = broadcast_object(batch, source_rank=0)
         assert batch is not None
         return batch
 

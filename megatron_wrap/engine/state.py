@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config.derived import global_batch_size_at
+from megatron_wrap.data.batching import Cursor
+from megatron_wrap.engine.prepared import PreparedBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.config.schema import RunConfig
+    from megatron_wrap.engine.cut import BatchCut
     from megatron_wrap.engine.reduce import MetricReduction
     from megatron_wrap.engine.reference import ReferenceModel
     from megatron_wrap.engine.samples import SampleSharing
@@ -73,6 +77,24 @@ class Progress:
     """Tokens trained on, without padding."""
     skipped_iterations: int = 0
     """Steps without an update: loss-scale overflow, or no loss weight in the whole batch."""
+    skipped_samples: int = 0
+    """Rows of the data that were left out because they cannot be used."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the order of samples continues, beyond `consumed_samples`: `Cursor.saved`."""
+
+    def consume(self, batch: Sequence[Any], offered: PreparedBatch | None) -> None:
+        """Count the samples of a step.
+
+        Args:
+            batch: samples of the step.
+            offered: the last batch that `wrap.batches` yielded here; a copy of it counts as it.
+        """
+        source = batch if isinstance(batch, PreparedBatch) else offered
+        before = Cursor.of(self.consumed_samples, self.data)
+        if source is not None and source.before == before and len(source) == len(batch):
+            self.data = source.after.saved()
+            self.skipped_samples += len(source.bad_rows)
+        self.consumed_samples += len(batch)
 
 
 @dataclass
@@ -91,6 +113,8 @@ class TrainingState:
     scheduler: Any
     """OptimizerParamScheduler; None if there is no optimizer."""
     shape: ModelShape
+    cut: BatchCut
+    """How a batch is cut into micro-batches."""
     schedule: Schedule
     """Runs micro-batches through model chunks."""
     sharing: SampleSharing
@@ -101,6 +125,8 @@ class TrainingState:
     """The frozen model that `megatron_wrap.models.reference` adds."""
     best: BestEvaluation = field(default_factory=BestEvaluation)
     progress: Progress = field(default_factory=Progress)
+    offered: PreparedBatch | None = None
+    """The last batch that `wrap.batches` yielded in this process."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
 

@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.loss import NormalizedLoss
-from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, collate_share, count_step
+from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, count_step
 from megatron_wrap.engine.parameters import parameter_square_sum
+from megatron_wrap.engine.prepared import PreparedBatch, batch_key
 from megatron_wrap.engine.reduce import ReducedMetrics
 from megatron_wrap.engine.reference import with_reference_outputs
 from megatron_wrap.engine.router_losses import reset_router_losses, router_losses
@@ -44,13 +46,11 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     started = time.perf_counter()
     progress, parallel, device = state.progress, state.parallel, state.platform.device
     batch = state.sharing.share(batch, "train")
-    if len(batch) != state.global_batch_size:
-        raise DataError(
-            f"wrap.train takes a batch of global_batch_size = {state.global_batch_size} samples, got {len(batch)}"
-        )
-    micro_batches = collate_share(
-        state.flow, batch, progress.consumed_samples, state.config.train.seed, state.parallel.dp
-    )
+    expected_size = state.global_batch_size
+    by_tokens = state.config.train.global_batch_tokens is not None
+    if len(batch) != expected_size and not (by_tokens and len(batch)):
+        raise DataError(f"wrap.train takes a batch of global_batch_size = {expected_size} samples, got {len(batch)}")
+    micro_batches = _micro_batches(state, batch)
     counts = count_step(state.flow, micro_batches, parallel.dp, device)
     learning_rate = state.scheduler.get_lr({})
 
@@ -70,13 +70,20 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
             update = _update(state, reduced.loss)
 
     progress.iteration += 1
-    progress.consumed_samples += len(batch)
+    progress.consume(batch, state.offered)
     progress.consumed_tokens += counts.tokens
     progress.skipped_iterations += not update.applied
     if update.applied:
-        state.scheduler.step(increment=len(batch))
+        state.scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
     metrics = _metrics(state, reduced, counts, update, learning_rate, started)
     return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
+
+
+def _micro_batches(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatch]:
+    """This replica's micro-batches: those that the batch carries if they are of this step, else prepared now."""
+    seed, dp = state.config.train.seed + state.progress.consumed_samples, state.parallel.dp
+    ahead = batch.micro_batches(batch_key(state.cut, seed, dp)) if isinstance(batch, PreparedBatch) else None
+    return prepare_batch(state.flow, batch, state.cut, seed, dp) if ahead is None else ahead
 
 
 def compute_gradients(
@@ -105,7 +112,7 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[Micro
         This replica's micro-batches, before padding and splitting.
     """
     parallel, device = state.parallel, state.platform.device
-    micro_batches = collate_share(state.flow, batch, 0, state.config.train.seed, parallel.dp)
+    micro_batches = prepare_batch(state.flow, batch, state.cut, state.config.train.seed, parallel.dp)
     counts = count_step(state.flow, micro_batches, parallel.dp, device)
     local = state.schedule.localize(micro_batches, state.extra_padding)
     if state.reference is not None:
@@ -152,6 +159,7 @@ def _metrics(
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
         "skipped_iterations": progress.skipped_iterations,
+        "skipped_samples": progress.skipped_samples,
         "elapsed_time": elapsed_seconds,
         "tokens_per_second": counts.tokens / elapsed_seconds,
         "tokens_per_second_per_device": counts.tokens / elapsed_seconds / devices,

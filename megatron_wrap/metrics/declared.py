@@ -220,6 +220,12 @@ _LAST_METRICS = (
         unit="steps",
         console=ConsoleFormat(whole, example=0, text="skipped {number}"),
     ),
+    MetricInfo(
+        "skipped_samples",
+        "rows of the data left out since the start of the run (`megatron_wrap.data.on_bad_sample: skip`)",
+        unit="samples",
+        console=ConsoleFormat(whole, example=3, text="left out {number}", shown=bool),
+    ),
 )
 
 METRICS = (
