@@ -5,6 +5,7 @@ Every rank and worker computes the same order, and a resumed run reads on from t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -104,6 +105,7 @@ class ShuffledBlocks:
         self._block: tuple[tuple[int, int], list[tuple[str, Any]]] | None = None
         self._iterator: Iterator[tuple[str, Any]] = iter(())
         self._next = -1  # the row that the iterator yields next; -1: none
+        self._process = os.getpid()
 
     @property
     def samples_per_epoch(self) -> None:
@@ -139,8 +141,9 @@ class ShuffledBlocks:
         if self._block is not None and self._block[0] == (epoch, number):
             return self._block[1]
         first = number * self._block_size
-        if self._next != first:
-            self._iterator = self._rows.start_at(first)
+        # a forked process shares the position in an open file with its parent
+        if self._next != first or self._process != os.getpid():
+            self._iterator, self._process = self._rows.start_at(first), os.getpid()
         self._next = -1  # for the case that the iterator raises
         rows = list(islice(self._iterator, self._block_size))
         if len(rows) < self._block_size:

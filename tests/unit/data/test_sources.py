@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import pickle
 import shutil
 from collections import Counter
@@ -273,6 +274,27 @@ def test_a_streaming_mixture_has_its_shares_in_each_block() -> None:
     assert training_stream(sources, seed=1, shuffle_buffer=7).read(53) == read[53]
     with pytest.raises(DataError, match=r"a: .* 2 of shuffle_buffer"):
         training_stream([sources[0], SourceConfig(path="b.jsonl", name="b", weight=9.0)], 1, shuffle_buffer=2)
+
+
+def _send_rest(stream: Any, connection: Any) -> None:
+    connection.send([stream.read(place)["id"] for place in range(5, 25)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("path", WRITERS)
+def test_a_forked_process_reads_on_while_its_parent_does(path: str, streaming: bool) -> None:
+    WRITERS[path](path)
+    stream = training_stream([SourceConfig(path=path, streaming=streaming)], 1, shuffle_buffer=5)
+    head = [stream.read(place)["id"] for place in range(5)]
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_send_rest, args=(stream, there))
+    child.start()
+    rest = [stream.read(place)["id"] for place in range(5, 25)]
+    assert here.poll(60)
+    assert here.recv() == rest
+    child.join()
+    assert sorted(head + rest) == list(range(25))
 
 
 def test_evaluation_sets() -> None:
