@@ -26,6 +26,12 @@ class FitVerbs(InferenceVerbs):
     save: Callable[[], Path]
     _run_checkpoints: Callable[[], RunCheckpoints]
 
+    if TYPE_CHECKING:
+
+        @property
+        def train_iters(self) -> int:
+            """Number of steps of the run."""
+
     def fit(self, on_step: Callable[[Self, dict[str, float]], Any] | None = None) -> dict[str, float]:
         """The rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
         `eval_interval` and at the end, `save` at the end where `save` is set. Collective.
@@ -58,7 +64,7 @@ class FitVerbs(InferenceVerbs):
                 if on_step is not None and self._any_is_false(on_step(self, dict(steps))):
                     break
         if evaluated is None:
-            is_over = self._ready().progress.iteration >= self.config.train.train_iters
+            is_over = self._ready().progress.iteration >= self.train_iters
             evaluated = self._evaluate_and_compare() if is_over else self.evaluate()
         if self.config.train.save is not None:
             self.save()
