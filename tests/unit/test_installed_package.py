@@ -53,7 +53,8 @@ def test_a_yaml_anywhere_reads_the_installed_tree(installed: Path, tmp_path: Pat
         check=True,
     )
     source = installed / "megatron_wrap/configs/nest/megatron_lm/train/common.yaml"
-    assert f"set at {source}:9 (default): 1234" in result.stdout
+    lines = [number for number, text in enumerate(source.read_text().splitlines(), 1) if text.startswith("seed: ")]
+    assert f"set at {source}:{lines[0]} (default): 1234" in result.stdout
 
 
 def test_the_metadata_names_script_versions_and_extras(installed: Path) -> None:
