@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -17,7 +18,7 @@ import pytest
 
 from megatron_wrap.checkpoint import CheckpointStore
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.engine.state import BestEvaluation
+from megatron_wrap.engine.state import BestEvaluation, Progress
 from megatron_wrap.errors import ConfigError
 
 pytestmark = pytest.mark.process_group
@@ -177,6 +178,24 @@ def test_an_unknown_metric_is_refused_before_the_first_step(data):
     ):
         wrap.fit()
     assert wrap.evaluated == [0]
+
+
+def test_a_checkpoint_of_an_earlier_release_has_no_best_evaluation():
+    from megatron_wrap.checkpoint.content import common_entries, saved_best, saved_progress
+
+    before = common_entries(Progress(iteration=7), BestEvaluation(4, 0.5, 1, 6))
+    assert saved_best(before) == BestEvaluation(4, 0.5, 1, 6)
+    del before["best_evaluation"]
+    assert (saved_best(before), saved_progress(before).iteration) == (BestEvaluation(), 7)
+
+
+def test_the_export_of_the_best_checkpoint_is_kept(tmp_path):
+    from megatron_wrap.bridge.export import prune_exports
+
+    for iteration in (2, 4, 6, 8):
+        (tmp_path / f"hf_{iteration:07d}").mkdir()
+    prune_exports(tmp_path, 1, SimpleNamespace(world=SimpleNamespace(rank=0)), best=4)
+    assert sorted(path.name for path in tmp_path.glob("hf_*")) == ["hf_0000004", "hf_0000008"]
 
 
 def test_a_value_that_is_no_number_is_never_the_best():
