@@ -1,4 +1,5 @@
-"""The global batches of a run, prepared ahead of their steps: read, tokenized, collated, counted and packed."""
+"""The global batches of a run, prepared ahead of their steps: read, tokenized, collated, counted, packed and split over
+context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class BatchLoader:
         config = state.config
         self._stream, self._stored = stream, stored
         self._flow, self._cut, self._dp = state.flow, state.cut, state.parallel.dp
+        self._schedule = state.schedule
         self._config, self._rule = config, batch_rule(config, state.cut)
         self._pin_memory = state.platform.device.type == "cuda"
         self._workers: Workers | None = None
@@ -91,7 +93,7 @@ class BatchLoader:
 
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[tuple[Any, ...]]:
         """The arguments of `PreparedBatch` for every `workers`-th batch, from batch `worker` after `cursor` on."""
-        reader = self._reader()
+        reader = sample_reader(self._config, self._stream, self._flow, self._rule.budget, self._stored)
         plan = BatchPlan(reader, self._rule, cursor)
         number = 0
         while True:
@@ -101,21 +103,11 @@ class BatchLoader:
             reader.forget(planned.positions)
             number += 1
 
-    def _reader(self) -> SampleReader:
-        flow, seed, budget = self._flow, self._config.train.seed, self._rule.budget
-        return SampleReader(
-            self._stream,
-            preparation(flow, seed),
-            skip_bad=self._config.data.on_bad_sample == "skip",
-            needs_lengths=budget is not None,
-            check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
-            stored=self._stored,
-        )
-
     def _prepare(self, reader: SampleReader, planned: PlannedBatch) -> tuple[Any, ...]:
         seed = self._config.train.seed + planned.before.consumed
         samples = [reader.sample(place) for place in planned.positions]
         micro_batches = prepare_batch(self._flow, planned.positions, self._cut, seed, self._dp, prepare=reader.prepared)
+        micro_batches = self._schedule.shard(micro_batches)
         key = batch_key(self._cut, seed, self._dp)
         return samples, planned.before, planned.after, planned.bad_rows, micro_batches, key
 
@@ -123,6 +115,29 @@ class BatchLoader:
 def preparation(flow: MegatronWrapTrainingFlowBase, seed: int) -> Preparation:
     """What a flow does with one sample."""
     return Preparation(flow.prepare_sample, lambda sample: sample_lengths(flow, sample, seed))
+
+
+def sample_reader(
+    config: RunConfig,
+    stream: SampleStream,
+    flow: MegatronWrapTrainingFlowBase,
+    budget: TokenBudget | None,
+    stored: PreparedSamples | None,
+) -> SampleReader:
+    """Reads the samples of a stream for a run; arguments as of `BatchLoader` and `BatchRule`."""
+    return SampleReader(
+        stream,
+        preparation(flow, config.train.seed),
+        skip_bad=config.data.on_bad_sample == "skip",
+        needs_lengths=budget is not None,
+        max_lengths={
+            source.name: source.max_length
+            for source in derived.training_sources(config)
+            if source.max_length is not None
+        },
+        check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
+        stored=stored,
+    )
 
 
 def batch_rule(config: RunConfig, cut: BatchCut) -> BatchRule:

@@ -1,4 +1,4 @@
-"""This process's part of a micro-batch: pad, take the context-parallel shard, copy to the device."""
+"""This process's part of a micro-batch: pad and take the context-parallel shard; copy to the device."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) 
     return -(-length // divisor) * divisor
 
 
-def localize(
-    micro_batch: MicroBatch, width: int, cp: Axis, device: torch.device, with_padding_mask: bool = False
-) -> MicroBatch:
-    """Pad to `width`, take this context-parallel rank's shard and copy it to the device asynchronously.
+def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool = False) -> MicroBatch:
+    """Pad to `width` and take this context-parallel rank's shard, on the CPU.
 
     A packed row is split sequence by sequence; the model's inputs then contain PACKED, the loss inputs
     SEQUENCE_LENGTHS.
@@ -42,30 +40,41 @@ def localize(
     segments = filled_row(micro_batch.segments, width) if micro_batch.segments else (width,)
     places = context.packed_positions(segments, cp.size, cp.rank)
 
-    def local(name: str, tensor: Tensor) -> Tensor:
-        if name in seqdims:
-            tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
-            tensor = tensor if cp.size == 1 else tensor.index_select(seqdims[name], places)
-        return on_device(tensor)
+    def local(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or name not in seqdims:
+            return tensor
+        tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
+        return tensor if cp.size == 1 else tensor.index_select(seqdims[name], places)
 
-    def on_device(tensor: Tensor) -> Tensor:
-        if device.type == "cuda":
-            tensor = tensor.contiguous().pin_memory()
-        return tensor.to(device, non_blocking=True)
-
-    model_inputs: dict[str, Any] = {
-        name: None if tensor is None else local(name, tensor) for name, tensor in micro_batch.model_inputs.items()
-    }
-    loss_inputs = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    model_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
+    loss_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
     if with_padding_mask:
-        model_inputs[PADDING_MASK] = on_device(_padding_mask(micro_batch, segments, width)[:, places])
+        model_inputs[PADDING_MASK] = _padding_mask(micro_batch, segments, width)[:, places]
     if micro_batch.segments:
         from megatron_wrap.ops.packed import PackedSequences
 
-        model_inputs[PACKED] = PackedSequences.of(segments, cp.size, cp.rank, on_device)
+        model_inputs[PACKED] = PackedSequences.of(segments, cp.size, cp.rank)
         with_rest = [*micro_batch.segments, width - sum(micro_batch.segments)]
-        loss_inputs[SEQUENCE_LENGTHS] = on_device(torch.tensor(with_rest) // cp.size)
+        loss_inputs[SEQUENCE_LENGTHS] = torch.tensor(with_rest) // cp.size
     return replace(micro_batch, padded_width=width, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Copy a micro-batch to the device asynchronously, from page-locked memory."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    model_inputs: dict[str, Any] = {}
+    for name, value in micro_batch.model_inputs.items():
+        if value is None or isinstance(value, Tensor):
+            model_inputs[name] = None if value is None else move(value)
+        else:
+            model_inputs[name] = value.moved(move)  # PackedSequences
+    loss_inputs = {name: move(tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    return replace(micro_batch, model_inputs=model_inputs, loss_inputs=loss_inputs)
 
 
 def _padding_mask(micro_batch: MicroBatch, segments: tuple[int, ...], width: int) -> Tensor:

@@ -21,9 +21,10 @@ from megatron_wrap.parallel.state import Axis
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of this replica: full sequences after `collate`, this process's shard after `localize`."""
+    """One micro-batch of this replica: full sequences after `collate`, this process's part after `shard`."""
 
-    model_inputs: dict[str, Tensor | None]
+    model_inputs: dict[str, Any]
+    """Tensors, or None; after `shard` of a packed row also a `PackedSequences`."""
     loss_inputs: dict[str, Tensor]
     weights: dict[str, float]
     """Loss weight of each term, counted on the full micro-batch."""
@@ -40,7 +41,7 @@ class MicroBatch:
     pad_values: Mapping[str, float] = field(default_factory=dict)
     """Field -> padding value; a field not listed is padded with 0."""
     padded_width: int = 0
-    """Sequence length after padding to the layout's divisor, over all context-parallel ranks; 0 before `localize`."""
+    """Sequence length after padding to the layout's divisor, over all context-parallel ranks; 0 before `shard`."""
     counted: bool = True
     """False for a filler, which lets a replica without samples take part in the collectives; it adds 0 to all sums."""
     has_explicit_weight: bool = True

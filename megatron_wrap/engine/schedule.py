@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.localize import PADDING_MASK, localize, padded_width
+from megatron_wrap.engine.localize import PADDING_MASK, padded_width, shard, to_device
 from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.parallel.state import ParallelState
 
@@ -30,8 +30,8 @@ class Schedule:
     has_experts: bool
     """The model takes PADDING_MASK."""
 
-    def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
-        """Pad the micro-batches, take this context-parallel rank's shard of each and copy it to the device.
+    def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
+        """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
 
         With pipeline parallelism all micro-batches are padded to one length: if stages exchanged shapes, each
         micro-batch would synchronize with the device.
@@ -44,9 +44,15 @@ class Schedule:
             lengths = [max(lengths)] * len(lengths)
         widths = [padded_width(length, self.parallel, self.sequence_parallel) for length in lengths]
         return [
-            localize(micro_batch, width, self.parallel.cp, self.device, with_padding_mask=self.has_experts)
+            shard(micro_batch, width, self.parallel.cp, with_padding_mask=self.has_experts)
             for micro_batch, width in zip(micro_batches, widths, strict=True)
         ]
+
+    def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
+        """`shard`, unless that was done ahead, and copy to the device."""
+        if not all(micro_batch.padded_width for micro_batch in micro_batches):
+            micro_batches = self.shard(micro_batches, extra_padding)
+        return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
 
     def run(
         self, chunks: list[Any], local: list[MicroBatch], loss_function: LossFunction, forward_only: bool

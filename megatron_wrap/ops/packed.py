@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -37,6 +37,11 @@ class Half:
     longest_q: int
     longest_k: int
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Half:
+        """The same with `move` applied to each tensor."""
+        tensors = ("queries", "keys", "cu_seqlens_q", "cu_seqlens_k")
+        return replace(self, **{name: move(getattr(self, name)) for name in tensors})
+
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
@@ -54,21 +59,19 @@ class PackedSequences(PackedSeqParams):
     """int64 [t_local]: the queries of both halves, one after the other, in the rank's local order."""
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], cp_size: int, cp_rank: int, to_device: Callable[[Tensor], Tensor]
-    ) -> PackedSequences:
-        """Args:
-        lengths: global length of each sequence, multiples of 2 * cp_size if cp_size > 1.
-        to_device: copies a tensor to the device, without synchronization.
+    def of(cls, lengths: Sequence[int], cp_size: int, cp_rank: int) -> PackedSequences:
+        """The boundaries on the CPU.
+
+        Args:
+            lengths: global length of each sequence, multiples of 2 * cp_size if cp_size > 1.
         """
-        places = packed_positions(lengths, cp_size, cp_rank)
-        starts = torch.tensor(list(accumulate(lengths, initial=0)))
-        in_sequence = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(torch.tensor(lengths))
-        cu_seqlens, longest = to_device(starts.int()), max(lengths)
-        halves: tuple[Half, ...] = ()
-        order = None
-        if cp_size > 1:
-            halves, order = _halves(lengths, starts, cp_size, cp_rank, to_device)
+        # numpy: torch would start its threads for arrays of this size
+        counts = np.asarray(lengths, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        in_sequence = np.arange(counts.sum()) - np.repeat(starts, counts)
+        places = packed_positions(lengths, cp_size, cp_rank).numpy()
+        halves, order = _halves(counts, starts, cp_size, cp_rank) if cp_size > 1 else ((), None)
+        cu_seqlens, longest = _cumulative(counts), int(counts.max())
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens,
@@ -76,9 +79,21 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=tuple(lengths),
-            positions=to_device(in_sequence[places]),
+            positions=torch.from_numpy(in_sequence[places]),
             halves=halves,
             order=order,
+        )
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedSequences:
+        """The same with `move` applied to each tensor."""
+        cu_seqlens = move(self.cu_seqlens_q)
+        return replace(
+            self,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            positions=move(self.positions),
+            halves=tuple(half.moved(move) for half in self.halves),
+            order=None if self.order is None else move(self.order),
         )
 
     def thd(self) -> PackedSeqParams:
@@ -92,42 +107,40 @@ class PackedSequences(PackedSeqParams):
         )
 
 
-def _halves(
-    lengths: Sequence[int], starts: Tensor, cp_size: int, cp_rank: int, to_device: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Half, ...], Tensor]:
+def _halves(counts: Any, starts: Any, cp_size: int, cp_rank: int) -> tuple[tuple[Half, ...], Tensor]:
     # places[r * t_local + j]: place in the whole row of token j of rank r; gathered: the inverse
-    places = torch.cat([packed_positions(lengths, cp_size, rank) for rank in range(cp_size)])
-    gathered = torch.empty_like(places)
-    gathered[places] = torch.arange(len(places))
-    chunk = torch.tensor(lengths) // (2 * cp_size)
-    local_starts = starts[:-1] // cp_size
-    halves = []
+    places = np.concatenate([packed_positions(counts.tolist(), cp_size, rank).numpy() for rank in range(cp_size)])
+    gathered = np.empty_like(places)
+    gathered[places] = np.arange(len(places))
+    chunk = counts // (2 * cp_size)
+    halves, queries = [], []
     for half, number in enumerate(chunks_of(cp_size, cp_rank)):
         reach = chunk * (number + 1)
+        queries.append(_ranges(starts // cp_size + half * chunk, chunk))
         halves.append(
             Half(
-                queries=to_device(_ranges(local_starts + half * chunk, chunk)),
-                keys=to_device(gathered[_ranges(starts[:-1], reach)]),
-                cu_seqlens_q=to_device(_cumulative(chunk)),
-                cu_seqlens_k=to_device(_cumulative(reach)),
+                queries=torch.from_numpy(queries[-1]),
+                keys=torch.from_numpy(gathered[_ranges(starts, reach)]),
+                cu_seqlens_q=_cumulative(chunk),
+                cu_seqlens_k=_cumulative(reach),
                 longest_q=int(chunk.max()),
                 longest_k=int(reach.max()),
             )
         )
-    queries = torch.cat([_ranges(local_starts + half * chunk, chunk) for half in (0, 1)])
-    order = torch.empty_like(queries)
-    order[queries] = torch.arange(len(queries))
-    return tuple(halves), to_device(order)
+    both = np.concatenate(queries)
+    order = np.empty_like(both)
+    order[both] = np.arange(len(both))
+    return tuple(halves), torch.from_numpy(order)
 
 
-def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+def _ranges(starts: Any, counts: Any) -> Any:
     """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i, concatenated."""
-    ends = counts.cumsum(0)
-    return torch.arange(int(ends[-1])) + (starts - (ends - counts)).repeat_interleave(counts)
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
 
 
-def _cumulative(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+def _cumulative(counts: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
 
 
 @contextmanager

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.localize import localize, padded_width
+from megatron_wrap.engine.localize import padded_width, shard
 from megatron_wrap.engine.micro_batch import collate, try_flow
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.parallel.state import Axis, ParallelState
 
-CPU = torch.device("cpu")
 
 
 class Flow(MegatronWrapGPTModelFlow):
@@ -187,7 +186,7 @@ def test_sequences_are_padded_to_a_multiple_of_the_layout_s_divisor(cp, tp, sequ
 
 def test_context_parallel_shards_cover_the_padded_fields_and_other_fields_are_copied():
     made = collate(Flow(), SAMPLES, seed=0)
-    parts = [localize(made, 8, parallel(cp=2, cp_rank=rank).cp, CPU) for rank in (0, 1)]
+    parts = [shard(made, 8, parallel(cp=2, cp_rank=rank).cp) for rank in (0, 1)]
     ids = torch.full((2, 8), 15)
     ids[0, :3], ids[0, 3:5], ids[1, :5] = torch.tensor([1, 2, 3]), 0, torch.tensor([4, 5, 6, 7, 8])
     assert torch.equal(parts[0].model_inputs["input_ids"], ids[:, [0, 1, 6, 7]])

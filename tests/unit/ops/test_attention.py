@@ -243,14 +243,14 @@ def test_module_with_packed_documents(mask_type):
     document = torch.repeat_interleave(torch.arange(3), torch.tensor([9, 1, 10]))
     masked = document[:, None] != document
     masked = masked | outside(20) if mask_type == AttnMaskType.causal else masked
-    packed = PackedSequences.of((9, 1, 10), 1, 0, lambda tensor: tensor)
+    packed = PackedSequences.of((9, 1, 10), 1, 0)
     assert packed.cu_seqlens_q.tolist() == [0, 9, 10, 20]
     assert packed.positions.tolist() == [*range(9), 0, *range(10)]
     ours = module(mask_type)(*inputs, None, attn_mask_type=mask_type, packed_seq_params=packed)
     assert ours.shape == (20, 1, 32)
     assert_same(ours, reference_attention(*inputs, masked, 8**-0.5).flatten(2), inputs)
     with pytest.raises(LayoutError, match=r"lengths \[9, 7\] .* 20 tokens"):
-        module(mask_type)(*inputs, None, packed_seq_params=PackedSequences.of((9, 7), 1, 0, lambda tensor: tensor))
+        module(mask_type)(*inputs, None, packed_seq_params=PackedSequences.of((9, 7), 1, 0))
     with pytest.raises(PlatformError, match="attention_mask; pass None"):
         module()(*inputs, masked, packed_seq_params=packed)
 
@@ -259,7 +259,7 @@ def test_module_with_packed_documents(mask_type):
 def test_the_halves_of_a_packed_row_are_its_queries_and_the_keys_before_them(cp_rank):
     """Against the definition, on the places of tokens: rank r has chunks r and 2 * cp - 1 - r of each sequence."""
     lengths, starts = (12, 6, 24), (0, 12, 18)
-    packed = PackedSequences.of(lengths, 3, cp_rank, lambda tensor: tensor)
+    packed = PackedSequences.of(lengths, 3, cp_rank)
     rows = [packed_positions(lengths, 3, rank) for rank in range(3)]
     own, everywhere = rows[cp_rank], torch.cat(rows)
     queries = []
