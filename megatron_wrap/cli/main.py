@@ -13,6 +13,7 @@ from megatron_wrap.errors import MegatronWrapError
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
     "explain": "show a configuration's values, meanings and origins",
+    "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
     "check-parity": "compare a flow's parallel layouts with one process",
     "new-flow": "write a new flow, its configuration and its test",
     "export-hf": "write a Hugging Face folder from a checkpoint",

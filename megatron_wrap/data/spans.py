@@ -45,7 +45,7 @@ def mask_of_spans(
         DataError: the tokenizer has no offsets and a token crosses the boundary of a span.
     """
     mask = [0] * len(tokens.input_ids)
-    end_ids = _possible_end_ids(tokenizer) if cut_after_end_token else set()
+    end_ids = possible_end_ids(tokenizer) if cut_after_end_token else set()
     for span in spans:
         inside = _tokens_in(tokenizer, tokens, span)
         if cut_after_end_token:
@@ -104,7 +104,7 @@ def _tokens_before(tokenizer: Any, tokens: TextTokens, length: int) -> int:
     return len(prefix)
 
 
-def _possible_end_ids(tokenizer: Any) -> set[int]:
+def possible_end_ids(tokenizer: Any) -> set[int]:
     """Special and added tokens, except the unknown token, which stands for any rare character."""
     return (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)) - {tokenizer.unk_token_id}
 

@@ -1,0 +1,146 @@
+"""`megatron-wrap inspect-data`, from the command line to the page, on small files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.cli.inspect_data import read_samples
+from megatron_wrap.cli.main import main
+from megatron_wrap.config.sources import SourceConfig
+from megatron_wrap.errors import DataError
+
+ROOT = Path(__file__).parents[3]
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspect") / "generated"
+    build = [sys.executable, str(ROOT / "examples/data/build.py"), "--output", str(folder)]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture
+def run(sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """run(*arguments, config=..., code=0): the command's output, with the sample data in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("examples/data").mkdir(parents=True)
+    shutil.copytree(sample_data, "examples/data/generated")
+
+    def call(*arguments: str, config: str = "tiny-llama-sft", code: int = 0) -> str:
+        capsys.readouterr()
+        assert main(["inspect-data", str(ROOT / f"configs/{config}.yaml"), *arguments]) == code
+        captured = capsys.readouterr()
+        return captured.err if code else captured.out
+
+    return call
+
+
+def value(output: str, name: str) -> str:
+    [found] = re.findall(rf"^{re.escape(name)} {{2,}}(\S.*)$", output, re.M)
+    return str(found)
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.transformers
+def test_the_command_prints_trained_tokens_and_writes_the_page(run):
+    Path("mine.jsonl").write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for row in [
+                chat("Say <b>one</b>.", "One."),
+                chat("Say two.", "Two."),
+                chat("Say two.", "Two."),
+                chat("Say nothing.", ""),
+                {"messages": [{"role": "user", "content": "No answer"}]},
+                {"messages": []},
+            ]
+        )
+    )
+    output = run("-n", "2", "megatron_wrap.data.train=mine.jsonl", "--output", "page.html")
+    assert output.startswith("mine.jsonl:1  ")
+    assert "[[One.<|end|>]]" in output
+    assert output.count("[[") == 2
+    assert "\x1b" not in output
+    assert value(output, "samples read") == "6"
+    assert value(output, "left out") == "1"
+    assert value(output, "duplicates") == "1"
+    for row in ("mine.jsonl:3 is mine.jsonl:2", "mine.jsonl:4", "mine.jsonl:5"):
+        assert re.search(rf"^ +{re.escape(row)}$", output, re.M)
+    assert re.search(r"^ +mine\.jsonl:6: .*empty", output, re.M)
+    page = Path("page.html").read_text("utf-8")
+    assert "<mark>One.&lt;|end|&gt;</mark>" in page
+    assert "Say &lt;b&gt;one&lt;/b&gt;." in page
+    assert page.count("<article") == 5
+    assert re.search(r"data-labels=\"nothing_trained\"[\s\S]*No answer", page)
+
+
+@pytest.mark.transformers
+def test_colors_on_a_terminal(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    output = run("-n", "1", "--limit", "20")
+    assert re.search(r"\x1b\[30;42m[^\x1b]*<\|end\|>\x1b\[0m", output)
+    assert "[[" not in output
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run("-n", "1", "--limit", "20")
+
+
+@pytest.mark.transformers
+def test_evaluation_sets_pairs_and_flows_without_text(run):
+    of_set = run("-n", "0", "--split", "validation", "--limit", "50", "megatron_wrap.flow.loss_on=last_assistant")
+    assert value(of_set, "samples read").startswith("50 of ")
+    assert Path("outputs/tiny-llama-sft/inspect-data-validation.html").is_file()
+    pairs = run("-n", "1", "--limit", "30", config="tiny-llama-dpo")
+    assert pairs.count("[[") == 2
+    assert value(pairs, "samples read").startswith("30 of ")
+    mock = run("-n", "1", config="tiny-llama-mock")
+    assert value(mock, "trained tokens, 100.0%") == value(mock, "tokens")
+
+
+@pytest.mark.transformers
+def test_a_wrong_input_is_one_error(run):
+    assert run("--split", "validatoin", code=2).endswith("did you mean validation?\n")
+    Path("bad.jsonl").write_text("{broken\n")
+    assert "--output bad.jsonl/page.html: " in run("--output", "bad.jsonl/page.html", "--limit", "5", code=2)
+    assert run("megatron_wrap.data.train=bad.jsonl", code=2).startswith("error: bad.jsonl:1: not JSON")
+    assert "no training data" in run("megatron_wrap.data.train=null", code=2)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(0, range(10)), (20, range(10)), (5, range(0, 10, 2)), (3, (0, 3, 6))])
+def test_a_limit_reads_samples_evenly_over_all_sources(tmp_path, limit, rows):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, part in zip(paths, (range(4), range(4, 10)), strict=True):
+        path.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in part))
+    sources = [SourceConfig(path=str(path), name=path.stem) for path in paths]
+    total, samples = read_samples(sources, None, limit)
+    read = [(int(sample["text"]), source, place()) for place, source, sample in samples]
+    assert total == 10
+    assert [number for number, _, _ in read] == list(rows)
+    for number, source, place in read:
+        assert source == ("a" if number < 4 else "b")
+        assert place == f"{paths[number >= 4]}:{number % 4 + 1 if number < 4 else number - 3}"
+
+
+def test_rows_that_cannot_be_read_and_streams(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "1"}\n{broken\n{"text": "3"}\n')
+    _, samples = read_samples([SourceConfig(path=str(path), name="a")], None, 0)
+    assert [type(sample) is dict for _, _, sample in samples] == [True, False, True]
+    total, streamed = read_samples([SourceConfig(path=str(path), name="a", streaming=True)], None, 1)
+    assert total is None
+    assert [sample["text"] for _, _, sample in streamed] == ["1"]
+    _, both = read_samples([SourceConfig(path=str(path), name="a")], None, 0)
+    assert isinstance([sample for _, _, sample in both][1], DataError)
