@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_wrap.bridge.choose import choose_family, complete
 from megatron_wrap.checkpoint import find_checkpoint
-from megatron_wrap.config import RunConfig
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.paths import output_dir
 from megatron_wrap.errors import MegatronWrapError
 
@@ -40,10 +40,11 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     elif _has_checkpoint(config.train.save):
         if evaluates and config.data.validation:
             add("evaluate the checkpoint: no steps are left, so nothing is trained", _train(config, command))
-        last = 2 * config.train.train_iters
+        key, last = _doubled(config)
+        until = f"step {last}" if key == "train_iters" else f"epoch {last:g}"
         add(
-            f"resume up to step {last}, on the schedule of the longer run",
-            _train(config, _longer(config, command, last)),
+            f"resume up to {until}, on the schedule of the longer run",
+            _train(config, _longer(config, command, f"{_TRAIN}{key}=", last)),
         )
         if _is_exportable(config):
             folder = os.path.join(output_dir(config), "hf")
@@ -62,10 +63,18 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     return "\n".join(lines)
 
 
-def _longer(config: RunConfig, command: Sequence[str], steps: int) -> list[str]:
-    """The command for a run of `steps`: a schedule of another length is refused unless one of two keys chooses."""
-    words = [text for text in command if not text.startswith(f"{_TRAIN}train_iters=")]
-    words.append(f"{_TRAIN}train_iters={steps}")
+def _doubled(config: RunConfig) -> tuple[str, float]:
+    """The key of the run's length, and its value for a run of twice the length."""
+    train = config.train
+    if train.train_epochs is not None:
+        return "train_epochs", 2 * train.train_epochs
+    return "train_iters", 2 * derived.train_iters(config)
+
+
+def _longer(config: RunConfig, command: Sequence[str], key: str, length: float) -> list[str]:
+    """The command for a longer run: a schedule of another length is refused unless one of two keys chooses."""
+    words = [text for text in command if not text.startswith(key)]
+    words.append(f"{key}{length:g}" if isinstance(length, float) else f"{key}{length}")
     chosen = config.optimizer.override_opt_param_scheduler or config.optimizer.use_checkpoint_opt_param_scheduler
     return words if chosen else [*words, "megatron_lm.train.optimizer.override_opt_param_scheduler=true"]
 

@@ -125,10 +125,16 @@ def virtual_pipeline_size(config: RunConfig) -> int | None:
     return chunks if chunks is not None and chunks > 1 else None
 
 
+def train_iters(config: RunConfig) -> int:
+    """Optimizer steps of the whole run; of a run given in epochs after the setup has counted them."""
+    assert config.train.train_iters is not None, "the setup of a run derives train_iters from train_epochs"
+    return config.train.train_iters
+
+
 def lr_decay_iters(config: RunConfig) -> int:
     """Iterations until the learning rate reaches its floor."""
     given = config.learning_rate.lr_decay_iters
-    return config.train.train_iters if given is None else given
+    return train_iters(config) if given is None else given
 
 
 def lr_warmup_iters(config: RunConfig) -> float:

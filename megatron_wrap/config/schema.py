@@ -219,8 +219,11 @@ class TrainConfig:
     ramp."""
     seq_length: int = key(at_least=1)
     """Longest sequence a flow may collate, in tokens."""
-    train_iters: int = key(at_least=1)
-    """Optimizer steps of the whole run, resumed parts included."""
+    train_iters: int | None = key(None, at_least=1)
+    """Optimizer steps of the whole run, resumed parts included; give this or train_epochs."""
+    train_epochs: float | None = key(None, above=0)
+    """Length of the run in epochs of the training data, instead of train_iters: steps, warm-up and decay follow from
+    the number of samples, with global_batch_tokens from their lengths."""
     seed: int = key(1234, at_least=0)
     """Seed of initial weights, data order and dropout."""
     log_interval: int = key(1, at_least=1)

@@ -13,13 +13,57 @@ def check_training(config: RunConfig) -> None:
     Raises:
         ConfigError, LayoutError: values that contradict each other.
     """
+    _check_length(config)
     _check_batches(config)
     _check_learning_rate(config)
+    if config.train.train_iters is not None:
+        check_schedule(config)
     _check_optimizer(config)
     _check_precision(config)
     _check_recompute(config)
     _check_intervals(config)
     check_data(config)
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Check the phases of the learning rate against the length of the run; of a run given in epochs once the setup has
+    counted its steps.
+
+    Raises:
+        ConfigError: a phase is too long.
+    """
+    rate, decay = config.learning_rate, derived.lr_decay_iters(config)
+    warmup = derived.lr_warmup_iters(config)
+    if warmup >= decay:
+        refuse(
+            config,
+            ["learning_rate.lr_warmup_iters", "learning_rate.lr_warmup_fraction", "learning_rate.lr_decay_iters"],
+            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
+            "(lr_decay_iters, else train_iters)",
+        )
+    wsd = rate.lr_wsd_decay_iters
+    if wsd is not None and wsd > decay:
+        refuse(config, ["learning_rate.lr_wsd_decay_iters"], f"{wsd} is longer than the whole schedule of {decay}")
+
+
+def _check_length(config: RunConfig) -> None:
+    train, data = config.train, config.data
+    keys = ["train.train_iters", "train.train_epochs"]
+    if train.train_iters is None and train.train_epochs is None:
+        refuse(config, keys, "a run needs train_iters, its number of steps, or train_epochs")
+    if train.train_epochs is None:
+        return
+    if train.train_iters is not None:
+        refuse(
+            config,
+            keys,
+            f"train_iters {train.train_iters} and train_epochs {train.train_epochs:g} are both given; delete one",
+        )
+    if not data.train and derived.mock_samples(data) is None:
+        refuse(config, keys[1:], "epochs are those of megatron_wrap.data, which has no train; give train_iters")
+    streamed = [source.name for source in data.train if source.streaming]
+    if streamed:
+        refuse(config, keys[1:], f"{', '.join(streamed)} stream, so an epoch has no known length; give train_iters")
 
 
 def _check_batches(config: RunConfig) -> None:
@@ -84,21 +128,13 @@ def _check_token_budgets(config: RunConfig) -> None:
 
 
 def _check_learning_rate(config: RunConfig) -> None:
-    rate, decay = config.learning_rate, derived.lr_decay_iters(config)
+    rate = config.learning_rate
     if rate.lr_warmup_fraction is not None and rate.lr_warmup_iters:
         refuse(
             config,
             ["learning_rate.lr_warmup_fraction", "learning_rate.lr_warmup_iters"],
             f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_iters {rate.lr_warmup_iters} are both given; "
             "delete one",
-        )
-    warmup = derived.lr_warmup_iters(config)
-    if warmup >= decay:
-        refuse(
-            config,
-            ["learning_rate.lr_warmup_iters", "learning_rate.lr_warmup_fraction", "learning_rate.lr_decay_iters"],
-            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
-            "(lr_decay_iters, else train_iters)",
         )
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(rate, name) > rate.lr:
@@ -116,8 +152,6 @@ def _check_learning_rate(config: RunConfig) -> None:
             ["learning_rate.lr_wsd_decay_iters"],
             f"{wsd} only applies to lr_decay_style WSD, which is {rate.lr_decay_style}; delete it",
         )
-    if wsd is not None and wsd > decay:
-        refuse(config, ["learning_rate.lr_wsd_decay_iters"], f"{wsd} is longer than the whole schedule of {decay}")
 
 
 def _check_optimizer(config: RunConfig) -> None:

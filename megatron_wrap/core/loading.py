@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.train_checks import check_schedule
+from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from megatron_wrap.config import RunConfig
+    from megatron_wrap.data.stream import SampleStream
     from megatron_wrap.engine.loader import BatchLoader
     from megatron_wrap.engine.state import TrainingState
+    from megatron_wrap.engine.tokenized import CachedSamples
+    from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.parallel.state import ParallelState
 
 
 class LoadingVerbs:
     """Mixin of `MegatronWrap`, which defines the attributes declared here."""
 
     config: RunConfig
+    tokenizer: Any
     _loaders: list[BatchLoader]
 
     if TYPE_CHECKING:
@@ -41,21 +49,15 @@ class LoadingVerbs:
             DataError: a row cannot be used; the message begins with its file and row.
             TrainingError: a worker process has died.
         """
-        from megatron_wrap.data.sources import stream_of, training_stream
+        from megatron_wrap.data.sources import stream_of
         from megatron_wrap.engine.loader import BatchLoader
 
-        state, data, seed = self._ready(), self.config.data, self.config.train.seed
+        state = self._ready()
         if samples is None:
-            stream = training_stream(
-                derived.training_sources(self.config),
-                seed,
-                data.shuffle,
-                data.shuffle_buffer,
-                derived.mock_samples(data),
-            )
+            stream = self._training_stream()
+            loader = BatchLoader(state, stream, self._cached_samples(stream, state.flow))
         else:
-            stream = stream_of(samples, seed, data.shuffle)
-        loader = BatchLoader(state, stream)
+            loader = BatchLoader(state, stream_of(samples, self.config.train.seed, self.config.data.shuffle))
         self._loaders.append(loader)
         try:
             while self._ready().progress.iteration < self.train_iters:
@@ -65,6 +67,44 @@ class LoadingVerbs:
             loader.close()
             if loader in self._loaders:
                 self._loaders.remove(loader)
+
+    def _training_stream(self) -> SampleStream:
+        from megatron_wrap.data.sources import training_stream
+
+        data, sources = self.config.data, derived.training_sources(self.config)
+        mock_samples = derived.mock_samples(data)
+        return training_stream(sources, self.config.train.seed, data.shuffle, data.shuffle_buffer, mock_samples)
+
+    def _cached_samples(self, stream: SampleStream, flow: MegatronWrapTrainingFlowBase) -> CachedSamples | None:
+        from megatron_wrap.engine.loader import preparation
+        from megatron_wrap.engine.tokenized import cached_samples
+
+        sources = derived.training_sources(self.config)
+        return cached_samples(self.config, sources, stream, flow, preparation(flow, self.config.train.seed))
+
+    def _with_counted_steps(self, parallel: ParallelState) -> RunConfig:
+        """The configuration with `train_iters`, from `train_epochs` and the training data if that is given."""
+        config = self.config
+        if config.train.train_epochs is None or config.train.train_iters is not None:
+            return config
+        from megatron_wrap.engine.build import build_flow, model_shape, resolve_vocab_size
+        from megatron_wrap.engine.cut import batch_cut
+        from megatron_wrap.engine.epochs import steps_of_epochs
+        from megatron_wrap.engine.loader import batch_rule, sample_reader
+
+        vocab_size = resolve_vocab_size(config, self.tokenizer)
+        flow = build_flow(config, parallel, self.tokenizer, vocab_size)
+        rule = batch_rule(config, batch_cut(config, parallel, model_shape(config, vocab_size), rounds=1))
+        stream = self._training_stream()
+        stored = None if rule.budget is None else self._cached_samples(stream, flow)
+        reader = sample_reader(config, stream, flow, rule.budget, stored)
+        size = stream.samples_per_epoch
+        assert size is not None, "train_epochs is refused for sources that stream"
+        steps = steps_of_epochs(config.train.train_epochs, size, rule, reader)
+        logger.info_rank_0(f"{config.train.train_epochs:g} epochs of {size:,} samples are {steps:,} steps")
+        counted = replace(config, train=replace(config.train, train_iters=steps))
+        check_schedule(counted)
+        return counted
 
     def _close_loaders(self) -> None:
         while self._loaders:

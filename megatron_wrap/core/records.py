@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.config import RunConfig
+from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
@@ -52,7 +52,7 @@ class RunRecords:
         context = MetricLoggerContext(self._output_dir, self._config.resolved, resumed_from)
         self._metric_loggers = build_metric_loggers(selected, context)
         if settings.progress_bar:
-            self._progress_bar = ProgressBar(self._config.train.train_iters, iteration)
+            self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
     def step_taken(self, report: StepReport) -> None:
         """Store the report of the last step."""

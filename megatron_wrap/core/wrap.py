@@ -139,6 +139,9 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
             from megatron_wrap.data.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
+        if training:
+            self.config = self._with_counted_steps(parallel)
+            self._records = RunRecords(self.config, self.output_dir)
         # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
         from_hugging_face = self.config.model_provider.hf_path is not None and not has_checkpoint(self.config)
         self._state = build_training_state(
@@ -273,7 +276,9 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
 
     @property
     def train_iters(self) -> int:
-        """Number of steps of the run."""
+        """Number of steps of the run; of one given in epochs after the setup."""
+        if self.config.train.train_iters is None:
+            raise MegatronWrapError("train_epochs: call wrap.setup_model_and_optimizer() first, which counts the steps")
         return self.config.train.train_iters
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ class SampleReader:
         preparation: of the run's flow.
         skip_bad: rows that cannot be used are to be found by `problem`; False: they raise when they are read.
         needs_lengths: rows are checked as soon as they are planned, because their lengths decide the batch.
+        max_lengths: name of a source -> most tokens of its samples; longer ones are left out.
         check_lengths: raises a DataError for the lengths of a sample that cannot be used; None: any can.
         stored: samples prepared before; None: there are none.
     """
@@ -49,12 +50,14 @@ class SampleReader:
         preparation: Preparation,
         skip_bad: bool = False,
         needs_lengths: bool = False,
+        max_lengths: Mapping[str, int] | None = None,
         check_lengths: Callable[[Sequence[int]], object] | None = None,
         stored: PreparedSamples | None = None,
     ) -> None:
         self._stream, self._preparation, self._stored = stream, preparation, stored
         self._skip_bad, self._check_lengths = skip_bad, check_lengths
-        self.checks_rows = skip_bad or needs_lengths
+        self._max_lengths = max_lengths or {}
+        self.checks_rows = skip_bad or needs_lengths or bool(max_lengths)
         """Whether each row is prepared before its batch is known."""
         self._samples: dict[int, Any] = {}
         self._prepared: dict[int, Any] = {}
@@ -87,19 +90,21 @@ class SampleReader:
         return self._lengths[position]
 
     def problem(self, position: int) -> str | None:
-        """Why the row cannot be used, beginning with file and row; None if it can.
+        """Why the row is to be left out, beginning with file and row; None if it can be used.
 
         Raises:
             DataError: it cannot be used, and bad rows are not to be left out.
         """
         try:
             self._check(position)
+            text = self._too_long(position)
         except DataError as error:
             if not self._skip_bad or not isinstance(error, BadSample):
                 raise
+            text = str(error)
+        if text is not None:
             self.forget([position])
-            return str(error)
-        return None
+        return text
 
     def forget(self, positions: Sequence[int]) -> None:
         """Release what is kept of these samples."""
@@ -116,6 +121,16 @@ class SampleReader:
             self._check_lengths(self.lengths(position))
         except DataError as error:
             raise BadSample(f"{self._stream.where(position)}: {error}") from error
+
+    def _too_long(self, position: int) -> str | None:
+        if not self._max_lengths:
+            return None
+        sample = self.sample(position)
+        limit = self._max_lengths.get(sample.get("source", "")) if isinstance(sample, Mapping) else None
+        tokens = 0 if limit is None else sum(self.lengths(position))
+        if limit is None or tokens <= limit:
+            return None
+        return f"{self._stream.where(position)}: {tokens} tokens are more than max_length {limit} of the source"
 
     def _prepare(self, position: int) -> Any:
         sample = self.sample(position)

@@ -39,6 +39,9 @@ class SampleStream(Protocol):
     def where(self, position: int) -> str:
         """`FILE:ROW` of the sample at `position`, for messages."""
 
+    def row(self, position: int) -> tuple[int, int] | None:
+        """Number of the source and its row, both from 0; None: the source has no random access."""
+
 
 class ShuffledRows:
     """All rows of one source, epoch after epoch, in the order of `EpochSampler`.
@@ -65,6 +68,10 @@ class ShuffledRows:
     def where(self, position: int) -> str:
         """See `SampleStream`."""
         return self._rows.where(self._place(position))
+
+    def row(self, position: int) -> tuple[int, int]:
+        """See `SampleStream`."""
+        return 0, self._place(position)
 
     def _place(self, position: int) -> int:
         return self._sampler.indices(position, 1)[0]
@@ -125,6 +132,10 @@ class ShuffledBlocks:
     def where(self, position: int) -> str:
         """See `SampleStream`."""
         return self._at(position)[0]
+
+    def row(self, position: int) -> None:
+        """See `SampleStream`."""
+        return None
 
     def _at(self, position: int) -> tuple[str, Any]:
         if position < 0:
@@ -191,21 +202,27 @@ class Mixture:
     def read(self, position: int) -> Sample:
         """See `SampleStream`."""
         part, place = self._place(position)
-        return part.read(place)
+        return self._parts[part].read(place)
 
     def where(self, position: int) -> str:
         """See `SampleStream`."""
         part, place = self._place(position)
-        return part.where(place)
+        return self._parts[part].where(place)
 
-    def _place(self, position: int) -> tuple[SampleStream, int]:
+    def row(self, position: int) -> tuple[int, int] | None:
+        """See `SampleStream`."""
+        part, place = self._place(position)
+        found = self._parts[part].row(place)
+        return None if found is None else (part, found[1])
+
+    def _place(self, position: int) -> tuple[int, int]:
         if position < 0:
             raise DataError(f"cannot read position {position}; it must be 0 or more")
         number, offset = divmod(position, self._round_size)
         if self._round is None or self._round[0] != number:
             self._round = (number, *self._order(number))
         part = int(self._round[1][offset])
-        return self._parts[part], number * self._counts[part] + int(self._round[2][offset])
+        return part, number * self._counts[part] + int(self._round[2][offset])
 
     def _order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """For each position of a round its stream, and how many samples of this stream came before in the round."""

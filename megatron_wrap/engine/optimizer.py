@@ -56,7 +56,7 @@ def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
         lr_decay_style=rate.lr_decay_style,
         start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
         end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
-        wd_incr_steps=samples_of_iterations(config, config.train.train_iters),
+        wd_incr_steps=samples_of_iterations(config, derived.train_iters(config)),
         wd_incr_style=optim.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,

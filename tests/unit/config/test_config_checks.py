@@ -174,6 +174,19 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             ["rate.lr_warmup_iters=2", "rate.lr_warmup_fraction=0.1"],
             "lr_warmup_fraction 0.1 and lr_warmup_iters 2 are both given; delete one",
         ),
+        (["train.train_epochs=2"], "train_iters 10 and train_epochs 2 are both given; delete one"),
+        (["train.train_iters=null"], "a run needs train_iters, its number of steps, or train_epochs"),
+        (
+            ["train.train_iters=null", "train.train_epochs=2"],
+            "epochs are those of megatron_wrap.data, which has no train; give train_iters",
+        ),
+        (
+            [
+                *("train.train_iters=null", "train.train_epochs=0.5", "data.__select__=dataset"),
+                "data.train={path: web.jsonl, streaming: true}",
+            ],
+            "web stream, so an epoch has no known length; give train_iters",
+        ),
         (["dtype.bf16=true", "dtype.fp16=true"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32"),
         (
             ["optimizer.__select__=sgd", "optimizer.use_distributed_optimizer=true"],

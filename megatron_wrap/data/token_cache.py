@@ -1,0 +1,199 @@
+"""Prepared samples of one source on disk, with their lengths: written once, read by row in constant time.
+
+A cache is a folder named by a hash of everything that its content depends on. It is written under another name and
+renamed when it is complete, so processes and runs may share a folder of caches. Samples are pickled: use a folder that
+only you can write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wrap.data.reader import Preparation
+from megatron_wrap.data.rows import BadSample, Rows
+from megatron_wrap.data.workers import Workers
+from megatron_wrap.errors import DataError
+from megatron_wrap.utils.dist_logger import logger
+
+_CHUNK = 256
+_REPORT_SECONDS = 10.0
+_KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends.npy", "lengths.npy", "length_ends.npy"
+
+Entry = tuple[bytes, tuple[int, ...]]
+"""Pickle and lengths of one prepared sample; (b"", ()) of a row that cannot be used."""
+
+
+class TokenCache:
+    """Reads a cache; forked processes may share an object.
+
+    Args:
+        folder: of a complete cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._ends = np.load(folder / _ENDS, mmap_mode="r")
+        self._lengths = np.load(folder / _LENGTHS, mmap_mode="r")
+        self._length_ends = np.load(folder / _LENGTH_ENDS, mmap_mode="r")
+        self._samples = os.open(folder / _SAMPLES, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._samples)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def get(self, row: int) -> Any:
+        """The prepared sample of a row; KeyError if the row cannot be used."""
+        begin, end = int(self._ends[row]), int(self._ends[row + 1])
+        if begin == end:
+            raise KeyError(row)
+        return pickle.loads(os.pread(self._samples, end - begin, begin))
+
+    def lengths(self, row: int) -> tuple[int, ...]:
+        """Tokens of each sequence of a row's sample; KeyError if the row cannot be used."""
+        if self._ends[row] == self._ends[row + 1]:
+            raise KeyError(row)
+        begin, end = int(self._length_ends[row]), int(self._length_ends[row + 1])
+        return tuple(self._lengths[begin:end].tolist())
+
+
+def open_cache(
+    parent: str,
+    key: Mapping[str, Any],
+    rows: Callable[[], Rows],
+    preparation: Preparation,
+    skip_bad: bool = False,
+    processes: int = 1,
+) -> TokenCache:
+    """The cache of a source, written if there is none. Of several processes that ask for it one writes, the others
+    wait.
+
+    Args:
+        parent: folder of caches.
+        key: what the content depends on, as plain values.
+        rows: opens the source.
+        preparation: of the run's flow.
+        skip_bad: leave rows out that cannot be used; False: they raise.
+        processes: that prepare samples.
+
+    Raises:
+        DataError: a row cannot be used, with its file and row; or the folder cannot be written.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    folder = Path(parent).expanduser() / name
+    if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.parent / f".{name}.lock"):
+                if not folder.is_dir():
+                    _remove_leftovers(folder)
+                    _write(folder, key, rows(), preparation, skip_bad, processes)
+        except OSError as error:
+            raise DataError(
+                f"megatron_wrap.data.cache_dir {parent}: cannot be written: {error}; give another folder, or null"
+            ) from error
+    return TokenCache(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process. A file system without locks has none; then each process writes, and the
+    first one that renames its folder has written the cache."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info_all_ranks(f"another process writes the tokenized cache beside {path}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process of this machine has left of the same cache."""
+    for left in folder.parent.glob(f".{folder.name}.*.{os.uname().nodename}.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _write(
+    folder: Path, key: Mapping[str, Any], rows: Rows, preparation: Preparation, skip_bad: bool, processes: int
+) -> None:
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.{os.uname().nodename}.partial"
+    partial.mkdir()
+    try:
+        _write_content(partial, rows, _entries(rows, preparation, skip_bad, processes))
+        (partial / _KEY).write_text(json.dumps(key, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_content(folder: Path, rows: Rows, entries: Iterator[Entry]) -> None:
+    ends, length_ends, lengths = array("q", [0]), array("q", [0]), array("i")
+    reported = time.monotonic()
+    with (folder / _SAMPLES).open("wb") as file:
+        for content, counted in entries:
+            file.write(content)
+            ends.append(ends[-1] + len(content))
+            lengths.extend(counted)
+            length_ends.append(len(lengths))
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info_all_ranks(f"tokenized {len(ends) - 1:,} of {len(rows):,} samples into {folder.parent}")
+    np.save(folder / _ENDS, np.frombuffer(ends, dtype=np.int64))
+    np.save(folder / _LENGTH_ENDS, np.frombuffer(length_ends, dtype=np.int64))
+    np.save(folder / _LENGTHS, np.array(lengths, dtype=np.int32))
+
+
+def _entries(rows: Rows, preparation: Preparation, skip_bad: bool, processes: int) -> Iterator[Entry]:
+    """The entry of each row, in order."""
+    chunks = [range(begin, min(begin + _CHUNK, len(rows))) for begin in range(0, len(rows), _CHUNK)]
+
+    def prepared_chunks(worker: int, workers: int) -> Iterator[list[Entry]]:
+        for chunk in chunks[worker::workers]:
+            yield [_entry(rows, row, preparation, skip_bad) for row in chunk]
+
+    if processes <= 1 or len(chunks) == 1:
+        for entries in prepared_chunks(0, 1):
+            yield from entries
+        return
+    workers = Workers(prepared_chunks, min(processes, len(chunks)), ahead=2 * processes)
+    try:
+        for _ in chunks:
+            yield from workers.next()
+    finally:
+        workers.close()
+
+
+def _entry(rows: Rows, row: int, preparation: Preparation, skip_bad: bool) -> Entry:
+    try:
+        sample = rows[row]
+        try:
+            prepared = preparation.prepare(sample)
+            lengths: Sequence[int] = preparation.lengths(prepared)
+        except BadSample:
+            raise
+        except DataError as error:
+            raise BadSample(f"{rows.where(row)}: {error}") from error
+    except BadSample:
+        if not skip_bad:
+            raise
+        return b"", ()
+    return pickle.dumps(prepared, protocol=pickle.HIGHEST_PROTOCOL), tuple(lengths)
