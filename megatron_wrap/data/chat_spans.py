@@ -23,7 +23,8 @@ def assistant_spans(
     tokenizer: Any, messages: Sequence[Any], tools: Any = None, first: int = 0
 ) -> tuple[str, list[Span], bool]:
     """The rendered conversation, the assistant's spans [begin, end) in characters, and whether a span is all text that
-    a turn adds (True) or a generation block of the template (False).
+    a turn adds (True) or a generation block of the template (False). A message with "weight": 0, as in OpenAI's format
+    for fine-tuning, has none.
 
     Args:
         first: index of the first message whose span is returned; those before it have none.
@@ -33,20 +34,21 @@ def assistant_spans(
     """
     chat = Conversation(tokenizer, messages, tools)
     turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant" and index >= first]
+    trained = [index for index in turns if _message_weight(chat.messages[index], index)]
     if not GENERATION_MARKER.search(chat.template):
         text = chat.text()
-        return text, [_turn_span(chat, index, text) for index in turns], True
+        return text, [_turn_span(chat, index, text) for index in trained], True
     text, spans = chat.text_and_blocks()
-    if first and turns:
-        begin = _end_of_text(chat, text, first - 1)
-        if begin is None:
-            raise DataError(
-                f"the chat template does not show message {first - 1} unchanged, so the turns after it cannot be found"
-            )
-        spans = [span for span in spans if span[0] >= begin]
     if turns and not spans:
         raise DataError(f"the chat template's generation blocks do not contain the assistant's turns; {ADD_MARKERS}")
-    return text, spans if turns else [], False
+    if first and trained:
+        begin = _end_of_shown_text(chat, text, first - 1)
+        spans = [span for span in spans if span[0] >= begin]
+    for index in sorted(set(turns) - set(trained)):
+        begin = _end_of_shown_text(chat, text, index - 1) if index else 0
+        end = _end_of_shown_text(chat, text, index)
+        spans = [span for span in spans if not begin <= span[0] <= end]
+    return text, spans if trained else [], False
 
 
 def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
@@ -196,6 +198,15 @@ def _common_beginning(one: str, other: str) -> str:
     return min(one, other, key=len) if length is None else one[:length]
 
 
+def _end_of_shown_text(chat: Conversation, text: str, place: int) -> int:
+    end = _end_of_text(chat, text, place)
+    if end is None:
+        raise DataError(
+            f"the chat template does not show message {place} unchanged, so the turns beside it cannot be separated"
+        )
+    return end
+
+
 def _marked(message: dict) -> dict:
     """The message with MARK for its text, and for the names and arguments of its tool calls."""
     changed = dict(message)
@@ -247,6 +258,21 @@ def _normalized(messages: Sequence[Any]) -> list[dict]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f'message {index} must be {{"role": ..., "content": ...}}, not {str(message)[:60]}')
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _message_weight(message: dict, index: int) -> int:
+    """0 if an assistant's message has no loss, else 1.
+
+    Raises:
+        DataError: it has another weight.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(
+            f'message {index} has "weight" {weight!r}, which must be 0 or 1; the weight of a whole sample stands beside '
+            '"messages"'
+        )
+    return int(weight)
 
 
 def _chat_template(tokenizer: Any, tools: Any) -> str:

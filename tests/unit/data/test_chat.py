@@ -210,6 +210,31 @@ def test_loss_on_the_last_assistant_s_turn_or_on_all_tokens(make_tokenizer, temp
     assert not any(encode_sample(tokenizer, {"messages": [turn("user", "Hi")]}, loss_on="last_assistant").loss_mask)
 
 
+@pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)])
+def test_messages_of_weight_0_have_no_loss(make_tokenizer, template):
+    """OpenAI's format for fine-tuning: weight 0 or 1 on an assistant's message."""
+    tokenizer = make_tokenizer(template)
+
+    def learned(*weights, loss_on="assistant"):
+        given = iter(weights)
+        messages = [
+            {**message, "weight": next(given)} if message["role"] == "assistant" else message
+            for message in CONVERSATIONS["many turns"]
+        ]
+        tokens = encode_sample(tokenizer, {"messages": messages}, loss_on)
+        assert tokens.input_ids == tokenizer.apply_chat_template(CONVERSATIONS["many turns"])["input_ids"]
+        return tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+
+    first, second, third = "Fine.\n\nVery well.\n<|im_end|>", "naïve 🦙🦙 \n x<|im_end|>", "Hello<|im_end|>"
+    assert learned(1, None, 1) == first + second + third
+    assert learned(0, 1, 1) == second + third
+    assert learned(1, 0, 1) == first + third
+    assert learned(1, 1, 0) == first + second
+    assert learned(0, 0, 0) == learned(1, 1, 0, loss_on="last_assistant") == ""
+    with pytest.raises(DataError, match=r'message 3 has "weight" 0\.5'):
+        learned(1, 0.5, 1)
+
+
 def test_weights_are_finite_numbers_of_at_least_0():
     sample = {"input_ids": [5, 6], "loss_mask": [0, 1]}
     assert encode_sample(None, sample).weight == encode_sample(None, {**sample, "weight": None}).weight == 1.0
