@@ -269,8 +269,8 @@ def _message_weight(message: dict, index: int) -> int:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise DataError(
-            f'message {index} has "weight" {weight!r}, which must be 0 or 1; the weight of a whole sample stands beside '
-            '"messages"'
+            f'message {index} has "weight" {weight!r}, which must be 0 or 1; the weight of a whole sample stands '
+            'beside "messages"'
         )
     return int(weight)
 

@@ -149,6 +149,8 @@ def _messages(sample: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
+    if message.get("weight") == 0:
+        return False
     return not message.get("tool_calls") and (content is None or (isinstance(content, str) and not content.strip()))
 
 
