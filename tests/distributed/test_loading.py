@@ -1,0 +1,104 @@
+"""Loading: a run that was killed resumes at the very next sample in each mode, also with another data-parallel size or
+number of workers; what workers prepare equals what a step prepares; errors and the end of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import _data_runs as runs
+import pytest
+from _checkpoint_runs import TRAIN, in_new_processes
+from _covering import covering
+
+from megatron_wrap.testing.ranks import RankError
+
+DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
+PACKED = (f"{FLOW}.packing=true", f"{TRAIN}.max_tokens_per_micro_batch=64")
+BUDGET = (f"{TRAIN}.global_batch_tokens=128", f"{TRAIN}.max_tokens_per_micro_batch=64", f"{DATA}.packing_window=12")
+SKIP = (f"{DATA}.on_bad_sample=skip",)
+
+
+def one(folder: Path) -> str:
+    return f"{folder}/one.jsonl"
+
+
+def streaming(folder: Path) -> str:
+    return f"{{path: {folder}/one.jsonl, streaming: true}}"
+
+
+def mixture(folder: Path) -> str:
+    return f"[{{path: {folder}/one.jsonl, epochs: 0.5}}, {{path: {folder}/bad.jsonl, samples: 9}}]"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A source, further keys, and (processes, workers) before and after the kill."""
+
+    source: object
+    overrides: tuple[str, ...]
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
+MODES = {
+    "map": Mode(one, (), (1, 2), (2, 0)),
+    "streaming": Mode(streaming, (f"{DATA}.shuffle_buffer=16",), (2, 1), (1, 2)),
+    "mixture-skip": Mode(mixture, SKIP, (2, 2), (1, 0)),
+    "packed": Mode(one, PACKED, (2, 0), (1, 2)),
+    "budget-packed-skip": Mode(mixture, (*PACKED, *BUDGET, *SKIP), (2, 2), (1, 0)),
+    "budget-padded": Mode(one, BUDGET, (1, 0), (2, 2)),
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    runs.write_samples(tmp_path / "one.jsonl", 50, seed=1)
+    runs.write_samples(tmp_path / "bad.jsonl", 20, seed=2, bad_rows=(3, 4, 11))
+    return tmp_path
+
+
+def overrides_of(mode: Mode, folder: Path, workers: int) -> tuple[str, ...]:
+    source = mode.source(folder)  # type: ignore[operator]
+    return (f"{DATA}.train={source}", f"{DATA}.num_workers={workers}", *mode.overrides)
+
+
+@pytest.mark.parametrize("name", covering(MODES))
+def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str) -> None:
+    mode = MODES[name]
+    (before, workers), (after, workers_after) = mode.before, mode.after
+    overrides = overrides_of(mode, data, workers)
+    straight = in_new_processes(before, runs.train, data / "straight", overrides, 30)
+    assert all(steps == straight[0] for steps in straight)
+    with pytest.raises(RankError):
+        in_new_processes(before, runs.train, data / "killed", overrides, 30, 10, 12)
+    resumed = in_new_processes(after, runs.train, data / "killed", overrides_of(mode, data, workers_after), 30)
+    for steps in resumed:
+        assert [ids for ids, _, _ in steps] == [ids for ids, _, _ in straight[0][10:]]
+        assert [skipped for _, _, skipped in steps] == [skipped for _, _, skipped in straight[0][10:]]
+        assert [loss for _, loss, _ in steps] == pytest.approx([loss for _, loss, _ in straight[0][10:]], rel=1e-5)
+    assert len(straight[0]) == 30
+    taken = [sample for ids, _, _ in straight[0] for sample in ids]
+    if "skip" in name:
+        assert straight[0][-1][2] > 3
+        assert not {(2, 3), (2, 4), (2, 11)} & set(taken)
+    elif "budget" not in name:
+        assert len(set(taken[:50])) == 50
+
+
+@pytest.mark.parametrize("keys", [(), (*PACKED, *BUDGET)], ids=["samples", "budget"])
+def test_a_batch_a_copy_and_the_batches_of_rank_0_give_the_same_bits(data: Path, keys: tuple[str, ...]) -> None:
+    overrides = (f"{DATA}.train={one(data)}", f"{DATA}.num_workers=1", *keys)
+    yielded = in_new_processes(2, runs.train_on, data / "a", overrides, "yielded", 5)
+    assert len(yielded[0]) == 5
+    assert yielded[0] == yielded[1]
+    for how in ("copy", "rank 0"):
+        assert in_new_processes(2, runs.train_on, data / how.replace(" ", ""), overrides, how, 5) == yielded
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_row_ends_the_run_with_its_file_and_line(data: Path, workers: int) -> None:
+    overrides = (f"{DATA}.train={data}/bad.jsonl", f"{DATA}.num_workers={workers}", f"{DATA}.shuffle=false")
+    for text, seconds in in_new_processes(2, runs.error_of_a_batch, data / "run", overrides):
+        assert text.startswith(f"{data}/bad.jsonl:4: not JSON")
+        assert seconds < 20
