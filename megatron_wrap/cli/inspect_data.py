@@ -156,11 +156,12 @@ def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Token
     Raises:
         ConfigError: the vocabulary size is not known.
     """
+    from megatron_wrap.cli.one_process import flow_of_one_rank
     from megatron_wrap.data.chat import ChatTokens
     from megatron_wrap.data.inspection import tokens_of
     from megatron_wrap.flow.text import ENCODED
 
-    flow = _flow(config, tokenizer)
+    flow = flow_of_one_rank(config, tokenizer)
     rule = config.flow.options.get("truncation", "right")
 
     def encode(sample: Any) -> Sequence[Tokens]:
@@ -172,27 +173,6 @@ def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Token
         return _collated(flow, prepared)
 
     return encode
-
-
-def _flow(config: RunConfig, tokenizer: Any) -> MegatronWrapTrainingFlowBase:
-    """The run's flow, as on one rank, with micro-batches of one sample."""
-    from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry
-    from megatron_wrap.flow.config import decode_flow_config
-
-    vocab_size = config.arch.vocab_size
-    if vocab_size is None and tokenizer is None:
-        raise ConfigError("megatron_lm.model.arch.vocab_size is null and there is no tokenizer; set one of the two")
-    flow_class = MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
-    context = FlowContext(
-        micro_batch_size=1,
-        seq_length=config.train.seq_length,
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-        cp_size=1,
-        sum_on_cp_group=lambda partial: partial,
-        average_across_dp_ranks=lambda value: value,
-        tokenizer=tokenizer,
-    )
-    return flow_class(decode_flow_config(flow_class, config), context)
 
 
 def _collated(flow: MegatronWrapTrainingFlowBase, prepared: Any) -> Sequence[Tokens]:

@@ -1,4 +1,5 @@
-"""What commands that load a model in this single process share: a temporary run file, and a layout of one process."""
+"""What commands that work in this single process share: a temporary run file, a layout of one process, and the flow
+without a process group."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
 _PARALLEL = "megatron_lm.model.parallel."
 _TRAIN = "megatron_lm.train.common."
@@ -37,3 +44,28 @@ def run_file(content: Mapping[str, Any]) -> Iterator[Path]:
         path = Path(folder, "run.yaml")
         path.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML
         yield path
+
+
+def flow_of_one_rank(config: RunConfig, tokenizer: Any) -> MegatronWrapTrainingFlowBase:
+    """The run's flow with micro-batches of one sample, to encode samples; no process group is needed.
+
+    Raises:
+        ConfigError: the vocabulary size is not known.
+    """
+    from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry
+    from megatron_wrap.flow.config import decode_flow_config
+
+    vocab_size = config.arch.vocab_size
+    if vocab_size is None and tokenizer is None:
+        raise ConfigError("megatron_lm.model.arch.vocab_size is null and there is no tokenizer; set one of the two")
+    flow_class = MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
+    context = FlowContext(
+        micro_batch_size=1,
+        seq_length=config.train.seq_length,
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        cp_size=1,
+        sum_on_cp_group=lambda partial: partial,
+        average_across_dp_ranks=lambda value: value,
+        tokenizer=tokenizer,
+    )
+    return flow_class(decode_flow_config(flow_class, config), context)

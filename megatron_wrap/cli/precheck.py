@@ -41,19 +41,19 @@ def check_lengths(config: RunConfig) -> None:
     refuses = config.flow.options.get("truncation") == "refuse" and config.data.on_bad_sample == "error"
     if not derived.has_sources(config.data) or not refuses:
         return
-    from megatron_wrap.data.chat import encode_sample, truncate
+    from megatron_wrap.cli.one_process import flow_of_one_rank
     from megatron_wrap.data.sources import open_source
     from megatron_wrap.data.tokenizer import load_tokenizer
 
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    flow = flow_of_one_rank(config, tokenizer)
     for source in _local_sources(config):
         if source.streaming:
             continue
         rows = open_source(source)
         for place in range(len(rows)):
             try:
-                # the inputs are all tokens but the last, so one token more than the context fits
-                truncate(encode_sample(tokenizer, rows[place]), config.train.seq_length + 1, "refuse")
+                flow.prepare_sample(rows[place])
             except BadSample:
                 raise
             except DataError as error:
@@ -90,6 +90,9 @@ def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> No
     check_data(config)
     check_checkpoints(config)
     check_hugging_face(config)
+    from megatron_wrap.flow.entry import SHIPPED
+
     if not own_script:
         check_flow(config)
-    check_lengths(config)
+    if not own_script or config.flow.flow_key in SHIPPED:
+        check_lengths(config)

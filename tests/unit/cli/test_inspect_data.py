@@ -15,6 +15,8 @@ import pytest
 
 from megatron_wrap.cli.inspect_data import read_samples
 from megatron_wrap.cli.main import main
+from megatron_wrap.cli.precheck import check_lengths
+from megatron_wrap.config import load_run_config
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.errors import DataError
 
@@ -144,3 +146,13 @@ def test_rows_that_cannot_be_read_and_streams(tmp_path):
     assert [sample["text"] for _, _, sample in streamed] == ["1"]
     _, both = read_samples([SourceConfig(path=str(path), name="a")], None, 0)
     assert isinstance([sample for _, _, sample in both][1], DataError)
+
+
+@pytest.mark.transformers
+def test_the_precheck_finds_a_pair_that_is_too_long_and_refused(run):
+    """It encodes the samples as the flow does, in the same way as this command."""
+    overrides = ["megatron_wrap.flow.truncation=refuse", "megatron_lm.train.common.seq_length=1024"]
+    config = ROOT / "configs/tiny-llama-dpo.yaml"
+    check_lengths(load_run_config(config, overrides))
+    with pytest.raises(DataError, match=r"preference-train\.jsonl:\d+: a sample has \d+ tokens"):
+        check_lengths(load_run_config(config, [overrides[0], "megatron_lm.train.common.seq_length=64"]))
