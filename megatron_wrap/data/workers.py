@@ -75,8 +75,7 @@ class Workers:
         worker = self._workers[self._turn % len(self._workers)]
         try:
             failed, item = _receive(worker.connection, self._pin_memory)
-            worker.connection.sendall(b".")  # request one more
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+        except (EOFError, ConnectionResetError):
             status = _wait(worker.process_id)
             self.close()
             raise TrainingError(
@@ -88,6 +87,8 @@ class Workers:
             self.close()
             error, text = item
             raise error from WorkerTraceback(text)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported when its next item is missing
+            worker.connection.sendall(b".")  # request one more
         self._turn += 1
         return item
 
@@ -135,15 +136,13 @@ def _work(items: Callable[[int, int], Iterator[Any]], number: int, count: int, c
 
 def _serve(items: Callable[[int, int], Iterator[Any]], number: int, count: int, connection: socket.socket) -> None:
     iterator: Iterator[Any] | None = None
-    while connection.recv(1):
+    while connection.recv(1):  # empty once the parent has closed its end
         try:
             iterator = items(number, count) if iterator is None else iterator
-            message: tuple[bool, Any] = (False, next(iterator))
-            content, tensors = _dumps(message)
+            content, tensors = _dumps((False, next(iterator)))
         except BaseException as error:
             content, tensors = _dumps((True, (_picklable(error), traceback.format_exc())))
-            _send(connection, content, tensors)
-            return
+            iterator = iter(())
         _send(connection, content, tensors)
 
 

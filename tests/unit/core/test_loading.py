@@ -1,0 +1,219 @@
+"""Loading on one process: runs given in epochs, the tokenized cache, rows that are left out, batches that are edited,
+and workers that end with the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_wrap.checkpoint.content import saved_progress
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.errors import ConfigError, DataError, MegatronWrapError, TrainingError
+from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+
+pytestmark = pytest.mark.process_group
+
+TRAIN, DATA, RATE = "megatron_lm.train.common", "megatron_wrap.data", "megatron_lm.train.learning-rate"
+EPOCHS = (f"{TRAIN}.train_iters=null", f"{TRAIN}.train_epochs=1.5")
+BUDGET = (f"{TRAIN}.global_batch_tokens=64", "megatron_wrap.flow.packing=true", f"{DATA}.packing_window=8")
+
+
+def write(count: int = 22, name: str = "train.jsonl", longest: int = 17) -> None:
+    generator = numpy.random.default_rng(3)
+    with Path(name).open("w") as file:
+        for place in range(count):
+            ids = [place, *generator.integers(0, 60, int(generator.integers(4, longest))).tolist()]
+            print(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}), file=file)
+
+
+@contextmanager
+def started(*overrides: str) -> Iterator[MegatronWrap]:
+    data = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl", f"{DATA}.num_workers=0")
+    with MegatronWrap("run.yaml", overrides=[*data, *overrides]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        yield wrap
+
+
+def losses(*overrides: str) -> list[float]:
+    with started(*overrides) as wrap:
+        return [wrap.train(batch)["loss"] for batch in wrap.batches()]
+
+
+# ---- epochs ----
+
+
+def test_a_run_in_epochs_equals_one_of_as_many_steps():
+    write(22)  # 1.5 epochs are 33 samples, 9 batches of 4
+    schedule = (f"{RATE}.lr_warmup_fraction=0.5", f"{RATE}.lr_decay_style=cosine")
+    with started(*EPOCHS, *schedule) as wrap:
+        rates, taken = [], []
+        for batch in wrap.batches():
+            taken.append(wrap.train(batch)["loss"])
+            rates.append(wrap.state.scheduler.get_lr({}))
+        assert wrap.train_iters == 9
+    assert taken == losses(f"{TRAIN}.train_iters=9", *schedule)
+    assert rates[-1] == pytest.approx(1e-3)  # min_lr, at the end
+
+
+def test_epochs_of_a_token_budget_follow_from_the_lengths():
+    write(22)
+    with started(*EPOCHS, *BUDGET) as wrap:
+        steps = wrap.train_iters
+        sizes = [len(batch) for batch in wrap.batches() if wrap.train(batch)]
+        assert len(sizes) == steps
+        assert sum(sizes[:-1]) < 33 <= sum(sizes)
+        assert len(set(sizes)) > 1
+
+
+def test_the_warm_up_is_compared_with_the_counted_steps():
+    write(8)
+    wrap = MegatronWrap(
+        "run.yaml",
+        overrides=[*EPOCHS, f"{RATE}.lr_warmup_iters=3", f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl"],
+    )
+    with pytest.raises(MegatronWrapError, match="setup_model_and_optimizer"):
+        _ = wrap.train_iters
+    wrap.initialize()
+    with pytest.raises(ConfigError, match=r"warm-up of 3 iterations .* decay of 3"):
+        wrap.setup_model_and_optimizer()
+    wrap.close()
+
+
+# ---- the tokenized cache ----
+
+
+@pytest.mark.parametrize("budget", [(), BUDGET], ids=["samples", "budget"])
+def test_a_cached_run_prepares_each_sample_once_and_has_the_same_bits(budget: tuple[str, ...]):
+    calls: list[int] = []
+
+    @MegatronWrapFlowEntry.register("counting")
+    class Counting(MegatronWrapGPTModelSFTFlow):
+        def prepare_sample(self, sample: Any) -> Any:
+            calls.append(sample["input_ids"][0])
+            return super().prepare_sample(sample)
+
+    write(22)
+    keys = (*EPOCHS, *budget, "megatron_wrap.flow.flow_key=counting")
+    plain = losses(*keys)
+    cached = (f"{DATA}.cache_dir=cache", *keys)
+    calls.clear()
+    assert losses(*cached) == plain
+    assert sorted(set(calls)) == list(range(22))
+    first = len(calls)  # with the trial of the flow
+    calls.clear()
+    assert losses(*cached) == plain
+    assert len(calls) == first - 22
+    Path("train.jsonl").write_text(Path("train.jsonl").read_text() + "\n")
+    calls.clear()
+    losses(*cached)
+    assert len(calls) == first
+    assert len([path for path in Path("cache").iterdir() if path.is_dir()]) == 2
+
+
+# ---- rows that are left out ----
+
+
+def test_rows_that_are_left_out_are_counted_and_the_first_five_logged(capfd: Any):
+    write(22)
+    lines = Path("train.jsonl").read_text().splitlines()
+    for row in (2, 3, 5, 8, 13, 21):
+        lines[row] = lines[row][:-1]
+    Path("train.jsonl").write_text("\n".join(lines) + "\n")
+    with started(f"{DATA}.on_bad_sample=skip", f"{TRAIN}.train_iters=4", f"{DATA}.num_workers=2") as wrap:
+        counts = [wrap.train(batch)["skipped_samples"] for batch in wrap.batches()]
+    assert counts[-1] >= 4
+    assert counts == sorted(counts)
+    with started(f"{DATA}.on_bad_sample=skip", f"{TRAIN}.train_iters=8", f"{DATA}.shuffle=false") as wrap:
+        taken = [sample["input_ids"][0] for batch in wrap.batches() if wrap.train(batch) for sample in batch]
+    assert taken[:16] == [row for row in range(22) if row not in (2, 3, 5, 8, 13, 21)]
+    shown = [text for text in capfd.readouterr().err.splitlines() if "left out" in text and "train.jsonl:" in text]
+    assert len(shown) == min(5, int(counts[-1])) + 5
+
+
+def test_samples_longer_than_their_source_allows_are_left_out():
+    write(22)
+    source = f"{DATA}.train={{path: train.jsonl, max_length: 10}}"
+    with started(source, f"{TRAIN}.train_iters=3") as wrap:
+        batches = [batch for batch in wrap.batches() if wrap.train(batch)]
+        assert max(len(sample["input_ids"]) for batch in batches for sample in batch) <= 11
+        assert wrap.state.progress.skipped_samples > 0
+
+
+# ---- the user's hands on a batch ----
+
+
+def test_an_edited_batch_is_prepared_again():
+    write(22)
+    with started(f"{TRAIN}.train_iters=1", f"{DATA}.num_workers=1") as wrap:
+        batch = next(wrap.batches())
+        for sample in batch:
+            sample["loss_mask"] = [0] * len(sample["loss_mask"])
+        assert wrap.train(batch)["skipped_iterations"] == 1
+
+
+def test_batches_go_on_behind_steps_on_samples_of_the_caller():
+    """As before workers: the order of samples is a function of the number of samples consumed."""
+    write(22)
+    with started(f"{TRAIN}.train_iters=6", f"{DATA}.num_workers=1") as wrap:
+        straight = [[sample["input_ids"][0] for sample in batch] for batch in wrap.batches() if wrap.train(batch)]
+    with started(f"{TRAIN}.train_iters=6", f"{DATA}.num_workers=1") as wrap:
+        batches = wrap.batches()
+        first = next(batches)
+        wrap.train(first)
+        wrap.train([first[0]] * 4)
+        assert [sample["input_ids"][0] for sample in next(batches)] == straight[2]
+        assert [sample["input_ids"][0] for sample in next(wrap.batches())] == straight[2]
+
+
+# ---- workers and the run ----
+
+
+def test_workers_end_with_the_run_and_their_death_is_one_error():
+    write(22)
+    with started(f"{DATA}.num_workers=2") as wrap:
+        batches = wrap.batches()
+        wrap.train(next(batches))
+        processes = [worker.process_id for worker in wrap._loaders[0]._workers._workers]
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 10
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    with started(f"{DATA}.num_workers=1") as wrap:
+        batches = wrap.batches()
+        wrap.train(next(batches))
+        os.kill(wrap._loaders[0]._workers._workers[0].process_id, signal.SIGKILL)
+        with pytest.raises(TrainingError, match=r"worker process \d+ .*SIGKILL"):
+            [wrap.train(batch) for batch in batches]
+
+
+def test_a_flow_s_own_error_keeps_its_type():
+    @MegatronWrapFlowEntry.register("refusing")
+    class Refusing(MegatronWrapGPTModelSFTFlow):
+        def prepare_sample(self, sample: Any) -> Any:
+            if sample["input_ids"][0] == 9:
+                raise DataError("no nine")
+            return super().prepare_sample(sample)
+
+    write(22)
+    with (
+        started(f"{DATA}.num_workers=1", "megatron_wrap.flow.flow_key=refusing") as wrap,
+        pytest.raises(DataError, match=r"^train\.jsonl:10: no nine$"),
+    ):
+        [wrap.train(batch) for batch in wrap.batches()]
+
+
+def test_a_checkpoint_without_a_place_in_the_data_goes_on_behind_its_samples():
+    counters = {"iteration": 3, "consumed_samples": 12, "consumed_tokens": 99, "skipped_iterations": 0}
+    progress = saved_progress({"progress": counters})
+    assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (12, {}, 0)
