@@ -59,7 +59,7 @@ def _seeded(seed: int) -> Iterator[None]:
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU, for dropout
     try:
         yield
     finally:
