@@ -3,9 +3,13 @@ context-parallel ranks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
@@ -42,7 +46,9 @@ class BatchLoader:
         self._flow, self._cut, self._dp = state.flow, state.cut, state.parallel.dp
         self._schedule = state.schedule
         self._config, self._rule = config, batch_rule(config, state.cut)
-        self._pin_memory = state.platform.device.type == "cuda"
+        self._device = state.platform.device
+        self._receiver: ThreadPoolExecutor | None = None
+        self._coming: Future[PreparedBatch] | None = None
         self._workers: Workers | None = None
         self._here: Iterator[PreparedBatch] | None = None
         self._next: Cursor | None = None
@@ -62,7 +68,7 @@ class BatchLoader:
         if cursor != self._next:
             self.close()
             self._start(cursor)
-        batch: PreparedBatch = next(self._here) if self._here is not None else self._from_workers()
+        batch: PreparedBatch = next(self._here) if self._here is not None else self._received()
         self._next = batch.after
         for text in batch.bad_rows[: _SHOWN_BAD_ROWS - self._shown]:
             logger.warning_rank_0(f"left out (megatron_wrap.data.on_bad_sample: skip): {text}")
@@ -73,6 +79,9 @@ class BatchLoader:
         """End the worker processes."""
         if self._workers is not None:
             self._workers.close()
+        if self._receiver is not None:
+            self._receiver.shutdown()  # after the workers' end, for which it may be waiting
+        self._receiver = self._coming = None
         self._workers = self._here = self._next = None
 
     def _start(self, cursor: Cursor) -> None:
@@ -84,8 +93,22 @@ class BatchLoader:
             lambda worker, workers: self._batches(cursor, worker, workers),
             count,
             self._config.data.prefetch_batches,
-            self._pin_memory,
+            pin_memory=self._device.type == "cuda",
         )
+
+    def _received(self) -> PreparedBatch:
+        """The next batch, which a thread has received during the step before: copying it takes milliseconds, in which
+        the device would wait."""
+        if self._receiver is None:
+            device = self._device
+            # page-locked memory is allocated on the current device of the thread
+            select = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+            self._receiver = ThreadPoolExecutor(1, "batches", initializer=select)
+            self._coming = self._receiver.submit(self._from_workers)
+        assert self._coming is not None
+        batch = self._coming.result()
+        self._coming = self._receiver.submit(self._from_workers)
+        return batch
 
     def _from_workers(self) -> PreparedBatch:
         assert self._workers is not None

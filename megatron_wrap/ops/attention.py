@@ -406,5 +406,6 @@ class TorchCoreAttention(MegatronModule):
                         *(half.cu_seqlens_q, half.cu_seqlens_k, half.longest_q, half.longest_k),
                     )
                 )
+            assert packed.order is not None
             output = torch.cat(outputs).index_select(0, packed.order)
         return output[..., :width].unsqueeze(1)

@@ -39,8 +39,13 @@ class Half:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Half:
         """The same with `move` applied to each tensor."""
-        tensors = ("queries", "keys", "cu_seqlens_q", "cu_seqlens_k")
-        return replace(self, **{name: move(getattr(self, name)) for name in tensors})
+        return replace(
+            self,
+            queries=move(self.queries),
+            keys=move(self.keys),
+            cu_seqlens_q=move(self.cu_seqlens_q),
+            cu_seqlens_k=move(self.cu_seqlens_k),
+        )
 
 
 @dataclass(kw_only=True)
@@ -87,14 +92,13 @@ class PackedSequences(PackedSeqParams):
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedSequences:
         """The same with `move` applied to each tensor."""
         cu_seqlens = move(self.cu_seqlens_q)
-        return replace(
-            self,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            positions=move(self.positions),
-            halves=tuple(half.moved(move) for half in self.halves),
-            order=None if self.order is None else move(self.order),
-        )
+        changes: dict[str, Any] = {
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
+            "positions": move(self.positions),
+            "halves": tuple(half.moved(move) for half in self.halves),
+            "order": None if self.order is None else move(self.order),
+        }
+        return replace(self, **changes)
 
     def thd(self) -> PackedSeqParams:
         """The same boundaries for Transformer Engine's attention on tensors [t, heads, d]."""

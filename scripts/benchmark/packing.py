@@ -26,20 +26,20 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--global-batch-size", type=int, default=64)
+    parser.add_argument("--global-batch-size", type=int, default=128)
     parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--budget", type=int, default=16384, help="max_tokens_per_micro_batch of the last way")
+    parser.add_argument("--budget", type=int, default=32768, help="max_tokens_per_micro_batch of the last way")
     parser.add_argument("--ways", default="padded,dynamic,packed,budget")
-    parser.add_argument("--profile", action="store_true", help="also the share of a step in which the GPU is idle")
+    parser.add_argument("--profile", default="", help="ways whose GPU idle time is measured, too")
     arguments = parser.parse_intermixed_args()
     train = "megatron_lm.train.common"
     size, micro = f"{train}.global_batch_size={arguments.global_batch_size}", f"{train}.micro_batch_size"
     ways = {
         "padded": [f"{COLLATE}=fixed_length", f"{micro}={arguments.micro_batch_size}"],
         "dynamic": [f"{COLLATE}=variable_length", f"{micro}={arguments.micro_batch_size}"],
-        "packed": [f"{COLLATE}=variable_length", f"{PACKING}=true", f"{micro}=1"],
+        "packed": [f"{COLLATE}=variable_length", f"{PACKING}=true", f"{micro}={arguments.micro_batch_size}"],
         "budget": [
-            *(f"{COLLATE}=variable_length", f"{PACKING}=true", f"{micro}=1"),
+            *(f"{COLLATE}=variable_length", f"{PACKING}=true", f"{micro}={arguments.micro_batch_size}"),
             f"{train}.max_tokens_per_micro_batch={arguments.budget}",
         ],
     }
@@ -75,7 +75,7 @@ def measure(way: str, arguments: Any, overrides: list[str]) -> None:
             "loss": metrics["loss"],
             "memory_max_gib": round(metrics.get("memory_max", 0.0), 2),
         }
-        if arguments.profile and torch.cuda.is_available():
+        if way in arguments.profile.split(",") and torch.cuda.is_available():
             report |= profiled(wrap, batches)
         batches.close()
         sys.stdout.write("RESULT " + json.dumps(report) + "\n")

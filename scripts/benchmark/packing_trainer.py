@@ -2,7 +2,7 @@
 (DataCollatorWithFlattening) with flex attention or with torch's `varlen_attn` as a registered attention function. Needs
 a GPU. A line with real tokens per second.
 
-    python scripts/benchmark/packing_trainer.py {dynamic,flex,varlen} [--micro-batch-size 4] [--accumulate 16]
+    python scripts/benchmark/packing_trainer.py {dynamic,flex,varlen} [--micro-batch-size 4] [--accumulate 32]
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=("dynamic", "flex", "varlen"))
     parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--accumulate", type=int, default=16)
+    parser.add_argument("--accumulate", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--layers", type=int, default=16)

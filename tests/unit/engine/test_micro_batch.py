@@ -17,7 +17,6 @@ from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWra
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 
-
 class Flow(MegatronWrapGPTModelFlow):
     """Samples are lists of ids; `change` modifies the collated fields."""
 
