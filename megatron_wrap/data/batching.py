@@ -3,6 +3,7 @@ every rank and every worker computes the same batches, and a resumed run the nex
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +94,7 @@ class BatchPlan:
 
     def __init__(self, reader: SampleReader, rule: BatchRule, cursor: Cursor) -> None:
         self._reader, self._rule, self.cursor = reader, rule, cursor
+        self._prepared_until = 0
 
     def next(self) -> PlannedBatch:
         """The next global batch.
@@ -106,6 +108,7 @@ class BatchPlan:
             positions = self._by_samples(self._rule.samples_at(before.consumed), bad_rows)
         else:
             positions = self._by_tokens(self._rule.budget, bad_rows)
+            self._prepare_ahead(self._rule.budget.window, len(positions))
         count = len(positions)
         self.cursor = replace(self.cursor, consumed=before.consumed + count, ahead=self.cursor.ahead - count)
         return PlannedBatch(before, self.cursor, tuple(positions), tuple(bad_rows))
@@ -131,6 +134,15 @@ class BatchPlan:
         taken, rest = self.cursor.waiting[: budget.packs], self.cursor.waiting[budget.packs :]
         self.cursor = replace(self.cursor, waiting=rest)
         return [place for pack in taken for place in pack]
+
+    def _prepare_ahead(self, window: int, count: int) -> None:
+        """Prepare some samples of the next window with each batch, so that no batch waits for a whole window."""
+        begin = max(self.cursor.position, self._prepared_until)
+        end = min(begin + count, self.cursor.position + window)
+        for place in range(begin, end):
+            with contextlib.suppress(DataError):  # it is raised again when the sample is needed
+                self._reader.problem(place)
+        self._prepared_until = end
 
     def _read(self, count: int, bad_rows: list[str]) -> list[int]:
         """The next `count` positions whose samples can be used."""

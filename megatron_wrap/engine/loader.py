@@ -53,6 +53,13 @@ class BatchLoader:
         self._here: Iterator[PreparedBatch] | None = None
         self._next: Cursor | None = None
         self._shown = 0
+        multiple = self._dp.size * self._cut.rounds
+        if self._rule.budget is not None and self._rule.budget.packs % multiple:
+            logger.warning_rank_0(
+                f"megatron_lm.train.common.global_batch_tokens {config.train.global_batch_tokens} is "
+                f"{self._rule.budget.packs} micro-batches for {multiple} at a time, so some are split or empty; "
+                "choose a multiple"
+            )
 
     def next(self, progress: Progress) -> PreparedBatch:
         """The batch of the next step.

@@ -75,6 +75,14 @@ def test_epochs_of_a_token_budget_follow_from_the_lengths():
         assert len(set(sizes)) > 1
 
 
+def test_a_token_budget_without_a_limit_of_a_micro_batch_counts_padded_ones():
+    write(22)
+    with started(f"{TRAIN}.global_batch_tokens=64", f"{TRAIN}.train_iters=6") as wrap:
+        sizes = [len(batch) for batch in wrap.batches() if wrap.train(batch)]
+    assert min(sizes) >= 4  # two micro-batches of 2 * 16 tokens
+    assert max(sizes) > 4
+
+
 def test_the_warm_up_is_compared_with_the_counted_steps():
     write(8)
     wrap = MegatronWrap(
@@ -117,6 +125,15 @@ def test_a_cached_run_prepares_each_sample_once_and_has_the_same_bits(budget: tu
     calls.clear()
     losses(*cached)
     assert len(calls) == first
+    assert len([path for path in Path("cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_cached_mixture_has_the_bits_of_one_without_a_cache():
+    write(22)
+    write(9, "more.jsonl")
+    mixture = f"{DATA}.train=[{{path: train.jsonl}}, {{path: more.jsonl, epochs: 2, sample_weight: 0.5}}]"
+    plain = losses(*EPOCHS, *BUDGET, mixture)
+    assert losses(*EPOCHS, *BUDGET, mixture, f"{DATA}.cache_dir=cache") == plain
     assert len([path for path in Path("cache").iterdir() if path.is_dir()]) == 2
 
 

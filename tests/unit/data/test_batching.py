@@ -71,6 +71,27 @@ def test_a_budget_takes_each_sample_once_and_fills_the_packs():
     assert taken != sorted(taken)
 
 
+def test_the_samples_of_a_window_are_prepared_over_the_batches_before_it():
+    prepared: list[int] = []
+
+    def prepare(sample: int) -> int:
+        prepared.append(sample)
+        return sample
+
+    samples = SampleReader(
+        stream_of(range(2000), seed=3), Preparation(prepare, lambda sample: [LENGTHS[sample % 50]]), needs_lengths=True
+    )
+    ours = BatchPlan(samples, BatchRule(5, lambda consumed: 4, TokenBudget(pack, packs=3, window=80)), Cursor())
+    calls = []
+    for _ in range(60):
+        before = len(prepared)
+        samples.forget(ours.next().positions)
+        calls.append(len(prepared) - before)
+    assert calls[0] > 80
+    assert max(calls[1:]) < 24
+    assert len(prepared) == len(set(prepared))
+
+
 @pytest.mark.parametrize("rule", [BY_SAMPLES, BY_TOKENS], ids=["samples", "tokens"])
 @pytest.mark.parametrize("options", [{}, {"bad": (3, 17, 18), "skip_bad": True}], ids=["all", "skip"])
 def test_every_cursor_continues_the_straight_run(rule: BatchRule, options: dict[str, Any]):
