@@ -45,7 +45,7 @@ def pairs(count: int = 16) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("flow", ["gpt_sft", "gpt_dpo"])
-def test_packed_equals_unpacked_in_fp32(flow, implementation):
+def test_packed_equals_unpacked_in_fp32(flow, implementation, ranks):
     report = check_parity(
         CONFIG,
         [
@@ -57,6 +57,7 @@ def test_packed_equals_unpacked_in_fp32(flow, implementation):
         layouts=[*ONE, *(TWO if torch.cuda.device_count() > 1 else ())],
         steps=1,
         platform="cuda",
+        ranks=ranks,
     )
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
     assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
