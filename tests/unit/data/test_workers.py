@@ -64,7 +64,10 @@ def test_no_more_than_the_bound_is_computed_ahead(tmp_path: Path):
 
     workers = Workers(noted, 1, ahead=3)
     assert workers.next() == 0
-    time.sleep(0.2)
+    deadline = time.monotonic() + 10
+    while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # time for one too many
     assert len(list(tmp_path.iterdir())) == 4
     workers.close()
 
