@@ -4,8 +4,9 @@ lengths: every process computes the same result."""
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_wrap.errors import DataError
 
@@ -87,6 +88,58 @@ def even_packs(lengths: Sequence[int], costs: Sequence[float], capacity: int, co
         for entry in (*full, (cost + costs[item], pack)):
             heapq.heappush(queue, entry)
     return sorted(sorted(pack) for pack in packs) if all(packs) else None
+
+
+def rows_of_similar_width(
+    widths: Sequence[int],
+    rows: Sequence[int],
+    capacity: int,
+    cost: Callable[[int], float] = float,
+    limit: float = math.inf,
+) -> list[list[int]]:
+    """Packs whose rows are all padded to the widest one: the widest item first, as many together as fit.
+
+    Args:
+        widths: of each item's rows, in tokens.
+        rows: number of rows of each item.
+        capacity: of a pack, in tokens: its rows times its width.
+        cost: of a row of a width, in any unit.
+        limit: largest cost of a pack of several items.
+
+    Returns:
+        The indices of each pack's items, ascending; the packs of wider items first.
+
+    Raises:
+        DataError: an item is larger than a pack.
+    """
+    _check([width * count for width, count in zip(widths, rows, strict=True)], capacity)
+    packs: list[list[int]] = []
+    height = width = 0
+    for item in sorted(range(len(widths)), key=lambda item: (-widths[item], item)):
+        taller = height + rows[item]
+        if not packs or taller * width > capacity or taller * cost(width) > limit:
+            packs.append([])
+            taller, width = rows[item], widths[item]
+        packs[-1].append(item)
+        height = taller
+    return [sorted(pack) for pack in packs]
+
+
+def even_rows(
+    widths: Sequence[int], rows: Sequence[int], capacity: int, count: int, cost: Callable[[int], float]
+) -> list[list[int]]:
+    """`rows_of_similar_width` in at most `count` packs, with the smallest `limit` that takes no more of them, found by
+    bisection, so that their costs are about equal. `capacity` must allow `count` packs."""
+    packs = rows_of_similar_width(widths, rows, capacity)
+    low, high = 0.0, max(sum(rows[item] for item in pack) * cost(max(widths[item] for item in pack)) for pack in packs)
+    for _ in range(30):
+        limit = (low + high) / 2
+        found = rows_of_similar_width(widths, rows, capacity, cost, limit)
+        if len(found) <= count:
+            packs, high = found, limit
+        else:
+            low = limit
+    return packs
 
 
 def split_packs(packs: Sequence[Sequence[int]], costs: Sequence[float], count: int) -> list[list[int]]:

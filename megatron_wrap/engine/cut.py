@@ -9,7 +9,14 @@ from typing import Any
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.data.packing import assign_evenly, even_packs, fewest_packs, split_packs
+from megatron_wrap.data.packing import (
+    assign_evenly,
+    even_packs,
+    even_rows,
+    fewest_packs,
+    rows_of_similar_width,
+    split_packs,
+)
 from megatron_wrap.engine.micro_batch import MicroBatch, collate
 from megatron_wrap.engine.packed import pack, padded_length
 from megatron_wrap.engine.samples import micro_batch_samples
@@ -56,17 +63,22 @@ class BatchCut:
         packs = self.packs(lengths)
         multiple = replicas * self.rounds
         count = -(-len(packs) // multiple) * multiple
-        even = even_packs(sizes, costs, capacity, count) if self.packing else None
-        packs = even or split_packs(packs, costs, count)
+        if self.packing:
+            packs = even_packs(sizes, costs, capacity, count) or packs
+        else:
+            packs = even_rows(*self._rows(lengths), capacity, count, lambda width: self._cost([width]))
+        packs = split_packs(packs, costs, count)
         packs += [[] for _ in range(count - len(packs))]
-        shares = assign_evenly([sum(costs[item] for item in pack) for pack in packs], replicas)
+        shares = assign_evenly([self._pack_cost([lengths[item] for item in pack]) for pack in packs], replicas)
         return [[packs[place] for place in share] for share in shares]
 
     def packs(self, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
         """The samples of each micro-batch, as few as the `capacity` allows; for arguments and errors see `places`."""
         sizes = [self._size(one) for one in lengths]
         capacity = self._capacity(sizes)
-        return fewest_packs(sizes, capacity) if self.packing else self._rows_of_similar_length(lengths, capacity)
+        if self.packing:
+            return fewest_packs(sizes, capacity)
+        return rows_of_similar_width(*self._rows(lengths), capacity)
 
     def _capacity(self, sizes: Sequence[int]) -> int:
         assert self.capacity is not None
@@ -91,17 +103,16 @@ class BatchCut:
             lengths = [max(lengths)] * len(lengths)
         return self.token_cost * sum(lengths) + self.square_cost * sum(length * length for length in lengths)
 
-    def _rows_of_similar_length(self, lengths: Sequence[Sequence[int]], capacity: int) -> list[list[int]]:
-        """Samples in the order of their lengths, as many together as fit with the padding to the longest one."""
-        packs: list[list[int]] = []
-        rows = width = 0
-        for item in sorted(range(len(lengths)), key=lambda item: (-max(lengths[item]), item)):
-            if not packs or (rows + len(lengths[item])) * width > capacity:
-                packs.append([])
-                rows, width = 0, padded_length(max(lengths[item]), self.multiple)
-            packs[-1].append(item)
-            rows += len(lengths[item])
-        return [sorted(group) for group in packs]
+    def _pack_cost(self, lengths: Sequence[Sequence[int]]) -> float:
+        """FLOPs of a micro-batch; without packing, each of its rows has the width of the widest."""
+        if self.packing:
+            return sum(self._cost(one) for one in lengths)
+        widths, rows = self._rows(lengths)
+        return sum(rows) * self._cost([max(widths, default=0)])
+
+    def _rows(self, lengths: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The width in tokens and the number of each sample's rows, without packing."""
+        return [padded_length(max(one), self.multiple) for one in lengths], [len(one) for one in lengths]
 
 
 def batch_cut(config: RunConfig, parallel: ParallelState, shape: ModelShape, rounds: int) -> BatchCut:
