@@ -87,7 +87,10 @@ def reduce_in_place(tensor: Tensor, operation: Literal["sum", "max", "min"], gro
 
 
 def all_reduce_values(values: list[float], group: ProcessGroup, device: torch.device) -> list[float]:
-    """Sum a list of numbers (same length on each rank) over `group` in fp64 with one all-reduce."""
+    """Sum a list of numbers (same length on each rank) over `group` in fp64 with one all-reduce; a group of one rank
+    does not wait for the device."""
+    if group.size() == 1:
+        return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     reduce_in_place(tensor, "sum", group)
     return tensor.tolist()
