@@ -23,7 +23,7 @@ from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.samples import SampleSharing
 from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import ConfigError, FlowError
+from megatron_wrap.errors import ConfigError
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
@@ -152,13 +152,6 @@ def build_flow(
         tokenizer=tokenizer,
         gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
     )
-    if config.flow.packing and not flow_class.supports_packing:
-        raise FlowError(
-            f"megatron_wrap.flow.packing is true, but {flow_class.__name__} does not declare that it supports packed "
-            "rows; sum over the tokens of each sequence with self.sum_per_sequence(per_token, loss_inputs) instead of "
-            "per_token.sum(dim=1), set supports_packing = True in the class, and run megatron-wrap check-parity with "
-            "the layout packed; or set packing: false"
-        )
     return flow_class(decode_flow_config(flow_class, config), context)
 
 

@@ -104,7 +104,8 @@ class MegatronWrapTrainingFlowBase(ABC):
     supports_packing: ClassVar[bool] = False
     """Whether `calculate_loss` and `calculate_outputs` are also correct if all sequences of a micro-batch are in one
     row (`megatron_wrap.flow.packing`): [1, S/cp] instead of [B, S/cp]. A mean over tokens is; a sum over the tokens of
-    each sequence is with `sum_per_sequence`."""
+    each sequence is with `sum_per_sequence`. Valid for the methods of the class that declares it and of those above it:
+    a class that overrides one of the two declares it again."""
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
@@ -219,7 +220,17 @@ class MegatronWrapTrainingFlowBase(ABC):
     def gather_on_cp_group(self, part: Tensor, dim: int = 1) -> Tensor:
         """Gather the full sequence [B, S, ...] in its order, along `dim`, from the context-parallel ranks' shards
         [B, S/cp, ...]; its backward is the true adjoint. For a loss that combines tokens of a sequence: a suffix sum, a
-        difference of neighbors, a sort. S includes padding. Reduce the result with `sequence_mean`."""
+        difference of neighbors, a sort. S includes padding. Reduce the result with `sequence_mean`.
+
+        Raises:
+            FlowError: rows are packed, so the sequences of a row would be mixed.
+        """
+        if self.flow_config.packing:
+            raise FlowError(
+                f"{type(self).__name__} calls gather_on_cp_group, which has no sequence boundaries, with "
+                "megatron_wrap.flow.packing: true; use sum_per_sequence, or delete supports_packing from the class and "
+                "set packing: false"
+            )
         return self.context.gather_on_cp_group(part, dim)
 
     def average_loss_across_dp_ranks(self, value: Tensor) -> Tensor:

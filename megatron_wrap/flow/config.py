@@ -10,6 +10,7 @@ from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.config.types import Mismatch, check_value
 from megatron_wrap.errors import ConfigError, FlowError, did_you_mean
 from megatron_wrap.flow.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract import check_packing
 
 _SECTION = SECTION_PATHS["flow"]
 ENGINE_KEYS = {field.name for field in dataclasses.fields(MegatronWrapFlowConfig)}
@@ -23,9 +24,12 @@ def decode_flow_config(
 
     Raises:
         ConfigError: an unknown key, a wrong type, a missing key, or a value that `Config` rejects (ValueError in its
-            `__post_init__`); the message names file, line and dotted path.
+            `__post_init__`), or `packing` of a flow that does not support it; the message names file, line and dotted
+            path.
         FlowError: `Config` is not a dataclass derived from `MegatronWrapFlowConfig`.
     """
+    if config.flow.packing:
+        check_packing(flow_class, _where(config, "packing"))
     given, declared = config.flow.options, flow_class.Config
     if declared is None:
         for key in given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from megatron_wrap.errors import FlowError
+from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow.base import MegatronWrapTrainingFlowBase
 
 _ARGUMENTS = {
@@ -23,6 +23,10 @@ _ARGUMENTS = {
 """Method -> the arguments that the engine passes, besides self."""
 
 
+_ON_ROWS = ("calculate_loss", "calculate_outputs")
+"""Methods that get packed rows."""
+
+
 def check_flow_class(flow_class: type[MegatronWrapTrainingFlowBase]) -> None:
     """Validate a flow's class against the contract.
 
@@ -36,6 +40,42 @@ def check_flow_class(flow_class: type[MegatronWrapTrainingFlowBase]) -> None:
         raise FlowError(f"flow {name} does not implement {signatures}; see docs/flow-contract.md for what to return")
     for method, arguments in _ARGUMENTS.items():
         _check_arguments(name, method, getattr(flow_class, method), arguments)
+
+
+def packing_refusal(flow_class: type[MegatronWrapTrainingFlowBase]) -> str:
+    """Why a flow cannot run on packed rows; empty if it can.
+
+    A declaration of `supports_packing` is valid for the methods of its class and of the classes above it: a flow that
+    overrides one of `_ON_ROWS` declares it again, because only that class knows its own sums.
+    """
+    name = flow_class.__name__
+    if not flow_class.supports_packing:
+        return f"{name} does not declare supports_packing"
+    for place in flow_class.__mro__:
+        if "supports_packing" in vars(place):
+            return ""
+        for method in _ON_ROWS:
+            if method in vars(place):
+                return f"{place.__name__} defines {method} and does not declare supports_packing itself"
+    return ""
+
+
+def check_packing(flow_class: type[MegatronWrapTrainingFlowBase], where: str) -> None:
+    """Validate that a flow can run on packed rows.
+
+    Args:
+        where: the key that requests it, with its file and line.
+
+    Raises:
+        ConfigError: it does not declare `supports_packing`.
+    """
+    reason = packing_refusal(flow_class)
+    if reason:
+        raise ConfigError(
+            f"{where}: true, but {reason}; sum over the tokens of each sequence with "
+            "self.sum_per_sequence(per_token, loss_inputs), not per_token.sum(dim=1), write supports_packing = True in "
+            "the class, and run megatron-wrap check-parity with --layouts packed; or set packing: false"
+        )
 
 
 def _check_arguments(name: str, method: str, function: object, arguments: tuple[str, ...]) -> None:

@@ -14,6 +14,11 @@ from megatron_wrap.testing.parity_run import CaseResult
 SAME_FACTOR = 1e-3
 """A gradient counts as a multiple of another if the relative norm of the remainder is smaller than this."""
 
+PACKING_CAUSE = (
+    "likely cause: a sum, mean or other operation over each row, but a packed micro-batch has all its sequences in one "
+    "row; sum over the tokens of each sequence with self.sum_per_sequence(per_token, loss_inputs)"
+)
+
 
 @dataclass(frozen=True)
 class Deviation:
@@ -59,6 +64,8 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
             f"differs between ranks ({seen.over_cp[name]}); report this rank's share as a pair (sum, weight), which "
             "the framework sums"
         )
+    if case.packing and kind in ("pair", "total"):
+        return f"metric {name!r}: {PACKING_CAUSE}"
     if case.cp > 1 and kind in ("pair", "total"):
         return (
             f"likely cause: metric {name!r} is complete and equal on every context-parallel rank, so it is counted "
@@ -159,6 +166,8 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
         "likely cause: the objective is correct but its gradient is not: the backward of a sum over ranks is not its "
         "adjoint; use self.sum_on_cp_group and megatron_wrap.ops, not torch.distributed",
     ),
+    # samples of equal length agree if it is a mean of means
+    (lambda d, agrees_on_equal_samples: d.case.packing and not agrees_on_equal_samples(), PACKING_CAUSE),
     (
         lambda d, _: d.case.tp > 1 and d.case.cp == d.case.dp == 1,
         "likely cause: a softmax, maximum or sum over this process's part of the vocabulary only; use "

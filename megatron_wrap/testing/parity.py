@@ -19,6 +19,7 @@ from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
+from megatron_wrap.flow.contract import packing_refusal
 from megatron_wrap.testing.comparison import (
     DETERMINISM_TOLERANCE,
     EXPERTS_TOLERANCE,
@@ -32,7 +33,7 @@ from megatron_wrap.testing.comparison import (
     relative,
     rounding_floor,
 )
-from megatron_wrap.testing.diagnosis import Deviation, likely_cause
+from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
 from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
 from megatron_wrap.testing.parity_run import CaseResult, run_case
 from megatron_wrap.testing.pools import Pools
@@ -85,11 +86,9 @@ def check_parity(
             notes, broken = _check_reference(reference, again)
             rows = [broken] if broken else []
             rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
-            supports_packing = MegatronWrapFlowEntry.get_flow_class(reference_config.flow.flow_key).supports_packing
+            without_packing = packing_refusal(MegatronWrapFlowEntry.get_flow_class(reference_config.flow.flow_key))
             seq_length = reference_config.train.seq_length
-            comparison = _Comparison(
-                config, base, taken, steps, reference, rounded, pools, seq_length, supports_packing
-            )
+            comparison = _Comparison(config, base, taken, steps, reference, rounded, pools, seq_length, without_packing)
             for case in map(parse_layout, [] if broken else layouts or default_layouts(reference_config.arch)):
                 rows.append(comparison.verdict(case, max_processes))
     return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
@@ -114,7 +113,8 @@ class _Comparison:
     """The reference with noise on the model's outputs."""
     pools: Pools
     seq_length: int
-    supports_packing: bool
+    without_packing: str
+    """Why layouts with packed rows are left out; empty if the flow supports them."""
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
@@ -148,8 +148,8 @@ class _Comparison:
                 "the flow returns (loss, metrics), a mean over the micro-batch, which depends on the micro-batch size; "
                 "return LossOutput to make the loss independent of it"
             )
-        if case.packing and not self.supports_packing:
-            return left_out("the flow does not declare supports_packing")
+        if case.packing and self.without_packing:
+            return left_out(self.without_packing)
         if self.reference.seen.two_values and (case.packing or case.token_budget):
             return left_out(
                 "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is cut"
@@ -167,7 +167,8 @@ class _Comparison:
         try:
             found = self.pools.run(case.processes, run_case, config, self.samples, self.steps, padding)
         except FlowError as error:
-            return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}")
+            hint = f"\n{PACKING_CAUSE}" if case.packing else ""
+            return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}{hint}")
         return self._compared(case, config, found)
 
     def _compared(self, case: LayoutCase, config: RunConfig, found: CaseResult) -> LayoutVerdict:

@@ -23,6 +23,8 @@ class _Base(MegatronWrapGPTModelSFTFlow):
 class Focal(_Base):
     """A loss that is not linear in the log-probability of a token."""
 
+    supports_packing = True
+
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs = self.log_probs(loss_inputs, model_forward_output)
         return LossOutput(self.token_mean(-((1 - log_probs.exp()) ** 2) * log_probs, loss_inputs["loss_mask"]))
@@ -30,6 +32,8 @@ class Focal(_Base):
 
 class TwoTerms(_Base):
     """Two named terms with separate coefficients and weights."""
+
+    supports_packing = True
 
     def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
         mask = loss_inputs["loss_mask"]
@@ -47,14 +51,16 @@ class TwoTerms(_Base):
 
 
 class WholeSequence(_Base):
-    """A non-linear function of whole sequences, which context parallelism splits."""
+    """A non-linear function of whole sequences, which context parallelism splits and packing puts in one row."""
+
+    supports_packing = True
 
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return float(loss_inputs["loss_mask"].shape[0])
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs = self.log_probs(loss_inputs, model_forward_output)
-        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(1))
+        whole = self.sum_per_sequence(log_probs * loss_inputs["loss_mask"], loss_inputs)
         return LossOutput(self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0)))
 
 
@@ -69,7 +75,8 @@ class TwoValuesComplete(_Base):
 
 
 class ToCome(_Base):
-    """Depends on token order: the squared difference of each token to the sum of later ones, on gathered sequences."""
+    """Depends on token order: the squared difference of each token to the sum of later ones, on gathered sequences,
+    which packed rows have not."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         learned = self.log_probs(loss_inputs, model_forward_output) * loss_inputs["loss_mask"]
@@ -82,6 +89,8 @@ class ToCome(_Base):
 
 class EntropyBonus(_Base):
     """Cross-entropy minus an entropy bonus over the full vocabulary."""
+
+    supports_packing = True
 
     def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
         tokens = float(loss_inputs["loss_mask"].sum())
@@ -99,6 +108,8 @@ class EntropyBonus(_Base):
 
 class MaxZ(_Base):
     """A second term over all tokens, with a separate coefficient and weight, and three kinds of metrics."""
+
+    supports_packing = True
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
@@ -138,6 +149,8 @@ class SampleWeights(_Base):
 
 class Advantages(_Base):
     """A policy gradient: the objective is 0 up to rounding, but its gradient is not."""
+
+    supports_packing = True
 
     def collate_data_micro_batch(self, iterator: Any) -> Any:
         model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
@@ -404,6 +417,55 @@ class TotalOnEveryRank(_WithMetric):
         return Total(mask.shape[0])
 
 
+class SumsOfRows(_Base):
+    """Declares that it supports packing, but sums over each row; correct on unpacked sequences."""
+
+    supports_packing = True
+
+    def get_loss_weight(self, loss_inputs: Any) -> float:
+        return float(loss_inputs["loss_mask"].shape[0])
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs = self.log_probs(loss_inputs, model_forward_output)
+        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(dim=1))
+        return LossOutput(self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0)))
+
+
+class OneValuePerRow(SumsOfRows):
+    """The same with a field of one value for each sequence, so that the shapes do not fit a packed row."""
+
+    supports_packing = True
+
+    def collate_data_micro_batch(self, iterator: Any) -> Any:
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        return model_inputs, {**loss_inputs, "scale": 1.0 + loss_inputs["labels"].sum(1) % 3}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs = self.log_probs(loss_inputs, model_forward_output)
+        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(dim=1))
+        return LossOutput(self.sequence_mean(-torch.stack([whole, loss_inputs["scale"]]).prod(dim=0)))
+
+
+class CountsRows(_WithMetric):
+    """A metric with one term for each row."""
+
+    supports_packing = True
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        likely = self.sum_on_cp_group((log_probs * mask).sum(dim=1)) > -60.0
+        return self.sequence_mean(likely.float()), self.sequence_mean(torch.ones(len(mask)))
+
+
+class GathersPackedRows(_Base):
+    """Declares that it supports packing, but gathers rows, which has no sequence boundaries."""
+
+    supports_packing = True
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        learned = self.log_probs(loss_inputs, model_forward_output) * loss_inputs["loss_mask"]
+        return LossOutput(self.sequence_mean(-self.gather_on_cp_group(learned).cumsum(1).mean(1)))
+
+
 WRONG = {
     TimesContextSize: ("cp2", "context-parallel size"),
     OverContextSize: ("cp2", "1 / the context-parallel size"),
@@ -428,6 +490,10 @@ WRONG = {
     MetricOfSomeColumns: ("tp2", "part of the vocabulary"),
     MetricRightOnTheFirst: ("tp2", "'shown' differs between tensor-parallel ranks"),
     BareShare: ("cp2", "'shown' is a bare number, but it is this rank's share"),
+    SumsOfRows: ("packed", "self.sum_per_sequence"),
+    OneValuePerRow: ("packed", "self.sum_per_sequence"),
+    CountsRows: ("packed", "metric 'shown': likely cause: a sum, mean or other operation over each row"),
+    GathersPackedRows: ("packed", "calls gather_on_cp_group"),
     TotalOnEveryRank: ("cp2", "'shown' is complete and equal on every context-parallel rank"),
 }
 """Flow -> the layout on which it disagrees, and a part of the cause in the report."""

@@ -69,10 +69,15 @@ def test_the_shipped_flows_agree_on_every_layout(flow, layouts, samples, ranks):
     covering(((flow.__name__, some) for some in some_of(DEFAULT_LAYOUTS) for flow in zoo.RIGHT), set),
 )
 def test_correct_flows_agree(flow, layouts, samples, ranks):
-    """On every default layout; a two-value flow is left out with another micro-batch size."""
+    """On every default layout; a two-value flow is left out with another cut into micro-batches, one that does not
+    declare that it supports packing with packed rows."""
     some = some_of(DEFAULT_LAYOUTS)[layouts]
     report = check_parity(CONFIG, flow=f"_flow_zoo:{flow}", layouts=some, samples=samples, steps=1, ranks=ranks)
-    left_out = {"mbs1"} & {*some} if flow == "TwoValuesComplete" else set()
+    left_out = set()
+    if "supports_packing" not in vars(getattr(zoo, flow)):
+        left_out |= {layout for layout in some if "packed" in layout}
+    if flow == "TwoValuesComplete":
+        left_out |= {"mbs1", "token-budget-dp2"} & {*some}
     assert {row.layout for row in report.rows if row.agrees is None} == left_out, report.table()
     assert report.agrees, report.table()
 
@@ -89,6 +94,28 @@ def test_the_report_names_the_mistake_of_a_wrong_flow(flow, samples, ranks):
     [row] = [row for row in report.rows if row.layout == layout]
     assert row.agrees is False
     assert cause in row.note, report.table()
+
+
+def test_a_flow_is_left_out_of_packed_layouts_with_the_reason(samples, ranks):
+    """Its class, or the one of its classes that defines the loss, does not declare that it supports packing."""
+    for flow, reason in (("ToCome", "ToCome defines calculate_loss"), ("TwoValuesComplete", "does not declare")):
+        report = check_parity(
+            CONFIG, flow=f"_flow_zoo:{flow}", layouts=["packed"], samples=samples, steps=1, ranks=ranks
+        )
+        [row] = report.rows
+        assert row.agrees is None
+        assert "supports_packing" in row.note
+        assert reason in row.note, row.note
+
+
+def test_with_router_losses_packed_layouts_are_left_out_and_the_loss_is_named(samples, ranks):
+    layouts = ["packed", "token-budget"]
+    report = check_parity(CONFIG, MIXTRAL, samples=samples, layouts=layouts, steps=1, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [None, None]
+    assert ["aux_loss of the routers" in row.note for row in report.rows] == [True, True]
+    off = (*MIXTRAL, "megatron_lm.model.arch.moe_aux_loss_coeff=0.0", "megatron_lm.model.arch.moe_z_loss_coeff=1e-3")
+    [row] = check_parity(CONFIG, off, samples=samples, layouts=["packed"], steps=1, ranks=ranks).rows
+    assert "z_loss of the routers" in row.note
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):

@@ -37,6 +37,7 @@ LM = {
     "logger": "megatron_wrap.logger",
     "checkpoint": "megatron_wrap.checkpoint",
     "init": "megatron_wrap.init",
+    "flow": "megatron_wrap.flow",
 }
 
 
@@ -173,6 +174,28 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
         (
             ["rate.lr_warmup_iters=2", "rate.lr_warmup_fraction=0.1"],
             "lr_warmup_fraction 0.1 and lr_warmup_iters 2 are both given; delete one",
+        ),
+        (
+            ["train.max_tokens_per_micro_batch=100", "train.seq_length=128"],
+            "max_tokens_per_micro_batch 100 is less than seq_length 128, so a sample may not fit; set it to at least "
+            "128",
+        ),
+        (
+            ["train.max_tokens_per_micro_batch=512", "parallel.pipeline_model_parallel_size=2"],
+            "a pipeline takes micro-batches of one shape; set megatron_wrap.flow.packing: true, or "
+            "max_tokens_per_micro_batch: null",
+        ),
+        (
+            ["train.global_batch_tokens=512", "train.rampup_batch_size=[4, 2, 100]"],
+            "rampup_batch_size counts samples, global_batch_tokens tokens; delete one",
+        ),
+        (
+            [
+                *("flow.packing=true", "arch.num_experts=4", "arch.moe_aux_loss_coeff=0.01"),
+                "arch.moe_router_load_balancing_type=seq_aux_loss",
+            ],
+            "seq_aux_loss needs one sequence in each row; set packing: false, or the router's loss to aux_loss, "
+            "global_aux_loss or none",
         ),
         (["train.train_epochs=2"], "train_iters 10 and train_epochs 2 are both given; delete one"),
         (["train.train_iters=null"], "a run needs train_iters, its number of steps, or train_epochs"),

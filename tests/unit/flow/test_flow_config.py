@@ -137,6 +137,28 @@ def test_a_config_that_is_not_a_flow_config_dataclass_is_refused(read: Read, flo
         read(HERE + flow)
 
 
+class OtherLoss(MegatronWrapGPTModelSFTFlow):
+    def calculate_loss(self, loss_inputs: Any, model_forward_output: Any) -> Any:
+        raise AssertionError
+
+
+class Unpackable(MegatronWrapMinimalMockFlow):
+    Config = None  # type: ignore[assignment]
+    supports_packing = False
+
+
+def test_packing_of_a_flow_that_does_not_declare_it_is_refused(read: Read) -> None:
+    assert read("gpt_sft", "packing: true", select="gpt_sft").packing is True
+    assert read(HERE + "Silent", "packing: true", select="minimal_mock").packing is True
+    correction = (
+        r"self\.sum_per_sequence\(per_token, loss_inputs\).*supports_packing = True.*check-parity.*packing: false"
+    )
+    with pytest.raises(ConfigError, match=rf"run\.yaml:12 megatron_wrap\.flow\.packing: .*OtherLoss.*{correction}"):
+        read(HERE + "OtherLoss", "packing: true")
+    with pytest.raises(ConfigError, match=rf"^command line megatron_wrap\.flow\.packing: .*Unpackable.*{correction}"):
+        read(HERE + "Unpackable", select="minimal_mock", overrides=("megatron_wrap.flow.packing=true",))
+
+
 def test_without_a_config_only_the_keys_of_the_tree_are_known(read: Read) -> None:
     found = read(HERE + "Silent", "vary_length: false", select="minimal_mock")
     assert isinstance(found, FlowOptions)

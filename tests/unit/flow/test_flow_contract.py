@@ -15,6 +15,8 @@ from megatron_wrap.flow import (
     MegatronWrapMinimalMockFlow,
     MegatronWrapTrainingFlowBase,
 )
+from megatron_wrap.flow.base import SEQUENCE_LENGTHS
+from megatron_wrap.flow.contract import packing_refusal
 
 
 def context(**changes: object) -> FlowContext:
@@ -101,6 +103,61 @@ def test_token_mean_ignores_values_where_the_mask_is_0():
 def test_sequence_mean_divides_by_the_context_parallel_size():
     per_sequence = torch.tensor([1.0, 2.0, 6.0])
     assert sum(float(mock(cp_size=3).sequence_mean(per_sequence)) for _ in range(3)) == 9.0
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_the_sum_per_sequence_is_the_same_for_packed_and_unpacked_rows(cp_size):
+    """One rank of `cp_size`; the row's padding belongs to no sequence."""
+    flow = mock(cp_size=cp_size, sum_on_cp_group=lambda part: cp_size * part)  # as if all ranks had the same part
+    lengths, width = [3, 1, 4], 6
+    unpacked = torch.randn(3, width) * (torch.arange(width) < torch.tensor(lengths)[:, None])
+    unpacked.requires_grad_()
+    packed = torch.cat([row[:length] for row, length in zip(unpacked, lengths, strict=True)])
+    packed = torch.cat([packed, torch.full((2,), 7.0)])[None].detach().requires_grad_()
+    factors = torch.tensor([1.0, 10.0, 100.0])
+    found = flow.sum_per_sequence(packed, {SEQUENCE_LENGTHS: torch.tensor([*lengths, 2])})
+    torch.testing.assert_close(found, flow.sum_per_sequence(unpacked, {}))
+    (found * factors).sum().backward()
+    expected = factors.repeat_interleave(torch.tensor(lengths))
+    torch.testing.assert_close(packed.grad[0], torch.cat([expected, torch.zeros(2)]) * cp_size)
+
+
+def test_gathering_sequences_of_packed_rows_is_refused():
+    """It has no boundaries, and each sequence is split over context-parallel ranks on its own."""
+    for packing in (False, True):
+        flow = MegatronWrapMinimalMockFlow(FlowOptions("minimal_mock", {"vary_length": True}, packing), context())
+        if not packing:
+            assert flow.gather_on_cp_group(torch.ones(1, 2)).shape == (1, 2)
+            continue
+        with pytest.raises(FlowError, match=r"gather_on_cp_group.*packing: true.*sum_per_sequence.*packing: false"):
+            flow.gather_on_cp_group(torch.ones(1, 2))
+
+
+def test_packing_is_declared_by_the_class_that_defines_the_loss():
+    class OtherSamples(MegatronWrapGPTModelSFTFlow):
+        def get_loss_weight(self, loss_inputs):
+            return 1.0
+
+    class OtherLoss(OtherSamples):
+        def calculate_loss(self, loss_inputs, model_forward_output):
+            raise AssertionError
+
+    class Declared(OtherLoss):
+        supports_packing = True
+
+    class Below(Declared):
+        def calculate_outputs(self, loss_inputs, model_forward_output):
+            raise AssertionError
+
+    class Off(MegatronWrapGPTModelSFTFlow):
+        supports_packing = False
+
+    for flow in (MegatronWrapGPTModelSFTFlow, MegatronWrapMinimalMockFlow, OtherSamples, Declared):
+        assert packing_refusal(flow) == ""
+    assert "OtherLoss defines calculate_loss" in packing_refusal(OtherLoss)
+    assert "Below defines calculate_outputs" in packing_refusal(Below)
+    assert "Off does not declare supports_packing" in packing_refusal(Off)
+    assert "supports_packing" in packing_refusal(MegatronWrapGPTModelFlow)
 
 
 def test_the_error_of_a_flow_without_outputs_names_calculate_outputs():

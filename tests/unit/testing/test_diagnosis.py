@@ -48,6 +48,16 @@ def test_a_metric_that_differs_alone_has_its_own_cause():
     assert "'shown' depends on the layout" in cause("pp2", of_pairs, **correct_loss)
 
 
+def test_sums_of_rows_are_named_on_packed_layouts_unless_equal_samples_agree():
+    for layout in ("packed", "packed-tp2-sp", "packed-tp2-sp-cp2", "packed-pp2-vpp2", "packed-dp2"):
+        assert "self.sum_per_sequence" in cause(layout, result(2.0))
+    assert "self.sum_per_sequence" not in cause("tp2-sp", result(2.0))
+    deviation = Deviation(parse_layout("packed"), result(2.0), result(), 1.5, False, False, "")
+    assert "mean of means" in likely_cause(deviation, lambda: True)
+    metric = {"objective_agrees": True, "gradients_agree": True, "worst_metric": "shown"}
+    assert "self.sum_per_sequence" in cause("packed", result(metric_kinds={"shown": "pair"}), **metric)
+
+
 def test_rounding_errors_of_cancelling_terms_are_not_a_difference():
     """An objective of 3e-9 with terms of size 1: noise of 1e-6 on the outputs changes it by 2e-7."""
     floor = rounding_floor(noisy=2.03e-7, value=3e-9, tolerance=OBJECTIVE_TOLERANCE)
