@@ -1,0 +1,74 @@
+"""Packed rows of a Llama and a Qwen3 from Hugging Face folders give the logits and the loss of transformers on separate
+sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _bridge_runs as runs
+import numpy
+import pytest
+from _covering import covering
+from _packed_logits import packed_logits_and_loss
+
+PARALLEL = "megatron_lm.model.parallel."
+TRAIN = "megatron_lm.train.common."
+SETTINGS = (f"{TRAIN}global_batch_size=8", f"{TRAIN}micro_batch_size=2")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
+    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
+}
+COUNT = 8
+
+
+def samples() -> list[dict[str, list[int]]]:
+    """Token ids of unequal lengths, some of them without a loss; the first token of each sample is its number."""
+    generator = numpy.random.default_rng(41)
+    made = []
+    for place, length in enumerate((65, 5, 31, 18, 40, 2, 27, 12)):
+        ids = [place, *generator.integers(COUNT, runs.VOCAB, length - 1).tolist()]
+        made.append({"input_ids": ids, "loss_mask": (generator.random(length) < 0.7).astype(int).tolist()})
+    return made
+
+
+def separate_sequences(folder: Path) -> tuple[list[Any], float]:
+    """transformers' logits [S, V] of each sample by itself, and the mean loss over the trained tokens of all."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    logits, losses = [], []
+    with torch.no_grad():
+        for sample in samples():
+            ids, trained = torch.tensor(sample["input_ids"]), torch.tensor(sample["loss_mask"])[1:] == 1
+            found = model(ids[None]).logits[0, :-1]
+            logits.append(found.numpy())
+            losses.append(cross_entropy(found.double(), ids[1:], reduction="none")[trained])
+    return logits, torch.cat(losses).mean().item()
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """theirs(family) -> the folder, and `separate_sequences`."""
+    return runs.made_once(tmp_path_factory, separate_sequences)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
+)
+def test_packed_rows_agree_with_separate_sequences_of_transformers(family, layout, ranks, theirs, tmp_path):
+    folder, (expected, loss) = theirs(family)
+    world_size, overrides = LAYOUTS[layout]
+    by_rank = ranks(world_size).run(
+        packed_logits_and_loss, str(folder), [*SETTINGS, *overrides], samples(), str(tmp_path)
+    )
+    assert max(by_rank[0][1]) >= 3  # several sequences in a row
+    found = {(sample, position): logits for tokens, _, _ in by_rank for sample, position, logits in tokens}
+    assert found.keys() == {(sample, place) for sample, rows in enumerate(expected) for place in range(len(rows))}
+    worst = max(float(numpy.abs(logits - expected[a][b]).max()) for (a, b), logits in found.items())
+    assert worst <= 1e-4
+    for _, _, found_loss in by_rank:
+        assert found_loss == pytest.approx(loss, rel=1e-6)
