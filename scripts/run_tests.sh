@@ -77,9 +77,14 @@ on_both_paths() { # COMMAND...: the first environment's editable installation is
   PYTHONPATH=$PWD "$@"
 }
 
+end_to_end() { # NAME PYTEST ARGUMENTS...
+  part "end to end: $1" "$PYTHON" -m pytest --durations=10 "${selected[@]}" "${@:2}"
+}
+
 unit_and_newer() {
   others tests/unit tests/gpu
   on_newer_megatron_core
+  end_to_end readme tests/end_to_end/test_readme.py
 }
 
 across_versions() { # NEWER_PYTHON
@@ -94,11 +99,11 @@ if [ "$*" = --fast ]; then
   part lint lint
   part "fast tests" "$PYTHON" -m pytest --fast tests/unit
 elif [ "$*" = --all ] && "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-  run_beside unit_and_newer # about as long as the rest on the older one
+  run_beside unit_and_newer # about as long as the rest
   part lint lint
   part types types
   distributed
-  part "end to end" "$PYTHON" -m pytest --durations=10 "${selected[@]}" tests/end_to_end
+  end_to_end others tests/end_to_end --ignore tests/end_to_end/test_readme.py
 else
   run_beside distributed
   part lint lint

@@ -86,9 +86,11 @@ def section_hints(section: str) -> dict[str, Any]:
 
 def _more_keys(path: str) -> Collection[str]:
     section = _SECTION_OF_PATH.get(path)
-    if section not in schema.UPSTREAM:
+    if section is None:
         return ()
-    return [name for name in upstream_fields(schema.UPSTREAM[section]) if name not in SET_ELSEWHERE[section]]
+    upstream = upstream_fields(schema.UPSTREAM[section]) if section in schema.UPSTREAM else ()
+    further = [name for name in upstream if name not in SET_ELSEWHERE[section]]
+    return [*further, *sorted(_with_default(section) - _CATCH_ALL)]
 
 
 def _decode_section(tree: Tree, section: str) -> Any:

@@ -1,5 +1,5 @@
-"""Real tokens per second of ways to batch a mix of lengths: padding to seq_length, dynamic padding, packing, and packing
-with a token budget. One process; each way has a run of its own with the same samples, and prints a line.
+"""Real tokens per second of ways to batch a mix of lengths: padding to seq_length, dynamic padding, packing, and
+packing with a token budget. One process; each way has a run of its own with the same samples, and prints a line.
 
     python scripts/benchmark/packing.py scripts/benchmark/llama-1b.yaml [a.b=c ...] [--steps 6] [--micro-batch-size 4]
 """

@@ -58,6 +58,25 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
+def training_arguments(folder: str, micro_batch_size: int, accumulate: int, steps: int) -> TrainingArguments:
+    """bf16, fused AdamW, and no saving."""
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=accumulate,
+        max_steps=steps,
+        bf16=True,
+        optim="adamw_torch_fused",
+        report_to=[],
+        save_strategy="no",
+        logging_steps=100,
+        dataloader_num_workers=4,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+    )
+
+
 def main() -> None:
     """Measure one way."""
     parser = argparse.ArgumentParser()
@@ -92,21 +111,7 @@ def main() -> None:
     collator = padded if arguments.way == "dynamic" else DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = [{"input_ids": sample["input_ids"]} for sample in samples]
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=arguments.micro_batch_size,
-            gradient_accumulation_steps=arguments.accumulate,
-            max_steps=count,
-            bf16=True,
-            optim="adamw_torch_fused",
-            report_to=[],
-            save_strategy="no",
-            logging_steps=100,
-            dataloader_num_workers=4,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            train_sampling_strategy="sequential",
-        )
+        settings = training_arguments(folder, arguments.micro_batch_size, arguments.accumulate, count)
         Trainer(model=model, args=settings, train_dataset=rows, data_collator=collator, callbacks=[timer]).train()
     tokens = [sum(len(row["input_ids"]) - 1 for row in rows[step * size : (step + 1) * size]) for step in range(count)]
     seconds = [after - before for before, after in zip(timer.ends, timer.ends[1:], strict=False)]

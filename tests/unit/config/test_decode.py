@@ -251,12 +251,17 @@ def test_options_of_a_flow_have_the_type_of_the_file(write_run: Write, write_nes
     )
 
 
-def test_a_file_of_an_overlay_gives_every_key_and_no_other(write_run: Write, write_nest: Callable[..., Path]) -> None:
+def test_a_file_of_an_overlay_may_lack_keys_with_a_default(write_run: Write, write_nest: Callable[..., Path]) -> None:
+    """A tree that was written before a key existed loads, and an override may set the key."""
     path = write_nest("megatron_wrap/init.yaml", "platform: cpu\n")
-    assert_facts(
-        refusal(write_run()),
-        "nest/megatron_wrap/init.yaml megatron_wrap.init.distributed_timeout_minutes: missing; a file of this section",
-    )
+    init = load_run_config(write_run()).init
+    assert (init.platform, init.distributed_timeout_minutes) == ("cpu", 10.0)
+    assert load_run_config(
+        write_run(), ["megatron_wrap.init.distributed_timeout_minutes=3"]
+    ).init == dataclasses.replace(init, distributed_timeout_minutes=3.0)
+    flow = write_nest("megatron_wrap/flow/custom.yaml", "option: 1\n")
+    assert_facts(refusal(write_run("minimal_mock", "custom")), f"{flow.name} megatron_wrap.flow.flow_key: missing")
+    flow.unlink()
     path.write_text("platform: cpu\ndistributed_timeout_minutes: 1\nplatfrom: cpu\n")
     assert_facts(
         refusal(write_run()),
