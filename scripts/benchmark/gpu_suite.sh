@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
-#   bash scripts/benchmark/gpu_suite.sh one|two|both|four [OUTPUT_FOLDER]  one GPU, the layouts of two, both, or of four
+#   bash scripts/benchmark/gpu_suite.sh one|two|both|four|packing [OUTPUT_FOLDER]
+# one GPU, the layouts of two, both, those of four, or sequences of unequal length on one
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
@@ -46,6 +47,18 @@ two() {
   done
 }
 both() { two; one; }
+packing() {  # a mix of lengths, beside transformers' Trainer
+  run packing-tests timeout 400 python3 -m pytest -q tests/gpu/test_packing_gpu.py
+  for implementation in transformer_engine torch; do
+    run packing-$implementation python3 scripts/benchmark/packing.py scripts/benchmark/llama-1b.yaml --steps 5 \
+      --profile packed,budget $arch.transformer_impl=$implementation
+  done
+  for way in "dynamic 4 32" "varlen 16 8" "varlen 32 4" "flex 16 8"; do
+    read -r name size accumulate <<< "$way"
+    run trainer-$name-$size timeout 300 python3 scripts/benchmark/packing_trainer.py $name --micro-batch-size $size \
+      --accumulate $accumulate
+  done
+}
 four() {
   [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null
   local te=$arch.transformer_impl=transformer_engine
