@@ -26,6 +26,8 @@ class MaxZFlow(MegatronWrapGPTModelSFTFlow):
         max_z_coefficient: float = 2.0e-4
         """Of the mean squared largest logit."""
 
+    supports_packing = True  # both terms are means over tokens
+
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The tensors of `gpt_sft`, and `token_mask` [B, S]: 1 on every token, 0 on padding."""
         model_forward_inputs, loss_inputs = super().collate_data_micro_batch(iterator)

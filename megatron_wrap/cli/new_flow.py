@@ -43,6 +43,10 @@ class CLASS(MegatronWrapGPTModelSFTFlow):
         focus: float = 2.0
         """0 is cross-entropy; larger values give less weight to tokens that the model already predicts."""
 
+    # a mean over tokens is also correct if all sequences of a micro-batch are in one row; a sum over the tokens of each
+    # sequence must be self.sum_per_sequence(per_token, loss_inputs)
+    supports_packing = True
+
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
         """The weight that the loss is divided by: the number of trained tokens of the whole micro-batch."""
         return float(loss_inputs["loss_mask"].sum())
