@@ -63,7 +63,7 @@ def config_json(family: Family, arch: ArchConfig, dtype: str, hf_path: str | Non
     """
     if hf_path is not None:
         found = read_hugging_face_config(hf_path)
-        if found.family is family:
+        if found.family.model_type == family.model_type:
             values = {key: value for key, value in found.values.items() if key != "torch_dtype"}
             return {**values, **family.exported_values, "architectures": [family.architecture], "dtype": dtype}
     values = family.config_values(arch)

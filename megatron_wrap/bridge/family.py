@@ -33,5 +33,7 @@ class Family:
     """Patterns (full match) of buffers that older files contain; they are not read."""
     left_out: Callable[[ArchConfig], dict[str, str]] = lambda arch: {}
     """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
+    new_if_missing: tuple[str, ...] = ()
+    """Tensors that a folder may lack; the model then keeps its initial weights of them."""
     exported_values: Mapping[str, Any] = field(default_factory=dict)
     """Values of an exported config.json that replace those of the original."""

@@ -31,6 +31,8 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+OUTPUTS = ("lm_head.weight", "score.weight")
+"""Tensors outside transformers' base model."""
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own bound
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -64,7 +66,7 @@ class WeightSource:
         stored = self._find(allow_pickle)
         prefix = family.base_prefix
         if stored and not any(name.startswith(prefix) for name in stored):
-            stored = {name if name == "lm_head.weight" else prefix + name: entry for name, entry in stored.items()}
+            stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -93,6 +95,10 @@ class WeightSource:
         patterns = family.left_out(arch).items()
         return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
 
+    def is_complete(self, family: Family) -> bool:
+        """Whether the folder has the tensors that it may lack."""
+        return all(name in self.tensors for name in family.new_if_missing)
+
     def check(self, family: Family, arch: ArchConfig) -> None:
         """Compare names, shapes and dtypes with those of the architecture, without reading tensors.
 
@@ -101,13 +107,15 @@ class WeightSource:
                 the number of further ones.
         """
         wanted = expected_shapes(family, arch)
-        missing = [name for name in wanted if name not in self.tensors]
+        missing = [name for name in wanted if name not in self.tensors and name not in family.new_if_missing]
         if missing:
             raise CheckpointError(
                 f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; "
                 "check that the folder contains a complete model of the architecture in its config.json"
             )
         for name, shape in wanted.items():
+            if name not in self.tensors:
+                continue
             entry = self.tensors[name]
             if entry.shape != shape:
                 raise CheckpointError(

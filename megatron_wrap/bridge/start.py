@@ -7,6 +7,7 @@ import os
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.hub import local_folder
 from megatron_wrap.bridge.source import PICKLE_FILES, WEIGHT_FILES, WeightSource
+from megatron_wrap.bridge.value_model import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.errors import CheckpointError
@@ -34,7 +35,7 @@ def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
     provider = config.model_provider
     if provider.hf_path is None:
         return None
-    family: Family = read_hugging_face_config(provider.hf_path).family
+    family = family_of_model(config, read_hugging_face_config(provider.hf_path).family)
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
     source = WeightSource(local_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
     try:

@@ -65,7 +65,8 @@ def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_weights(
     chunk: torch.nn.Module, family: Family, arch: ArchConfig, source: WeightSource, parallel: ParallelState
 ) -> None:
-    """Load every parameter of a bare model chunk from the folder; reads only this rank's slices.
+    """Load every parameter of a bare model chunk from the folder; reads only this rank's slices. A parameter that the
+    folder may lack and lacks keeps its value.
 
     Needs memory for one block of `BLOCK_BYTES` in addition to the parameters.
 
@@ -73,6 +74,8 @@ def load_weights(
         CheckpointError: a file cannot be read, or it is of another model.
     """
     for name, parameter, mapping in mapped_parameters(chunk, family, arch):
+        if any(tensor in family.new_if_missing and tensor not in source.tensors for tensor in mapping.shapes()):
+            continue
         if mapping.padded:
             parameter.zero_()
         for piece in local_pieces(name, parameter, mapping, parallel):

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from megatron_wrap.config.schema import ArchConfig, DataConfig, ParallelConfig, RunConfig
 from megatron_wrap.config.sources import SourceConfig
 
+VALUE_PROVIDER = "gpt_value_model"
+"""Key of the provider whose model has a scalar head instead of the output layer."""
+
+
+def has_value_head(config: RunConfig) -> bool:
+    """Whether the model returns one value for each token instead of logits."""
+    return config.model_provider.provider_key == VALUE_PROVIDER
+
 
 def ffn_hidden_size(arch: ArchConfig) -> int:
     """Inner width of the MLP: as given, else 4 * hidden_size; with swiglu 8/3 of it, down to a multiple of 64 (the rule

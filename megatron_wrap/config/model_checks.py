@@ -9,6 +9,9 @@ from megatron_wrap.config.refusal import divisors, refuse
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import LayoutError
 
+FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo")
+"""Flows that compute log-probabilities of tokens."""
+
 
 def check_model(config: RunConfig) -> None:
     """Check the architecture by itself, and together with `model.parallel`.
@@ -16,6 +19,7 @@ def check_model(config: RunConfig) -> None:
     Raises:
         ConfigError, LayoutError: values that contradict each other.
     """
+    _check_output(config)
     _check_attention(config)
     if config.arch.multi_latent_attention:
         _check_latent_attention(config)
@@ -23,6 +27,18 @@ def check_model(config: RunConfig) -> None:
     check_experts(config)
     _check_sharding(config)
     _check_pipeline(config)
+
+
+def _check_output(config: RunConfig) -> None:
+    """Whether the model returns what a shipped flow takes; other flows take either."""
+    flow, provider = config.flow.flow_key, config.model_provider.provider_key
+    keys = ["model_provider.provider_key", "flow.flow_key"]
+    if flow == "gpt_reward" and provider == "gpt_model":
+        refuse(
+            config, keys, f"gpt_reward scores sequences, but gpt_model returns logits; choose {derived.VALUE_PROVIDER}"
+        )
+    if derived.has_value_head(config) and flow in FLOWS_ON_LOGITS:
+        refuse(config, keys, f"{provider} returns one value for each token, but {flow} needs logits; choose gpt_model")
 
 
 def _check_attention(config: RunConfig) -> None:

@@ -59,7 +59,7 @@ class HuggingFaceVerbs:
         family: str | None = None,
     ) -> Path:
         """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
-        `AutoModelForCausalLM.from_pretrained` loads. Collective.
+        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. Collective.
 
         Args:
             folder: on a file system that all ranks share.
@@ -73,10 +73,11 @@ class HuggingFaceVerbs:
         """
         from megatron_wrap.bridge.choose import choose_family, config_json
         from megatron_wrap.bridge.export import save_pretrained
+        from megatron_wrap.bridge.value_model import family_of_model
 
         state, hf_path = self._ready(), self.config.model_provider.hf_path
         arch = self._complete_arch()
-        chosen = choose_family(arch, hf_path, family)
+        chosen = family_of_model(self.config, choose_family(arch, hf_path, family))
         stream = self._weight_stream(chosen, arch, dtype)
         values = config_json(chosen, arch, stream.dtype_name, hf_path)
         target = save_pretrained(stream, values, state.parallel, folder, hf_path, self.tokenizer, max_shard_size)
@@ -92,9 +93,10 @@ class HuggingFaceVerbs:
         """
         from megatron_wrap.bridge.choose import choose_family
         from megatron_wrap.bridge.export import export_weights
+        from megatron_wrap.bridge.value_model import family_of_model
 
         arch = self._complete_arch()
-        chosen = choose_family(arch, self.config.model_provider.hf_path, family)
+        chosen = family_of_model(self.config, choose_family(arch, self.config.model_provider.hf_path, family))
         yield from export_weights(self._weight_stream(chosen, arch, dtype))
 
     def push_to_hub(

@@ -192,7 +192,7 @@ def build_chunks(
         chunk = provider(request)
         chunk.to(platform.device)
         _mark_experts(chunk)
-        if new_weights and hugging_face is None:
+        if new_weights and (hugging_face is None or not hugging_face[1].is_complete(hugging_face[0])):
             fill_initial_weights(
                 chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
             )
@@ -292,6 +292,7 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         num_query_groups=derived.num_query_groups(arch),
         kv_channels=derived.kv_channels(arch),
         vocab_size=vocab_size,
+        output_size=1 if derived.has_value_head(config) else None,
         gated_linear_unit=arch.swiglu,
         experts=experts,
         latent_attention=latent,

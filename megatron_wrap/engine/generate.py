@@ -18,7 +18,7 @@ from megatron_wrap.engine.cached_model import cached_model
 from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.platform.generation import whole_sequences
 
@@ -109,6 +109,8 @@ def generate(
         DataError: a prompt or an argument is wrong.
     """
     _check(max_new_tokens, seed, batch_size)
+    if derived.has_value_head(state.config):
+        raise ConfigError(f"{caller}: {derived.VALUE_PROVIDER} returns scores and cannot generate; use wrap.forward")
     prompts = state.sharing.share(prompts, caller)
     if isinstance(prompts, str):
         raise DataError("wrap.generate: prompts is one text; pass a list of prompts")

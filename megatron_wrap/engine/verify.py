@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.bridge.start import weight_source
 from megatron_wrap.bridge.stream import WeightStream
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.engine.logits import sequence_logits
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -116,12 +119,7 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     Raises:
         CheckpointError: the run has no hf_path, or transformers cannot load it.
     """
-    found = weight_source(state.config)
-    if found is None:
-        raise CheckpointError(
-            "there is no model to compare with: megatron_wrap.model_provider.hf_path is null; set it to the folder"
-        )
-    family, source = found
+    family, source = _starting_folder(state.config)
     dtype = parameter_dtype(state.config)
     sequences, text = _sequences(
         state.shape.vocab_size, tokenizer, min(length, state.config.arch.max_position_embeddings or length)
@@ -165,6 +163,17 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     if isinstance(verdict, str):
         raise CheckpointError(verdict)
     return verdict
+
+
+def _starting_folder(config: RunConfig) -> tuple[Family, WeightSource]:
+    found = weight_source(config)
+    if found is None:
+        raise CheckpointError(
+            "there is no model to compare with: megatron_wrap.model_provider.hf_path is null; set it to the folder"
+        )
+    if derived.has_value_head(config):
+        raise CheckpointError(f"{derived.VALUE_PROVIDER} has no logits to compare with transformers; verify gpt_model")
+    return found
 
 
 def _sequences(vocab_size: int, tokenizer: Any, length: int) -> tuple[list[list[int]], str]:

@@ -13,6 +13,9 @@ SHIPPED: Mapping[str, str] = {
     "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
     "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
     "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
+    "gpt_cpo": "megatron_wrap.flow.cpo:MegatronWrapGPTModelCPOFlow",
+    "gpt_orpo": "megatron_wrap.flow.orpo:MegatronWrapGPTModelORPOFlow",
+    "gpt_reward": "megatron_wrap.flow.reward:MegatronWrapGPTModelRewardFlow",
 }
 """Flows of this package, by key. `make config-docs` writes a file of the tree with the options of each."""
 

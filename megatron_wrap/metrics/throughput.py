@@ -62,6 +62,8 @@ class ModelShape:
     """Output size of the output layer, which may be tied to the embedding."""
     gated_linear_unit: bool
     """True for SwiGLU and similar: three matrices in the MLP instead of two."""
+    output_size: int | None = None
+    """Output size of a layer that replaces the output layer, such as a scalar head; None: `vocab_size`."""
     experts: ExpertShape | None = None
     """None: every layer is dense."""
     latent_attention: LatentAttentionShape | None = None
@@ -97,7 +99,7 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
         width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
         per_layer = width * num_matrices + experts.num_experts + experts.shared_gate
         columns += experts.num_layers * (per_layer - shape.ffn_hidden_size * num_matrices)
-    columns += shape.vocab_size
+    columns += shape.vocab_size if shape.output_size is None else shape.output_size
     return shape.num_layers * (projections + core_attention) + 2 * num_tokens * shape.hidden_size * columns
 
 

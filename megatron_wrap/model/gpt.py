@@ -23,27 +23,32 @@ def gpt_model_provider(request: ModelRequest) -> GPTModel:
     """
     from megatron_wrap.model.batch_first import BatchFirstGPTModel
 
-    arch = request.config.arch
-    model = BatchFirstGPTModel(
-        config=request.transformer_config,
-        transformer_layer_spec=_block_spec(request),
-        vocab_size=request.padded_vocab_size,
-        max_sequence_length=derived.max_position_embeddings(arch, request.config.train.seq_length),
-        pre_process=request.pre_process,
-        post_process=request.post_process,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not arch.untie_embeddings_and_output_weights,
-        position_embedding_type=arch.position_embedding_type,
-        rotary_percent=arch.rotary_percent,
-        rotary_base=arch.rotary_base,
-        rope_scaling=arch.use_rope_scaling,
-        rope_scaling_factor=arch.rope_scaling_factor,
-        seq_len_interpolation_factor=arch.rotary_seq_len_interpolation_factor,
-        vp_stage=request.virtual_stage,
-    )
+    tied = not request.config.arch.untie_embeddings_and_output_weights
+    model = BatchFirstGPTModel(**gpt_arguments(request), share_embeddings_and_output_weights=tied)
     if request.post_process:
         _mask_padded_vocabulary(model, request)
     return model
+
+
+def gpt_arguments(request: ModelRequest) -> dict[str, Any]:
+    """Arguments of Megatron-Core's GPTModel, without those of the output layer's weights."""
+    arch = request.config.arch
+    return {
+        "config": request.transformer_config,
+        "transformer_layer_spec": _block_spec(request),
+        "vocab_size": request.padded_vocab_size,
+        "max_sequence_length": derived.max_position_embeddings(arch, request.config.train.seq_length),
+        "pre_process": request.pre_process,
+        "post_process": request.post_process,
+        "parallel_output": True,
+        "position_embedding_type": arch.position_embedding_type,
+        "rotary_percent": arch.rotary_percent,
+        "rotary_base": arch.rotary_base,
+        "rope_scaling": arch.use_rope_scaling,
+        "rope_scaling_factor": arch.rope_scaling_factor,
+        "seq_len_interpolation_factor": arch.rotary_seq_len_interpolation_factor,
+        "vp_stage": request.virtual_stage,
+    }
 
 
 def _block_spec(request: ModelRequest) -> Any:

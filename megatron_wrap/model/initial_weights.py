@@ -60,14 +60,15 @@ def fill_initial_weights(
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of a chunk with their global names: global layer numbers, global expert numbers with and without
-    grouped GEMM (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer."""
+    grouped GEMM (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer. The head of a
+    value model is never tied."""
     layers = list(getattr(chunk.decoder, "layers", ()))
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if match:
             layer = layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{_with_global_expert(match[2], layer)}"
-        elif tied and name == "output_layer.weight":
+        elif tied and name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", True):
             name = "embedding.word_embeddings.weight"
         yield name, parameter
 

@@ -1,0 +1,94 @@
+"""Base of flows on preference pairs: a prompt with a chosen and a rejected answer, collated as two sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.data.chat import ChatTokens
+from megatron_wrap.data.pairs import encode_pair
+from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Metric, Total
+from megatron_wrap.ops.log_probs import token_log_probs
+
+
+class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
+    """A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). A micro-batch of B pairs has 2B sequences, the
+    chosen ones first. A pair's `weight`, 1 by default, is its weight in means over pairs."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelTextFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        def __post_init__(self) -> None:
+            if self.loss_on != "assistant":
+                raise ValueError(f"loss_on is {self.loss_on}; a preference pair has its loss on the answers, assistant")
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`."""
+        pair = self._encoded(sample)
+        for tokens in pair:
+            self.check_length(tokens)
+        return {**sample, ENCODED: pair}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """Those of the chosen and the rejected sequence, see `length_of`."""
+        return [self.length_of(tokens) for tokens in self._encoded(sample)]
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `truncated` and
+        `pair_weights` are [B], and what `collate_pairs` adds."""
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        pairs = [self._encoded(sample) for sample in samples]
+        sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
+        model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
+        loss_inputs["truncated"] = loss_inputs["truncated"].view(2, len(pairs)).amax(dim=0)
+        loss_inputs["pair_weights"] = torch.tensor([chosen.weight for chosen, _ in pairs])
+        return model_forward_inputs, {**loss_inputs, **self.collate_pairs(samples, model_forward_inputs, loss_inputs)}
+
+    def collate_pairs(
+        self, samples: list[Mapping[str, Any]], model_forward_inputs: dict[str, Tensor], loss_inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Further loss inputs of a micro-batch of B samples; they replace those of the same name. The default: none."""
+        return {}
+
+    def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
+        return sample[ENCODED] if ENCODED in sample else encode_pair(self.context.tokenizer, sample)
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float] | None:
+        """Sum of the weights of the micro-batch's pairs, each 1 by default."""
+        return float(loss_inputs["pair_weights"].sum())
+
+    def answer_log_probs(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the chosen and the rejected answers given their prompts, [B] each, equal on every
+        context-parallel rank.
+
+        Args:
+            log_probs: from `label_log_probs`.
+        """
+        chosen, rejected = self.sum_per_sequence(log_probs * loss_inputs["loss_mask"], loss_inputs).chunk(2)
+        return chosen, rejected
+
+    def pair_metrics(
+        self, values: Mapping[str, Tensor], loss_inputs: Mapping[str, Tensor], weights: Tensor
+    ) -> dict[str, Metric]:
+        """Means of values [B] over pairs, weighted by `weights` [B], by name; and the number of truncated pairs."""
+        metrics: dict[str, Metric] = {
+            name: (weighted(value.detach(), weights).sum(), weights.sum()) for name, value in values.items()
+        }
+        return {**metrics, "truncated_samples": Total(self.sequence_mean(loss_inputs["truncated"]))}
+
+
+def label_log_probs(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    """[B, S/cp] log-probabilities of the labels; 0 where `counted` is 0, so that inf there has no effect."""
+    return torch.where(counted != 0, token_log_probs(logits, labels), 0.0)
+
+
+def weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """[B] values times their weights; of weight 0 also inf and nan are 0."""
+    return torch.where(weights != 0, values * weights, torch.zeros_like(values))

@@ -1,0 +1,166 @@
+"""Reward model of preference pairs (Bradley-Terry): a score for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megatron_wrap.data.chat import ChatTokens, encode_sample, truncate
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.flow.base import LossOutput
+from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, weighted
+from megatron_wrap.flow.text import ENCODED
+
+PAIR_KEYS = ("chosen", "rejected", "chosen_ids", "rejected_ids")
+"""A sample with one of them is a pair."""
+
+
+class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
+    """Mean over pairs of -log sigmoid(score of the chosen sequence - score of the rejected one - margin), plus
+    `center_rewards_coefficient` times the mean of (sum of the two scores)^2, as in trl's RewardTrainer (Bradley-Terry;
+    margin: Touvron et al., 2023, arXiv:2307.09288, equation 2; centering: Eisenstein et al., 2023, arXiv:2312.09244).
+    The score of a sequence is the value of `megatron_wrap.model_provider.provider_key: gpt_value_model` at its last
+    token.
+
+    A pair may contain a number `margin`, 0 by default. For `wrap.forward` samples may also be single sequences, in the
+    formats of gpt_sft, or `input_ids` alone.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelPairFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        center_rewards_coefficient: float = 0.0
+        """Coefficient of the mean squared sum of a pair's scores, which keeps scores around 0; at least 0. 0.01 is
+        usual."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.center_rewards_coefficient < 0:
+                raise ValueError(
+                    f"center_rewards_coefficient is {self.center_rewards_coefficient}; it must be at least 0"
+                )
+
+    supports_packing = True
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with `encoded`: the `ChatTokens` of its chosen and its rejected sequence, or of its only one."""
+        sequences = self._sequences(sample)
+        if self.flow_config.truncation == "refuse":
+            for tokens in sequences:
+                truncate(tokens, self.seq_length, "refuse")
+        return {**sample, ENCODED: sequences}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """Tokens of each sequence, after truncation."""
+        return [min(max(1, len(tokens)), self.seq_length) for tokens in self._sequences(sample)]
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; or up to B single sequences
+        [B, S]. All tokens are inputs, the last one too, at which `last_token` [., S] is 1. `truncated` is [B]; pairs
+        also have `pair_weights` and `margin` [B].
+
+        Raises:
+            DataError: a micro-batch contains pairs and single sequences, or a margin is not a finite number.
+        """
+        samples = list(islice(iterator, self.micro_batch_size))
+        by_sample = [self._sequences(sample) for sample in samples]
+        if len({len(sequences) for sequences in by_sample}) > 1:
+            raise DataError("some samples are pairs (chosen and rejected) and others single sequences; do not mix them")
+        sequences = [tokens for of_kind in zip(*by_sample, strict=True) for tokens in of_kind]
+        model_forward_inputs, collated = self.collate_tokens([_with_a_label(tokens) for tokens in sequences])
+        lengths = model_forward_inputs["attention_mask"].sum(dim=1, keepdim=True)
+        places = torch.arange(model_forward_inputs["input_ids"].shape[1])
+        loss_inputs = {
+            "last_token": (places == lengths - 1).float(),
+            "truncated": collated["truncated"].view(-1, len(samples)).amax(dim=0),
+        }
+        if len(by_sample[0]) == 2:
+            loss_inputs["pair_weights"] = torch.tensor([tokens.weight for tokens, _ in by_sample])
+            loss_inputs["margin"] = torch.tensor([_margin(sample) for sample in samples])
+        return model_forward_inputs, loss_inputs
+
+    def _sequences(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ...]:
+        if ENCODED in sample:
+            return tuple(sample[ENCODED])
+        found: tuple[ChatTokens, ...]
+        if any(key in sample for key in PAIR_KEYS):
+            found = self._encoded({key: value for key, value in sample.items() if key != "margin"})
+            _margin(sample)
+        else:
+            without_loss = {"labels": sample["input_ids"]} if "input_ids" in sample else {}
+            found = (encode_sample(self.context.tokenizer, {**without_loss, **sample}, "all"),)
+        if not all(len(tokens) for tokens in found):
+            raise DataError("a sequence of the sample has no tokens; remove the sample")
+        return found
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """The model's inputs and `last_token`."""
+        return {"input_ids": 1, "position_ids": 1, "attention_mask": 1, "last_token": 1}
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
+        """Sum of the weights of the micro-batch's pairs, each 1 by default; the number of single sequences."""
+        weights = loss_inputs.get("pair_weights", torch.ones_like(loss_inputs["truncated"]))
+        return float(weights.sum())
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the weighted sum over pairs. Metrics: `accuracy` (chosen above rejected) and `margin`
+        (their difference), weighted means over pairs; `mean_reward`, the mean over all scores.
+
+        Raises:
+            DataError: the samples are single sequences.
+        """
+        if "pair_weights" not in loss_inputs:
+            raise DataError(
+                "gpt_reward trains on pairs, but the samples have no chosen and rejected answer; add both to each"
+            )
+        chosen, rejected = self._scores(loss_inputs, model_forward_output).chunk(2)
+        weights, difference = loss_inputs["pair_weights"], chosen - rejected
+        losses = -logsigmoid(difference - loss_inputs["margin"])
+        losses = losses + self.flow_config.center_rewards_coefficient * (chosen + rejected) ** 2
+        reported = {
+            "accuracy": (difference > 0).float(),
+            "margin": difference,
+            "mean_reward": (chosen + rejected) / 2,
+        }
+        metrics = self.pair_metrics(reported, loss_inputs, weights)
+        return LossOutput(self.sequence_mean(weighted(losses, weights)), metrics)
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`chosen_score` and `rejected_score` of pairs, `score` of single sequences, [B] each."""
+        scores = self._scores(loss_inputs, model_forward_output)
+        if "pair_weights" not in loss_inputs:
+            return {"score": scores}
+        chosen, rejected = scores.chunk(2)
+        return {"chosen_score": chosen, "rejected_score": rejected}
+
+    def _scores(self, loss_inputs: Mapping[str, Tensor], values: Tensor) -> Tensor:
+        """The value at the last token of each sequence, equal on every context-parallel rank."""
+        if values.shape[-1] != 1:
+            raise ConfigError(
+                f"gpt_reward needs one value for each token, but the model returns {values.shape[-1]}; set "
+                "megatron_wrap.model_provider.provider_key: gpt_value_model"
+            )
+        last = loss_inputs["last_token"]
+        at_last = torch.where(last != 0, values.squeeze(-1).float(), 0.0)
+        return self.sum_per_sequence(at_last, loss_inputs)
+
+
+def _with_a_label(tokens: ChatTokens) -> ChatTokens:
+    """The sequence with one more token: `collate_tokens` takes the last one as a label only."""
+    return replace(tokens, input_ids=[*tokens.input_ids, 0], loss_mask=[*tokens.loss_mask, 0])
+
+
+def _margin(sample: Mapping[str, Any]) -> float:
+    margin = sample.get("margin", 0.0)
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
+        raise DataError(f'"margin" is {margin!r}; it must be a finite number')
+    return float(margin)

@@ -1,0 +1,164 @@
+"""Functions that the tests of reference-free preference flows and of reward models run on each rank, and trl's runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+from _dpo_runs import BATCH, CONFIG, DPO, TRAIN
+from _started import started
+
+__all__ = ["BATCH", "TRAIN"]
+
+
+def of_flow(flow: str, options: dict[str, Any]) -> tuple[str, ...]:
+    """Overrides that select a flow with options."""
+    selected = [override.replace("gpt_dpo", flow) for override in DPO]
+    return (*selected, *(f"megatron_wrap.flow.{key}={value}" for key, value in options.items()))
+
+
+def train(overrides: Sequence[str], samples: Sequence[Any], until: int = 10) -> list[dict[str, float]]:
+    """Train to iteration `until`; returns the metrics of each step."""
+    taken = []
+    with started(CONFIG, list(overrides)) as wrap:
+        while wrap.iteration < until:
+            place = wrap.iteration * BATCH
+            taken.append(dict(wrap.train(samples[place : place + BATCH])))
+    return taken
+
+
+def outputs(overrides: Sequence[str], samples: Sequence[Any]) -> list[dict[str, float]]:
+    """Outputs of `wrap.forward` for each sample."""
+    with started(CONFIG, list(overrides)) as wrap:
+        return [{name: float(value) for name, value in output.items()} for output in wrap.forward(samples)]
+
+
+def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
+    """Unsharded weights before the first step."""
+    from megatron_wrap.testing.gradients import gather_weights
+
+    with started(CONFIG, list(overrides)) as wrap:
+        return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
+
+
+def in_order(trainer: type) -> type:
+    """trl's trainer without shuffling."""
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(trainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder
+
+
+def steps_of_trl(
+    trainer: type, settings: type, model: Any, samples: list[Any], config: Any, folder: str, **options: Any
+) -> list[dict[str, float]]:
+    """The metrics of ten steps of trl, each of one micro-batch."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {str(number): number for number in range(config.arch.vocab_size)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="0")), pad_token="0", eos_token="1"
+    )
+    given = settings(
+        output_dir=folder,
+        per_device_train_batch_size=BATCH,
+        max_steps=10,
+        learning_rate=config.learning_rate.lr,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=config.optimizer.clip_grad,
+        logging_steps=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **options,
+    )
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    made = in_order(trainer)(
+        model=model, args=given, train_dataset=Dataset.from_list(samples), processing_class=tokenizer
+    )
+    made.train()
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(steps) == 10
+    return steps
+
+
+def tokenized(trainer: type) -> type:
+    """trl's trainer on texts of token numbers, separated by spaces."""
+
+    class Tokenized(trainer):
+        def tokenize_row(self, feature: dict[str, str], model: Any = None) -> dict[str, Any]:
+            prompt = [int(word) for word in feature["prompt"].split()]
+            row: dict[str, Any] = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+            for answer in ("chosen", "rejected"):
+                ids = [int(word) for word in feature[answer].split()]
+                row[f"{answer}_input_ids"] = prompt + ids
+                row[f"{answer}_attention_mask"] = [1] * len(prompt + ids)
+                row[f"{answer}_labels"] = [-100] * len(prompt) + ids
+            return row
+
+    return Tokenized
+
+
+def as_text(pairs: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
+    """Pairs of token numbers as texts for `tokenized`."""
+    return [{key: " ".join(map(str, pair[f"{key}_ids"])) for key in ("prompt", "chosen", "rejected")} for pair in pairs]
+
+
+def export(
+    overrides: Sequence[str], folder: str, samples: Sequence[Any] = (), single: Sequence[Any] = ()
+) -> list[float]:
+    """Train one step on the samples, write the Hugging Face folder, and return the scores of single sequences."""
+    with started(CONFIG, list(overrides)) as wrap:
+        if samples:
+            wrap.train(samples)
+        wrap.save_pretrained(folder)
+        return [float(one["score"]) for one in wrap.forward(single)]
+
+
+def train_in_two_parts(
+    first: Sequence[str], second: Sequence[str], samples: Sequence[Any], until: int = 4
+) -> list[dict[str, float]]:
+    """The metrics of the steps after a checkpoint that `first` saves at half of them and `second` resumes from."""
+    taken = []
+    for overrides, last in ((first, until // 2), (second, until)):
+        taken = []
+        with started(CONFIG, list(overrides)) as wrap:
+            while wrap.iteration < last:
+                place = wrap.iteration * BATCH
+                taken.append(dict(wrap.train(samples[place : place + BATCH])))
+            if last < until:
+                wrap.save()
+    return taken
+
+
+def refusals(value: Sequence[str], single: Sequence[Any]) -> dict[str, str]:
+    """The messages of what a value model, or its flow, cannot do."""
+    from megatron_wrap.errors import MegatronWrapError
+
+    reward = of_flow("gpt_reward", {})
+    cases: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+        "gpt_sft": ((*of_flow("gpt_sft", {}), *value), lambda wrap: None),
+        "gpt_reward on logits": (reward, lambda wrap: None),
+        "single": ((*reward, *value), lambda wrap: wrap.train(single[:BATCH])),
+        "generate": ((*reward, *value), lambda wrap: wrap.generate([[1, 2]])),
+    }
+    found = {}
+    for name, (overrides, call) in cases.items():
+        try:
+            with started(CONFIG, list(overrides)) as wrap:
+                call(wrap)
+        except MegatronWrapError as error:
+            found[name] = str(error)
+    return found

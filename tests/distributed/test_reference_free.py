@@ -1,0 +1,146 @@
+"""CPO, SimPO, AlphaPO and ORPO compared with trl on the same model and pairs, and on every layout."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import _pair_runs as runs
+import pytest
+import torch
+from _checkpoint_runs import CP2, PP2, TP2
+from _covering import covering
+from _dpo_runs import CONFIG, pairs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
+from transformers_models import build, load_all, to_llama_like
+
+from megatron_wrap.config import load_run_config
+from megatron_wrap.testing import check_parity
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cpo": ("gpt_cpo", {}),
+    "cpo-smooth": ("gpt_cpo", {"label_smoothing": 0.2, "cpo_alpha": 0.5, "beta": 0.3}),
+    "hinge": ("gpt_cpo", {"loss_type": "hinge"}),
+    "ipo": ("gpt_cpo", {"loss_type": "ipo", "cpo_alpha": 0.3}),
+    "simpo": ("gpt_cpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7}),
+    "alphapo": ("gpt_cpo", {"loss_type": "simpo", "alpha": 0.1, "beta": 2.5, "cpo_alpha": 0.1}),
+    "orpo": ("gpt_orpo", {"beta": 0.3}),
+}
+LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "cp2": (2, CP2), "dp2": (2, ())}
+COMPARED = {
+    "cpo": "one-rank",
+    "cpo-smooth": "dp2",
+    "hinge": "cp2",
+    "ipo": "dp2",
+    "simpo": "cp2",
+    "alphapo": "one-rank",
+    "orpo": "tp2-sp-pp2",
+}
+"""The layout of each comparison with trl; `test_every_layout_agrees` compares the layouts with each other."""
+METRICS = ("loss", "grad_norm", "nll_loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+METRICS += ("rewards/accuracies", "logps/chosen", "logps/rejected")
+
+
+@pytest.fixture(scope="module")
+def of_trl(ranks, tmp_path_factory):
+    """variant -> trl's metrics of ten steps from the same weights on the same pairs in the same order."""
+    from transformers import LlamaForCausalLM
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    base = runs.of_flow("gpt_cpo", {})
+    config = load_run_config(CONFIG, base)
+    weights = ranks(1).run(runs.initial_weights, base)[0]
+    found: dict[str, list[dict[str, float]]] = {}
+
+    def steps(name: str) -> list[dict[str, float]]:
+        if name not in found:
+            flow, options = VARIANTS[name]
+            trainer, settings = (ORPOTrainer, ORPOConfig) if flow == "gpt_orpo" else (CPOTrainer, CPOConfig)
+            model = build(LlamaForCausalLM, config.arch, to_llama_like)
+            load_all(model, to_llama_like({key: torch.from_numpy(value) for key, value in weights.items()}, config))
+            folder, samples = str(tmp_path_factory.mktemp("trl")), runs.as_text(pairs())
+            found[name] = runs.steps_of_trl(
+                runs.tokenized(trainer), settings, model, samples, config, folder, max_length=64, **options
+            )
+        return found[name]
+
+    return steps
+
+
+@pytest.mark.one_megatron_core
+@pytest.mark.parametrize(
+    ("variant", "layout"), covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]})
+)
+def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
+    processes, overrides = LAYOUTS[layout]
+    flow, options = VARIANTS[variant]
+    extra = ("log_odds_chosen", "log_odds_ratio") if flow == "gpt_orpo" else ()
+    batch = f"{runs.TRAIN}.micro_batch_size=1" if processes > 1 else f"{runs.TRAIN}.micro_batch_size=2"
+    found = ranks(processes).run(runs.train, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
+    for step, (ours, theirs) in enumerate(zip(found, of_trl(variant), strict=True)):
+        for metric in (*METRICS, *extra):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=3e-6), f"{metric} of step {step}"
+
+
+LAYOUTS_OF_PARITY = (*DEFAULT_LAYOUTS, "packed-cp2", "dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt")
+SOME = {"+".join(LAYOUTS_OF_PARITY[at : at + 6]): LAYOUTS_OF_PARITY[at : at + 6] for at in range(0, 24, 6)}
+
+
+def unequal_pairs() -> list[dict[str, Any]]:
+    """Answers of very unequal length, weights, and pairs that truncation leaves without an answer."""
+    generator = random.Random(5)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(500) for _ in range(count)]
+
+    found: list[dict[str, Any]] = [
+        {
+            "prompt_ids": tokens(generator.randint(1, 12)),
+            "chosen_ids": tokens(1 if place % 3 == 0 else generator.randint(1, 30)),
+            "rejected_ids": tokens(30 if place % 3 == 0 else generator.randint(1, 30)),
+            "weight": [1.0, 0.5, 2.0][place % 3],
+        }
+        for place in range(16)
+    ]
+    found[2]["prompt_ids"] = tokens(60)
+    found[9]["prompt_ids"] = tokens(47)
+    return found
+
+
+@pytest.mark.one_megatron_core
+@pytest.mark.parametrize(
+    ("variant", "layouts"),
+    covering(
+        ((variant, some) for some in SOME for variant in ("alphapo", "orpo")),
+        lambda case: {case[0], case[1].startswith("token")},
+    ),
+)
+def test_every_layout_agrees(ranks, variant, layouts):
+    flow, options = VARIANTS[variant]
+    selected = [override for override in runs.of_flow(flow, options) if "megatron_wrap.flow" in override]
+    report = check_parity(CONFIG, selected, samples=unequal_pairs(), layouts=SOME[layouts], steps=1, ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+
+
+@pytest.mark.matrix
+@pytest.mark.one_megatron_core
+@pytest.mark.parametrize(
+    ("variant", "layout"), zip(("cpo", "hinge", "ipo", "simpo"), ("tp2-sp-cp2", "packed", "cp2", "dp2"), strict=True)
+)
+def test_the_other_losses_agree_on_one_layout_each(ranks, variant, layout):
+    flow, options = VARIANTS[variant]
+    selected = [override for override in runs.of_flow(flow, options) if "megatron_wrap.flow" in override]
+    report = check_parity(CONFIG, selected, samples=unequal_pairs(), layouts=[layout], steps=1, ranks=ranks)
+    assert report.agrees, report.table()
+
+
+def test_forward_gives_the_log_probabilities_of_the_answers(ranks):
+    given = ranks(1).run(runs.outputs, runs.of_flow("gpt_orpo", {}), pairs())[0]
+    as_dpo = ranks(2).run(runs.outputs, (*runs.of_flow("gpt_dpo", {}), *CP2), pairs())[0]
+    for ours, theirs in zip(given, as_dpo, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,193 @@
+"""Reward models: compared with trl and transformers on the same weights, and on every layout."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import _pair_runs as runs
+import pytest
+import torch
+from _checkpoint_runs import CP2, PP2, TP2
+from _covering import covering
+from _dpo_runs import CONFIG, pairs
+
+from megatron_wrap.config import load_run_config
+from megatron_wrap.testing import check_parity
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
+
+VALUE = ("megatron_wrap.model_provider.provider_key=gpt_value_model",)
+FROM = "megatron_wrap.model_provider.hf_path"
+PACKED = ("megatron_wrap.flow.packing=true",)
+LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "packed-cp2": (2, (*CP2, *PACKED))}
+ROUNDING = {"margin": 2e-5, "mean_reward": 2e-5}
+"""Rounding error after ten steps of a difference and a mean of scores up to 0.8."""
+VARIANTS = {"plain": ({}, False), "centered-margin": ({"center_rewards_coefficient": 0.3}, True)}
+
+
+def samples(with_margin: bool) -> list[dict[str, Any]]:
+    """Pairs, and a margin for each."""
+    return [{**pair, **({"margin": 0.1 * (at % 7)} if with_margin else {})} for at, pair in enumerate(pairs())]
+
+
+@pytest.fixture(scope="module")
+def exported(ranks, tmp_path_factory) -> Path:
+    """The folder of a value model with initial weights, exported from two pipeline stages of two ranks."""
+    folder = tmp_path_factory.mktemp("value") / "hf"
+    overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, *TP2, *PP2, f"{runs.TRAIN}.micro_batch_size=1")
+    ranks(4).run(runs.export, overrides, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_trl(exported, tmp_path_factory):
+    """variant -> trl's metrics of ten steps from the exported folder, on the same pairs in the same order."""
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    class Tokenized(RewardTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    found: dict[str, list[dict[str, float]]] = {}
+
+    def steps(name: str) -> list[dict[str, float]]:
+        if name not in found:
+            options, with_margin = VARIANTS[name]
+            model = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32, pad_token_id=0)
+            given = [
+                {
+                    "chosen_ids": pair["prompt_ids"] + pair["chosen_ids"],
+                    "rejected_ids": pair["prompt_ids"] + pair["rejected_ids"],
+                    **({"margin": pair["margin"]} if with_margin else {}),
+                }
+                for pair in samples(with_margin)
+            ]
+            config = load_run_config(CONFIG, (*runs.of_flow("gpt_reward", {}), *VALUE))
+            folder = str(tmp_path_factory.mktemp("trl"))
+            found[name] = runs.steps_of_trl(
+                Tokenized, RewardConfig, model, given, config, folder, max_length=None, **options
+            )
+        return found[name]
+
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    covering(
+        (("plain", "one-rank"), ("plain", "tp2-sp-pp2"), ("centered-margin", "packed-cp2")), lambda case: {case[0]}
+    ),
+)
+def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
+    processes, overrides = LAYOUTS[layout]
+    options, with_margin = VARIANTS[variant]
+    batch = f"{runs.TRAIN}.micro_batch_size=2"
+    selected = (*runs.of_flow("gpt_reward", options), *VALUE, *overrides, batch)
+    found = ranks(processes).run(runs.train, selected, samples(with_margin))[0]
+    for step, (ours, theirs) in enumerate(zip(found, of_trl(variant), strict=True)):
+        for metric in ("loss", "grad_norm", "accuracy", "margin", "mean_reward"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=ROUNDING.get(metric, 0.0)), (
+                f"{metric} of step {step}"
+            )
+
+
+def _scores_of_transformers(folder: Path, sequences: list[list[int]]) -> list[float]:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return [float(model(torch.tensor([ids])).logits[0, 0]) for ids in sequences]
+
+
+CHOSEN = [pair["prompt_ids"] + pair["chosen_ids"] for pair in pairs(6)]
+SINGLE = [{"input_ids": ids} for ids in CHOSEN]
+ARCH = "megatron_lm.model.arch"
+
+
+def test_transformers_and_a_run_from_the_folder_give_the_same_scores(ranks, exported):
+    expected = _scores_of_transformers(exported, CHOSEN)
+    assert max(expected) - min(expected) > 1e-3
+    overrides = (*runs.of_flow("gpt_reward", {}), *VALUE)
+    from_folder = [*overrides, *CP2, f"{FROM}={exported}"]
+    found = ranks(2).run(runs.outputs, from_folder, SINGLE)[0]
+    assert [one["score"] for one in found] == pytest.approx(expected, abs=1e-5)
+    in_pairs = ranks(1).run(runs.outputs, (*overrides, *PACKED), pairs(6))[0]
+    assert [one["chosen_score"] for one in in_pairs] == pytest.approx(expected, abs=1e-5)
+
+
+FAMILIES = {
+    "qwen2": ("add_qkv_bias=true", "untie_embeddings_and_output_weights=false", "norm_epsilon=1e-6"),
+    "qwen3": ("qk_layernorm=true", "untie_embeddings_and_output_weights=true", "norm_epsilon=1e-6"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_model_of_another_family(ranks, tmp_path, family):
+    """A tied embedding is not tied to the head."""
+    overrides = [*runs.of_flow("gpt_reward", {}), *VALUE, *(f"{ARCH}.{value}" for value in FAMILIES[family])]
+    ours = ranks(1).run(runs.export, overrides, str(tmp_path / "hf"), pairs(4), SINGLE)[0]
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["architectures"] == [f"{family.capitalize()}ForSequenceClassification"]
+    assert _scores_of_transformers(tmp_path / "hf", CHOSEN) == pytest.approx(ours, abs=1e-5)
+
+
+def test_a_folder_of_a_causal_language_model_starts_a_value_model(ranks, tmp_path):
+    """All weights but the head are the folder's; the head has its initial weights, the same on every layout."""
+    language_model = (*runs.of_flow("gpt_sft", {}), "megatron_lm.train.common.seed=5")
+    ranks(1).run(runs.export, language_model, str(tmp_path / "lm"))
+    overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, f"{FROM}={tmp_path / 'lm'}")
+    weights = ranks(1).run(runs.initial_weights, overrides)[0]
+    of_folder = ranks(1).run(runs.initial_weights, language_model)[0]
+    fresh = ranks(1).run(runs.initial_weights, overrides[:-1])[0]
+    assert (weights.pop("output_layer.weight") == fresh["output_layer.weight"]).all()
+    of_folder.pop("output_layer.weight", None)
+    assert weights.keys() == of_folder.keys()
+    assert all((weights[name] == of_folder[name]).all() for name in weights)
+
+
+def test_a_value_model_resumes_on_another_layout(ranks, tmp_path):
+    save = (f"{runs.TRAIN}.save={tmp_path}", f"{runs.TRAIN}.micro_batch_size=1")
+    overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, *save)
+    resumed = ranks(2).run(runs.train_in_two_parts, (*overrides, *TP2), (*overrides, *PP2), pairs())[0]
+    straight = ranks(1).run(runs.train, overrides[:-2], pairs(), 4)[0]
+    for ours, theirs in zip(resumed, straight[2:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_what_cannot_be_is_refused(ranks):
+    """A flow on logits with values, a reward flow with logits, training on single sequences, generation."""
+    refusals = ranks(1).run(runs.refusals, VALUE, SINGLE)[0]
+    assert "needs logits" in refusals["gpt_sft"]
+    assert "gpt_value_model" in refusals["gpt_reward on logits"]
+    assert "chosen and rejected" in refusals["single"]
+    assert "cannot generate" in refusals["generate"]
+
+
+SOME = [*DEFAULT_LAYOUTS, "packed-cp2", "dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt"]
+GROUPS = {"+".join(SOME[at : at + 6]): SOME[at : at + 6] for at in range(0, 24, 6)}
+
+
+@pytest.mark.parametrize("layouts", covering(GROUPS, lambda name: {name.startswith("token")}))
+def test_every_layout_agrees(ranks, layouts):
+    generator = random.Random(3)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(500) for _ in range(count)]
+
+    given = [
+        {
+            "prompt_ids": tokens(generator.randint(0, 12)),
+            "chosen_ids": tokens(generator.choice([1, 2, 60])),
+            "rejected_ids": tokens(generator.choice([1, 30])),
+            "weight": [1.0, 0.5, 2.0, 0.0][at % 4],
+            "margin": 0.2 * at,
+        }
+        for at in range(16)
+    ]
+    selected = ["megatron_wrap.flow.__select__=gpt_reward", "megatron_wrap.flow.center_rewards_coefficient=0.1", *VALUE]
+    report = check_parity(CONFIG, selected, samples=given, layouts=GROUPS[layouts], steps=1, ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()

@@ -1,0 +1,155 @@
+"""CPO, SimPO, AlphaPO and ORPO against their formulas in float64; refused options. No process group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_wrap.flow import FlowContext
+from megatron_wrap.flow import pairs as pairs_module
+from megatron_wrap.flow.cpo import MegatronWrapGPTModelCPOFlow
+from megatron_wrap.flow.orpo import MegatronWrapGPTModelORPOFlow, log_odds
+
+
+def flow(made: Any, micro_batch_size: int = 8, seq_length: int = 8, **options: Any) -> Any:
+    context = FlowContext(micro_batch_size, seq_length, 20, 1, lambda part: part, lambda value: value, None)
+    return made(made.Config(flow_key="flow", **options), context)
+
+
+def pair(chosen: int, rejected: int, prompt: int = 2, **further: Any) -> dict[str, Any]:
+    lengths = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+    return {**{key: [1] * length for key, length in lengths.items()}, **further}
+
+
+PAIRS = [pair(3, 4), pair(5, 1, weight=2.0), pair(1, 6)]
+LOG_PROBS = -torch.rand(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+
+
+def result(made: Any, samples: list[Any], log_probs: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Any]:
+    """The objective, and the metrics' means."""
+    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits[:, : ids.shape[1]])
+    _, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample(sample) for sample in samples]))
+    output = made.calculate_loss(loss_inputs, log_probs)
+    weights, coefficients = made.get_loss_weight(loss_inputs), made.get_loss_coefficients()
+    terms = {name: float(value.detach()) for name, value in output.loss_sum.items()}
+    objective = sum(coefficients[name] * terms[name] / weights[name] for name in terms if weights[name])
+    means = {name: float(value[0] / value[1]) for name, value in output.metrics.items() if isinstance(value, tuple)}
+    return objective, means
+
+
+def sums(sample: dict[str, Any], row: int, answer: str) -> tuple[float, int]:
+    """The log-probability of an answer, and its number of tokens. Label 0 is the second token of the prompt."""
+    first = len(sample["prompt_ids"]) - 1
+    count = len(sample[f"{answer}_ids"])
+    return sum(LOG_PROBS[row, first : first + count].tolist()), count
+
+
+def log_sigmoid(value: float) -> float:
+    return -math.log1p(math.exp(-value))
+
+
+def of_pair(options: dict[str, Any], chosen: float, rejected: float) -> float:
+    """The documented loss of a pair of log-probabilities."""
+    alpha, beta, kind = options.get("alpha", 0.0), options["beta"], options["loss_type"]
+    if alpha:
+        chosen, rejected = ((1 - math.exp(value) ** -alpha) / alpha for value in (chosen, rejected))
+    difference = chosen - rejected
+    if kind == "hinge":
+        return max(0.0, 1 - beta * difference)
+    if kind == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    scaled = beta * difference - (options["simpo_gamma"] if kind == "simpo" else 0.0)
+    smoothing = options.get("label_smoothing", 0.0)
+    return -(1 - smoothing) * log_sigmoid(scaled) - smoothing * log_sigmoid(-scaled)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.1},
+        {"loss_type": "sigmoid", "beta": 0.3, "alpha": -0.2, "cpo_alpha": 0.0},
+        {"loss_type": "hinge", "beta": 0.5, "cpo_alpha": 0.4},
+        {"loss_type": "ipo", "beta": 0.5},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.2},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "alpha": 0.3},
+    ],
+)
+def test_cpo_is_its_formula(monkeypatch, options):
+    objective, metrics = result(flow(MegatronWrapGPTModelCPOFlow, **options), PAIRS, LOG_PROBS, monkeypatch)
+    average = options["loss_type"] in ("ipo", "simpo")
+    total = total_weight = nll = tokens = 0.0
+    for row, sample in enumerate(PAIRS):
+        (chosen, length), (rejected, other) = sums(sample, row, "chosen"), sums(sample, row + 3, "rejected")
+        weight = sample.get("weight", 1.0)
+        total_weight, nll, tokens = total_weight + weight, nll - chosen * weight, tokens + length * weight
+        if average:
+            chosen, rejected = chosen / length, rejected / other
+        total += weight * of_pair(options, chosen, rejected)
+    assert objective == pytest.approx(total / total_weight + options.get("cpo_alpha", 1.0) * nll / tokens, rel=1e-6)
+    assert metrics["nll_loss"] == pytest.approx(nll / tokens, rel=1e-6)
+    assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
+
+
+def test_orpo_is_its_formula(monkeypatch):
+    """The likelihood term counts the prompt too, without its first token."""
+    objective, metrics = result(flow(MegatronWrapGPTModelORPOFlow, beta=0.4), PAIRS, LOG_PROBS, monkeypatch)
+    total = total_weight = nll = tokens = 0.0
+    for row, sample in enumerate(PAIRS):
+        (chosen, length), (rejected, other) = sums(sample, row, "chosen"), sums(sample, row + 3, "rejected")
+        weight = sample.get("weight", 1.0)
+        p, q = math.exp(chosen / length), math.exp(rejected / other)
+        total -= weight * log_sigmoid(math.log(p / (1 - p)) - math.log(q / (1 - q)))
+        labels = len(sample["prompt_ids"]) - 1 + length
+        nll, tokens = nll - weight * float(LOG_PROBS[row, :labels].sum()), tokens + weight * labels
+        total_weight += weight
+    assert metrics["log_odds_ratio"] == pytest.approx(-total / total_weight, rel=1e-6)
+    assert objective == pytest.approx(0.4 * total / total_weight + nll / tokens, rel=1e-6)
+
+
+@pytest.mark.parametrize("made", [MegatronWrapGPTModelCPOFlow, MegatronWrapGPTModelORPOFlow])
+def test_a_pair_without_an_answer_has_a_likelihood_and_no_preference(monkeypatch, made):
+    """Truncation may leave no token of an answer; the gradient stays finite."""
+    options = {"loss_type": "simpo"} if made is MegatronWrapGPTModelCPOFlow else {}
+    emptied = [pair(2, 2, prompt=9), *PAIRS]
+    rows = [0, 0, 1, 2, 0, 3, 4, 5]
+    log_probs = LOG_PROBS[rows].clone().requires_grad_()
+    objective, metrics = result(flow(made, **options), emptied, log_probs, monkeypatch)
+    expected, without = result(flow(made, **options), PAIRS, LOG_PROBS, monkeypatch)
+    for name in ("rewards/margins", "rewards/chosen", "logps/rejected"):
+        assert metrics[name] == pytest.approx(without[name])
+    if made is MegatronWrapGPTModelCPOFlow:  # ORPO's likelihood term has the prompt's tokens
+        assert objective == pytest.approx(expected)
+    made_flow = flow(made, **options)
+    _, loss_inputs = made_flow.collate_data_micro_batch(iter(emptied))
+    sum(made_flow.calculate_loss(loss_inputs, log_probs).loss_sum.values()).backward()
+    assert log_probs.grad.isfinite().all()
+
+
+def test_log_odds_are_exact_near_0_and_near_1():
+    log_prob = torch.tensor([-1e-5, -0.1, -0.6931, -0.7, -5.0, -200.0], dtype=torch.float64)
+    exact = log_prob - torch.log1p(-log_prob.exp())
+    assert torch.allclose(log_odds(log_prob.float()).double(), exact, rtol=2e-5, atol=1e-6)
+    certain = torch.zeros(1, requires_grad=True)
+    log_odds(certain).sum().backward()
+    assert log_odds(certain).isfinite().all()
+    assert certain.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"beta": 0.0}, "beta"),
+        ({"cpo_alpha": -1.0}, "cpo_alpha"),
+        ({"simpo_gamma": -1.0}, "simpo_gamma"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "loss_type ipo"),
+        ({"loss_on": "all"}, "loss_on"),
+    ],
+)
+def test_a_wrong_option_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        MegatronWrapGPTModelCPOFlow.Config(flow_key="gpt_cpo", **options)
