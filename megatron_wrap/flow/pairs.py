@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_wrap.data.chat import ChatTokens
 from megatron_wrap.data.pairs import encode_pair
+from megatron_wrap.errors import DataError
 from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Metric, Total
 from megatron_wrap.ops.log_probs import token_log_probs
@@ -30,7 +31,11 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
                 raise ValueError(f"loss_on is {self.loss_on}; a preference pair has its loss on the answers, assistant")
 
     def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`."""
+        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`.
+
+        Raises:
+            DataError: not a pair, an answer has no tokens, or a sequence is longer than `truncation: refuse` allows.
+        """
         pair = self._encoded(sample)
         for tokens in pair:
             self.check_length(tokens)
@@ -58,7 +63,13 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
         return {}
 
     def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
-        return sample[ENCODED] if ENCODED in sample else encode_pair(self.context.tokenizer, sample)
+        if ENCODED in sample:
+            return sample[ENCODED]
+        pair = encode_pair(self.context.tokenizer, sample)
+        for name, tokens in zip(("chosen", "rejected"), pair, strict=True):
+            if not any(tokens.loss_mask):
+                raise DataError(f'the answer "{name}" of a pair has no tokens; complete or remove the pair')
+        return pair
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float] | None:
         """Sum of the weights of the micro-batch's pairs, each 1 by default."""

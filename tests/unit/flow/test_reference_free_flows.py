@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext
 from megatron_wrap.flow import pairs as pairs_module
 from megatron_wrap.flow.cpo import MegatronWrapGPTModelCPOFlow
 from megatron_wrap.flow.orpo import MegatronWrapGPTModelORPOFlow, log_odds
+from megatron_wrap.flow.reward import MegatronWrapGPTModelRewardFlow
 
 
 def flow(made: Any, micro_batch_size: int = 8, seq_length: int = 8, **options: Any) -> Any:
@@ -127,6 +129,50 @@ def test_a_pair_without_an_answer_has_a_likelihood_and_no_preference(monkeypatch
     _, loss_inputs = made_flow.collate_data_micro_batch(iter(emptied))
     sum(made_flow.calculate_loss(loss_inputs, log_probs).loss_sum.values()).backward()
     assert log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("answer", ["chosen", "rejected"])
+@pytest.mark.parametrize(
+    "made", [MegatronWrapGPTModelCPOFlow, MegatronWrapGPTModelORPOFlow, MegatronWrapGPTModelRewardFlow]
+)
+def test_an_empty_or_a_missing_answer_is_refused(made, answer):
+    sample = pair(3, 4)
+    with pytest.raises(DataError, match=f'"{answer}" of a pair has no tokens'):
+        flow(made).prepare_sample({**sample, f"{answer}_ids": []})
+    del sample[f"{answer}_ids"]
+    with pytest.raises(DataError, match="rejected_ids"):
+        flow(made).prepare_sample(sample)
+
+
+def test_the_last_token_of_a_sequence_is_scored():
+    """All tokens are inputs; truncation moves the scored token."""
+    made = flow(MegatronWrapGPTModelRewardFlow, seq_length=6)
+    given = [pair(3, 1, margin=0.5), pair(9, 2)]
+    model_inputs, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample(sample) for sample in given]))
+    assert model_inputs["attention_mask"].sum(dim=1).tolist() == [5, 6, 3, 4]
+    assert loss_inputs["last_token"].argmax(dim=1).tolist() == [4, 5, 2, 3]
+    assert loss_inputs["last_token"].sum(dim=1).tolist() == [1, 1, 1, 1]
+    assert loss_inputs["truncated"].tolist() == [0, 1]
+    assert loss_inputs["margin"].tolist() == [0.5, 0]
+    assert made.get_sample_lengths(given[1]) == [6, 4]
+    values = torch.arange(24.0).view(4, 6, 1)
+    scores = made.calculate_outputs(loss_inputs, values)
+    assert scores["chosen_score"].tolist() == [4, 11]
+    assert scores["rejected_score"].tolist() == [14, 21]
+
+
+@pytest.mark.parametrize("margin", [math.inf, math.nan, "1", True])
+def test_a_wrong_margin_is_refused(margin):
+    with pytest.raises(DataError, match='"margin" is'):
+        flow(MegatronWrapGPTModelRewardFlow).prepare_sample(pair(3, 4, margin=margin))
+
+
+def test_pairs_and_single_sequences_are_not_mixed():
+    made = flow(MegatronWrapGPTModelRewardFlow)
+    with pytest.raises(DataError, match="single sequences"):
+        made.collate_data_micro_batch(iter([pair(3, 4), {"input_ids": [1, 2]}]))
+    with pytest.raises(DataError, match="refuse"):
+        flow(MegatronWrapGPTModelRewardFlow, seq_length=4, truncation="refuse").prepare_sample(pair(3, 1))
 
 
 def test_log_odds_are_exact_near_0_and_near_1():
