@@ -3,6 +3,7 @@ equal work on all replicas; sequences padded to equal length, or packed in one r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,32 +149,48 @@ def prepare_batch(
     """This replica's micro-batches of a global batch: samples prepared and collated, loss weights and tokens counted,
     sequences packed. No communication: every process computes the same cut.
 
-    If this replica has no samples for one of its micro-batches, it gets a filler, which is not counted.
+    If this replica has no samples for one of its micro-batches, it gets a filler, which is not counted. Samples of the
+    flow's `get_step_samples` follow in micro-batches of their own, `for_step_values`, cut in the same way.
 
     Args:
         seed: for the flow's random choices: the run's seed plus the index of the batch's first sample in the run.
         prepare: returns the prepared sample of an item of `batch`; default: the flow's `prepare_sample`.
     """
     prepare = flow.prepare_sample if prepare is None else prepare
+    prepared = functools.cache(lambda place: prepare(batch[place]))
+    micro_batches = _micro_batches(flow, len(batch), prepared, cut, seed, dp)
+    further = _step_samples(flow, len(batch), prepared)
+    if further is not None:
+        micro_batches += [
+            replace(micro_batch, for_step_values=True)
+            for micro_batch in _micro_batches(flow, len(batch), further.__getitem__, cut, seed, dp)
+        ]
+    return micro_batches
+
+
+def _micro_batches(
+    flow: MegatronWrapTrainingFlowBase,
+    num_samples: int,
+    prepared: Callable[[int], Any],
+    cut: BatchCut,
+    seed: int,
+    dp: Axis,
+) -> list[MicroBatch]:
+    """This replica's micro-batches of the samples `prepared(0)`, ..., `prepared(num_samples - 1)`."""
     if cut.capacity is None:
         own = [
-            (start, [prepare(sample) for sample in samples])
-            for start, samples in micro_batch_samples(batch, flow.micro_batch_size, dp.rank, dp.size)
+            tuple(places)
+            for _, places in micro_batch_samples(range(num_samples), flow.micro_batch_size, dp.rank, dp.size)
         ]
-        count = -(-len(batch) // (flow.micro_batch_size * dp.size))
-        own += [(0, [])] * (count - len(own))
+        own += [()] * (-(-num_samples // (flow.micro_batch_size * dp.size)) - len(own))
     else:
-        prepared = [prepare(sample) for sample in batch]
-        lengths = [sample_lengths(flow, sample, seed + place) for place, sample in enumerate(prepared)]
-        own = [
-            (places[0] if places else 0, [prepared[place] for place in places])
-            for places in cut.places(lengths, dp.size)[dp.rank]
-        ]
+        lengths = [sample_lengths(flow, prepared(place), seed + place) for place in range(num_samples)]
+        own = [tuple(places) for places in cut.places(lengths, dp.size)[dp.rank]]
     micro_batches = [
-        collate(flow, samples, seed + start)
-        if samples
-        else replace(collate(flow, [prepare(batch[0])], seed), counted=False)
-        for start, samples in own
+        replace(collate(flow, [prepared(place) for place in places], seed + places[0]), places=places)
+        if places
+        else replace(collate(flow, [prepared(0)], seed), counted=False)
+        for places in own
     ]
     if cut.capacity is not None and not micro_batches[0].has_explicit_weight:
         raise FlowError(
@@ -182,6 +199,22 @@ def prepare_batch(
             "get_loss_weight"
         )
     return [pack(micro_batch, cut.multiple) for micro_batch in micro_batches] if cut.packing else micro_batches
+
+
+def _step_samples(
+    flow: MegatronWrapTrainingFlowBase, num_samples: int, prepared: Callable[[int], Any]
+) -> Sequence[Any] | None:
+    """The samples of the flow's `get_step_samples`; None: those of the batch."""
+    own = type(flow).get_step_samples is not MegatronWrapTrainingFlowBase.get_step_samples
+    if flow.step_values_from is None or not own:  # then a replica does not prepare the samples of others
+        return None
+    samples = flow.get_step_samples([prepared(place) for place in range(num_samples)])
+    if samples is not None and len(samples) != num_samples:
+        raise FlowError(
+            f"{type(flow).__name__}.get_step_samples returns {len(samples)} samples for a batch of {num_samples}; "
+            "return one for each sample, or None"
+        )
+    return samples
 
 
 def sample_lengths(flow: MegatronWrapTrainingFlowBase, sample: Any, seed: int) -> list[int]:

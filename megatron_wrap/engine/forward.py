@@ -16,8 +16,8 @@ from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.loss import NormalizedLoss
 from megatron_wrap.engine.micro_batch import MicroBatch
 from megatron_wrap.engine.reference import with_reference_outputs
-from megatron_wrap.engine.schedule import LossFunction
 from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.step_values import split_step_values, step_values, with_step_values
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
@@ -44,12 +44,19 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     sums, parallel, train = MetricSums(state.platform.device), state.parallel, state.config.train
     with evaluation_mode(state):
         for start, batch in _batches(samples, train.global_batch_size):
-            micro_batches = prepare_batch(state.flow, batch, state.cut, train.seed + start, parallel.dp)
+            prepared = prepare_batch(state.flow, batch, state.cut, train.seed + start, parallel.dp)
+            micro_batches, for_step_values = split_step_values(prepared)
+            groups = list(_localized(state, micro_batches, with_reference=True))
+            if state.flow.step_values_from is not None:
+                source = list(_localized(state, for_step_values, with_reference=True)) if for_step_values else groups
+                values = step_values(state, source, len(batch))
+                groups = [with_step_values(group, values) for group in groups]
             step_weights = dict.fromkeys(micro_batches[0].weights, 1.0)
             loss = NormalizedLoss(
                 state.flow, parallel.cp.size, parallel.dp.size, step_weights, len(micro_batches), sums
             )
-            _forward(state, micro_batches, loss, with_reference=True)
+            for group in groups:
+                state.schedule.run(state.chunks, group, loss, forward_only=True)
     reduced = state.reduction.reduce(sums, f"evaluate({name})")
     return {"loss": reduced.loss, **reduced.flow_metrics}
 
@@ -66,9 +73,15 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     results: list[dict[str, Tensor]] = []
     with evaluation_mode(state):
         for start, batch in _batches(samples, train.global_batch_size):
-            micro_batches = prepare_batch(state.flow, batch, state.cut.fixed(), train.seed + start, parallel.dp)
-            stored = _forward(state, micro_batches, partial(_outputs, state.flow, parallel.cp.group))
-            rows = [row for micro_batch_rows in stored for row in micro_batch_rows]
+            prepared = prepare_batch(state.flow, batch, state.cut.fixed(), train.seed + start, parallel.dp)
+            micro_batches, _ = split_step_values(prepared)
+            outputs = partial(_outputs, state.flow, parallel.cp.group)
+            rows = [
+                row
+                for group in _localized(state, micro_batches)
+                for micro_batch_rows in state.schedule.run(state.chunks, group, outputs, forward_only=True)
+                for row in micro_batch_rows
+            ]
             results += in_order(rows, len(batch), state.flow.micro_batch_size, parallel)
     return results
 
@@ -78,23 +91,21 @@ def _batches(samples: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[
         yield start, [samples[place] for place in range(start, min(start + size, len(samples)))]
 
 
-def _forward(
-    state: TrainingState, micro_batches: list[MicroBatch], loss_function: LossFunction, with_reference: bool = False
-) -> list[Any]:
-    """Run the schedule once for each size of micro-batch, because the last ones may be smaller and a pipeline needs
-    equal ones. An interleaved pipeline also needs a multiple of its group size (schedules.py,
-    forward_backward_pipelining_with_interleaving), so fillers are appended."""
+def _localized(
+    state: TrainingState, micro_batches: list[MicroBatch], with_reference: bool = False
+) -> Iterator[list[MicroBatch]]:
+    """Local micro-batches, a list for each run of the schedule: one for each size of micro-batch, because the last ones
+    may be smaller and a pipeline needs equal ones. An interleaved pipeline also needs a multiple of its group size
+    (schedules.py, forward_backward_pipelining_with_interleaving), so fillers are appended."""
     interleaved = len(state.chunks) > 1
     group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
-    stored = []
     for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_rows):
         equal = list(same_size)
         equal += [replace(equal[-1], counted=False)] * (-len(equal) % group_size)
         local = state.schedule.localize(equal, state.extra_padding)
         if with_reference and state.reference is not None:
             local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
-        stored += state.schedule.run(state.chunks, local, loss_function, forward_only=True)
-    return stored
+        yield local
 
 
 @contextmanager

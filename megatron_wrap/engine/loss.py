@@ -61,7 +61,11 @@ class NormalizedLoss:
         one_token = torch.ones((), dtype=torch.int)
         if not micro_batch.counted:
             return _zero_loss(output), one_token, {}
-        returned = self.flow.calculate_loss(micro_batch.loss_inputs, output)
+        try:
+            returned = self.flow.calculate_loss(micro_batch.loss_inputs, output)
+        except KeyError as error:
+            self._check_step_value(str(error.args[0]) if error.args else "")
+            raise
         terms, metrics = self._terms(returned, micro_batch)
         coefficients = self.flow.get_loss_coefficients()
         total: Tensor | None = None
@@ -107,6 +111,14 @@ class NormalizedLoss:
         """Adapter for the older return (loss, metrics): the loss is complete and equal on every context-parallel rank,
         so each rank contributes 1 / cp of it, and the step averages over micro-batches and replicas."""
         return _Term(loss / self.cp_size, weight=1.0, step_weight=float(self.num_microbatches * self.dp_size))
+
+    def _check_step_value(self, missing: str) -> None:
+        if missing.startswith("step_") and self.flow.step_values_from is None:
+            raise FlowError(
+                f"{type(self.flow).__name__}.calculate_loss reads {missing!r}, a statistic of the whole step, but the "
+                f'flow declares none; set step_values_from = "inputs" or "outputs" in the class, and define '
+                f"calculate_step_values with a result for {missing.removeprefix('step_')!r}"
+            ) from None
 
     def _check_detached(self, loss_sum: Tensor, term: str) -> None:
         """A loss without a graph is valid only if this rank has no tokens, so that its sum is 0; `_zero_loss` then

@@ -46,6 +46,10 @@ class MicroBatch:
     """False for a filler, which lets a replica without samples take part in the collectives; it adds 0 to all sums."""
     has_explicit_weight: bool = True
     """False if the flow's `get_loss_weight` returns None; the micro-batch then has the default weight 1."""
+    places: tuple[int, ...] = ()
+    """Places of its samples in the global batch; () for a filler."""
+    for_step_values: bool = False
+    """It is not trained on: it contains samples of the flow's `get_step_samples`."""
 
     @property
     def num_rows(self) -> int:
@@ -129,6 +133,9 @@ def try_flow(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: i
     tried = [collate(flow, prepared[start : start + size], seed + start) for start in (0, size) if prepared[start:]]
     if tried:
         check_terms(flow, [micro_batch.weights for micro_batch in tried])
+        further = flow.get_step_samples(prepared) if flow.step_values_from else None
+        if further:
+            collate(flow, further[:size], seed)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_wrap.engine.cut import prepare_batch
+from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.loss import NormalizedLoss
 from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, count_step
 from megatron_wrap.engine.parameters import parameter_square_sum
@@ -16,8 +17,10 @@ from megatron_wrap.engine.reduce import ReducedMetrics
 from megatron_wrap.engine.reference import with_reference_outputs
 from megatron_wrap.engine.router_losses import reset_router_losses, router_losses
 from megatron_wrap.engine.state import StepReport, TrainingState
+from megatron_wrap.engine.step_values import split_step_values, step_values, with_step_values
 from megatron_wrap.engine.update import NonFiniteUpdate, Update
 from megatron_wrap.errors import DataError, FlowError, TrainingError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
@@ -50,7 +53,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     by_tokens = state.config.train.global_batch_tokens is not None
     if len(batch) != expected_size and not (by_tokens and len(batch)):
         raise DataError(f"wrap.train takes a batch of global_batch_size = {expected_size} samples, got {len(batch)}")
-    micro_batches = _micro_batches(state, batch)
+    micro_batches, for_step_values = split_step_values(_micro_batches(state, batch))
     counts = count_step(state.flow, micro_batches, parallel.dp, device)
     learning_rate = state.scheduler.get_lr({})
 
@@ -59,9 +62,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     with restored_on_error(router_biases(state.chunks)):
         reset_router_losses(state.config.arch)
         if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
-            local = state.schedule.localize(micro_batches, state.extra_padding)
-            if state.reference is not None:
-                local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
+            local = _local(state, micro_batches, for_step_values, len(batch))
             compute_gradients(state, local, counts.weights, sums)
         # before the update, because a non-finite loss prevents it
         local_router_losses = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
@@ -84,6 +85,26 @@ def _micro_batches(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatc
     seed, dp = state.config.train.seed + state.progress.consumed_samples, state.parallel.dp
     ahead = batch.micro_batches(batch_key(state.cut, seed, dp)) if isinstance(batch, PreparedBatch) else None
     return prepare_batch(state.flow, batch, state.cut, seed, dp) if ahead is None else ahead
+
+
+def _local(
+    state: TrainingState, micro_batches: list[MicroBatch], for_step_values: list[MicroBatch], num_samples: int
+) -> list[MicroBatch]:
+    """This process's micro-batches for the loss: with the reference model's outputs and the statistics of the whole
+    step. Collective."""
+
+    def localized(some: list[MicroBatch]) -> list[MicroBatch]:
+        local = state.schedule.localize(some, state.extra_padding)
+        if state.reference is None:
+            return local
+        return with_reference_outputs(state.reference, state.flow, state.schedule, local)
+
+    local = localized(micro_batches)
+    if state.flow.step_values_from is None:
+        return local
+    with evaluation_mode(state):
+        source = localized(for_step_values) if for_step_values else local
+        return with_step_values(local, step_values(state, [source], num_samples))
 
 
 def compute_gradients(
@@ -112,11 +133,10 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[Micro
         This replica's micro-batches, before padding and splitting.
     """
     parallel, device = state.parallel, state.platform.device
-    micro_batches = prepare_batch(state.flow, batch, state.cut, state.config.train.seed, parallel.dp)
+    prepared = prepare_batch(state.flow, batch, state.cut, state.config.train.seed, parallel.dp)
+    micro_batches, for_step_values = split_step_values(prepared)
     counts = count_step(state.flow, micro_batches, parallel.dp, device)
-    local = state.schedule.localize(micro_batches, state.extra_padding)
-    if state.reference is not None:
-        local = with_reference_outputs(state.reference, state.flow, state.schedule, local)
+    local = _local(state, micro_batches, for_step_values, len(batch))
     compute_gradients(state, local, counts.weights, MetricSums(device))
     return micro_batches
 
@@ -166,8 +186,7 @@ def _metrics(
     }
     if logger.add_throughput_to_metrics:
         flops = training_flops(state.shape, counts.tokens, counts.squared_lengths)
-        if state.reference is not None:
-            flops *= 4 / 3  # one more forward pass; a backward pass costs two forward passes
+        flops *= _forward_passes(state) / 3  # a backward pass costs two forward passes
         metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
     if logger.add_memory_to_metrics:
         metrics |= state.platform.memory_gib()
@@ -177,6 +196,14 @@ def _metrics(
             f"{type(state.flow).__name__} reports the metrics {clash}, which the engine reports itself; rename them"
         )
     return {**first, **reduced.flow_metrics, **metrics}
+
+
+def _forward_passes(state: TrainingState) -> int:
+    """Cost of a step in forward passes over its tokens; samples of `get_step_samples` count as many tokens."""
+    flow, with_reference = state.flow, state.reference is not None
+    further = type(flow).get_step_samples is not MegatronWrapTrainingFlowBase.get_step_samples
+    statistics = flow.step_values_from is not None
+    return 3 + with_reference * (2 if statistics and further else 1) + (flow.step_values_from == "outputs")
 
 
 def _params_norm(state: TrainingState) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -107,6 +107,12 @@ class MegatronWrapTrainingFlowBase(ABC):
     each sequence is with `sum_per_sequence`. Valid for the methods of the class that declares it and of those above it:
     a class that overrides one of the two declares it again."""
 
+    step_values_from: Literal["inputs", "outputs"] | None = None
+    """Where the statistics of the whole step come from, which a loss needs that is not a sum over micro-batches:
+    "inputs" (`calculate_step_values` reads the loss inputs), "outputs" (it also gets the model's output, from a forward
+    pass without a graph and without dropout before the step) or None (there are none). Set it in the class, or in
+    `__init__` if it depends on the options."""
+
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
         """An instance of `Config`, or `FlowOptions` if the flow declares none."""
@@ -181,6 +187,33 @@ class MegatronWrapTrainingFlowBase(ABC):
             f"{type(self).__name__} does not define calculate_outputs, which wrap.forward and a reference model need; "
             "define it"
         )
+
+    def get_step_samples(self, samples: Sequence[Any]) -> Sequence[Any] | None:
+        """The prepared samples that `calculate_step_values` gets, collated like others: as many as the batch has, in
+        its order; None, the default: those of the batch. Called on every rank with all prepared samples of the global
+        batch in order, so a sample may use its neighbor. Used only with `step_values_from`."""
+        return None
+
+    def calculate_step_values(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Named rows [n] of one micro-batch of n samples, without a graph, for the statistics of the whole step;
+        complete and equal on every context-parallel rank. Called before the step on the last pipeline stage; the loss
+        inputs contain the reference model's outputs. See `step_values_from`.
+
+        Args:
+            model_forward_output: [B, S/cp, V/tp]; None with `step_values_from = "inputs"`.
+        """
+        raise FlowError(
+            f"{type(self).__name__} sets step_values_from = {self.step_values_from!r} and does not define "
+            "calculate_step_values; define it, or set step_values_from to None"
+        )
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Statistics of the whole step, from the rows of all micro-batches and replicas, fp32 [N] in the order of the
+        global batch's N samples, equal on every rank. The loss inputs of every micro-batch contain each result as
+        `step_NAME`, and `step_places` [n], the places of its samples in the global batch. Default: the rows."""
+        return values
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Raise `FlowError` if the model cannot take these inputs; the default accepts all."""

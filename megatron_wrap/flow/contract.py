@@ -18,12 +18,15 @@ _ARGUMENTS = {
     "get_loss_coefficients": (),
     "calculate_loss": ("loss_inputs", "model_forward_output"),
     "calculate_outputs": ("loss_inputs", "model_forward_output"),
+    "get_step_samples": ("samples",),
+    "calculate_step_values": ("loss_inputs", "model_forward_output"),
+    "reduce_step_values": ("values",),
     "validate_model_forward_inputs": ("model_forward_inputs",),
 }
 """Method -> the arguments that the engine passes, besides self."""
 
 
-_ON_ROWS = ("calculate_loss", "calculate_outputs")
+_ON_ROWS = ("calculate_loss", "calculate_outputs", "calculate_step_values")
 """Methods that get packed rows."""
 
 

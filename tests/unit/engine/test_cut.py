@@ -198,3 +198,36 @@ def test_the_cut_follows_from_the_configuration(overrides, sizes, expected):
     assert cut.rounds == 2
     assert cut.token_cost > cut.square_cost > 0
     assert cut.fixed() == BatchCut(rounds=2)
+
+
+class WithStepSamples(Flow):
+    step_values_from = "inputs"
+
+    def get_step_samples(self, samples: Any) -> Any:
+        return [[*sample, 0] for sample in samples]
+
+
+@pytest.mark.parametrize("cut", [BatchCut(), *cuts()])
+def test_samples_of_statistics_have_micro_batches_of_their_own_and_places(cut):
+    given = batch(7)
+    found: list[int] = []
+    for rank in range(2):
+        made = prepare_batch(WithStepSamples(), given, cut, 0, axis(2, rank))
+        for kind in (False, True):
+            some = [one for one in made if one.for_step_values == kind and one.counted]
+            assert samples_of(some) == [place for one in some for place in one.places]
+            tokens = sum(int(one.lengths.sum()) for one in some)
+            places = [place for one in some for place in one.places]
+            assert tokens == sum(len(given[place]) + kind for place in places)
+            found += places
+    assert sorted(found) == sorted([*range(7), *range(7)])
+    assert not any(one.for_step_values for one in prepare_batch(Flow(), given, cut, 0, axis(1)))
+
+
+def test_statistics_need_one_sample_for_each():
+    class Fewer(WithStepSamples):
+        def get_step_samples(self, samples: Any) -> Any:
+            return samples[1:]
+
+    with pytest.raises(FlowError, match="2 samples for a batch of 3"):
+        prepare_batch(Fewer(), batch(3), BatchCut(), 0, axis(1))

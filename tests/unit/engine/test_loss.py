@@ -157,3 +157,12 @@ def test_a_loss_sum_needs_an_explicit_weight_and_the_older_return_does_not():
         normalized(Flow(lambda out: LossOutput(out.sum())), {"": 1.0})(without_weight, output())
     loss, _, _ = normalized(Flow(lambda out: (out.mean(), {})), {"": 1.0})(without_weight, output())
     assert loss.item() == pytest.approx(2.0)
+
+
+def test_a_statistic_without_a_declaration_is_named():
+    flow = Flow(lambda output: {}["step_limit"])
+    with pytest.raises(FlowError, match=r"'step_limit'.* step_values_from.*'limit'"):
+        normalized(flow, {"": 1.0})(micro_batch(loss=1.0), output())
+    flow = Flow(lambda output: {}["limit"])
+    with pytest.raises(KeyError):
+        normalized(flow, {"": 1.0})(micro_batch(loss=1.0), output())
