@@ -195,6 +195,8 @@ def _decode_option(tree: Tree, section: str, key: str) -> Any:
         if isinstance(origins, dict):
             return {key: typed(value[key], below, f"{path}.{key}") for key, below in origins.items()}
         kind = type(origins[0].node.plain())
+        if section == "flow" and kind is str and isinstance(value, list):
+            return value  # a name or a list of names: the flow's Config decides
         if kind in (bool, int, float, str, list, dict) and not (kind is dict and value is None):
             return _checked(tree, value, origins, kind, path)
         return value

@@ -10,6 +10,7 @@ from megatron_wrap.flow.base import (
 from megatron_wrap.flow.dpo import MegatronWrapGPTModelDPOFlow
 from megatron_wrap.flow.entry import MegatronWrapFlowEntry
 from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.kto import MegatronWrapGPTModelKTOFlow
 from megatron_wrap.flow.mock import MegatronWrapMinimalMockFlow
 from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
 from megatron_wrap.metrics.metric import Metric, Total
@@ -22,6 +23,7 @@ __all__ = [
     "MegatronWrapFlowEntry",
     "MegatronWrapGPTModelDPOFlow",
     "MegatronWrapGPTModelFlow",
+    "MegatronWrapGPTModelKTOFlow",
     "MegatronWrapGPTModelSFTFlow",
     "MegatronWrapMinimalMockFlow",
     "MegatronWrapTrainingFlowBase",

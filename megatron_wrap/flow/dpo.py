@@ -5,28 +5,41 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from megatron_wrap.data.chat import ChatTokens
 from megatron_wrap.data.pairs import encode_pair
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.base import LossOutput
+from megatron_wrap.flow.base import FlowContext, LossOutput
+from megatron_wrap.flow.preference_losses import (
+    NLL,
+    PAIR_LOSSES,
+    SORTED_LOSSES,
+    PairTerms,
+    check_losses,
+    divergence_scores,
+    gradient_only,
+    partners,
+    smoothed,
+)
 from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
-from megatron_wrap.metrics.metric import Total
+from megatron_wrap.metrics.metric import Metric, Total
+from megatron_wrap.ops.entropies import collision_entropy
 from megatron_wrap.ops.log_probs import token_log_probs
 
+_PAIRS = "pairs"
+"""Term of the losses that are means over pairs, beside sft."""
 REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs")
 
 
 class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
-    """Mean over pairs of -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the
-    log-probability of the chosen answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290,
-    equation 7); with `label_smoothing` its conservative form (Mitchell, 2023), as in trl's loss_type "sigmoid". A
-    pair's `weight`, 1 by default, is its weight in the mean.
+    """Mean over pairs of a loss of the policy's and the reference's log-probabilities of both answers. The default is
+    -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the log-probability of the chosen
+    answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` has further
+    ones (`preference_losses.py`). A pair's `weight`, 1 by default, is its weight in the mean.
 
     A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). The reference's log-probabilities come from the
     model of `megatron_wrap.models.reference: copy`, or each sample contains them, as `wrap.forward` returns them, in
@@ -40,8 +53,29 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
 
         beta: float = 0.1
         """Strength of the penalty for deviating from the reference model; above 0."""
+        loss_type: str | list[str] = "sigmoid"
+        """One loss, or a list for their weighted sum: sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair,
+        bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot, aot_unpaired (both sort over the whole step) or sft
+        (a mean over the step's chosen tokens)."""
+        loss_weights: list[float] | None = None
+        """Factor of each loss of loss_type, in its order; null: 1 each."""
         label_smoothing: float = 0.0
-        """Probability that a pair's labels are swapped; at least 0 and below 0.5."""
+        """Probability that a pair's labels are swapped; at least 0 and below 0.5. Used by sigmoid (not in trl 1.x),
+        robust, exo_pair (above 0), aot and aot_unpaired."""
+        f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+        """Divergence from the reference that the losses of a difference of scores penalize."""
+        f_alpha_divergence_coef: float = 0.5
+        """Alpha of the alpha divergence."""
+        ld_alpha: float | None = None
+        """Factor from 0 to 1 of log-probabilities of an answer's tokens beyond the length of the shorter answer
+        (LD-DPO, arXiv:2409.06411); null: 1."""
+        use_weighting: bool = False
+        """Multiply each pair's loss by the policy's probabilities of both answers (WPO, arXiv:2406.11827)."""
+        rpo_alpha: float | None = None
+        """Factor of the negative log-likelihood of the chosen answers that is added (arXiv:2404.19733), as a mean over
+        the step's chosen tokens, not per answer as in the paper; null: none. trl 1.x has sft in loss_type instead."""
+        discopop_tau: float = 0.05
+        """Temperature of discopop's share of the exponential loss; above 0."""
 
         def __post_init__(self) -> None:
             if self.beta <= 0:
@@ -50,6 +84,27 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
                 raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
             if self.loss_on != "assistant":
                 raise ValueError(f"loss_on is {self.loss_on}; a preference pair has its loss on the answers, assistant")
+            if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+                raise ValueError(f"ld_alpha is {self.ld_alpha}; it must be from 0 to 1, or null")
+            if self.discopop_tau <= 0:
+                raise ValueError(f"discopop_tau is {self.discopop_tau}; it must be larger than 0")
+            names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+            check_losses(names, self.loss_weights, self.f_divergence_type, self.use_weighting, self.label_smoothing)
+
+        @property
+        def losses(self) -> dict[str, float]:
+            """Loss -> its factor; `rpo_alpha` is a factor of sft."""
+            names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+            losses = dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+            if self.rpo_alpha is not None:
+                losses[NLL] = losses.get(NLL, 0.0) + self.rpo_alpha
+            return losses
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
+        super().__init__(flow_config, context)
+        self._losses: dict[str, float] = flow_config.losses
+        if self._losses.keys() & set(SORTED_LOSSES):
+            self.step_values_from = "outputs"
 
     supports_packing = True
 
@@ -64,9 +119,13 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """Those of the chosen and the rejected sequence, see `length_of`."""
         return [self.length_of(tokens) for tokens in self._encoded(sample)]
 
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """Also `token_factors`, with `ld_alpha`."""
+        return {**super().get_fields_and_seqdims(), "token_factors": 1}
+
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `truncated`, `pair_weights`
-        and the reference's log-probabilities, if the samples contain them, are [B].
+        and the reference's log-probabilities, if the samples contain them, are [B], `answer_lengths` [2B].
 
         Raises:
             DataError: only some of the samples contain reference log-probabilities.
@@ -77,15 +136,27 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
         cut = loss_inputs.pop("truncated").view(2, len(pairs)).amax(dim=0)
         weights = torch.tensor([chosen.weight for chosen, _ in pairs])
-        added = {"truncated": cut, "pair_weights": weights, **_given_reference(samples)}
-        return model_forward_inputs, {**loss_inputs, **added}
+        mask = loss_inputs["loss_mask"]
+        added = {"truncated": cut, "pair_weights": weights, "answer_lengths": mask.sum(dim=1)}
+        if self.flow_config.ld_alpha is not None:
+            added["token_factors"] = _length_factors(mask, self.flow_config.ld_alpha)
+        return model_forward_inputs, {**loss_inputs, **added, **_given_reference(samples)}
 
     def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
         return sample[ENCODED] if ENCODED in sample else encode_pair(self.context.tokenizer, sample)
 
-    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
-        """Sum of the weights of the micro-batch's pairs, each 1 by default."""
-        return float(loss_inputs["pair_weights"].sum())
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
+        """Sum of the weights of the micro-batch's pairs, each 1 by default; with sft or `rpo_alpha` two terms, and for
+        sft the sum over the chosen answers' tokens."""
+        weights = loss_inputs["pair_weights"]
+        if NLL not in self._losses:
+            return float(weights.sum())
+        tokens = float((weights * loss_inputs["answer_lengths"].chunk(2)[0]).sum())
+        return {NLL: tokens} if len(self._losses) == 1 else {_PAIRS: float(weights.sum()), NLL: tokens}
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        """The factor of sft; those of the other losses are within their sum."""
+        return {NLL: self._losses[NLL]} if NLL in self._losses else {}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the weighted sum over pairs; the metrics are weighted means over pairs.
@@ -93,43 +164,155 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         Raises:
             DataError: there are no reference log-probabilities.
         """
-        if REFERENCE_FIELDS[0] not in loss_inputs:
-            raise DataError(
-                "gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy, or "
-                f"add {' and '.join(REFERENCE_FIELDS)} to each sample"
-            )
-        beta, smoothing = self.flow_config.beta, self.flow_config.label_smoothing
-        chosen, rejected = self._answer_log_probs(loss_inputs, model_forward_output)
-        chosen_rewards = beta * (chosen - loss_inputs["reference_chosen_log_probs"])
-        rejected_rewards = beta * (rejected - loss_inputs["reference_rejected_log_probs"])
-        margins = chosen_rewards - rejected_rewards
-        losses = -logsigmoid(margins) * (1 - smoothing) - logsigmoid(-margins) * smoothing
+        token_log_probs = self._token_log_probs(loss_inputs, model_forward_output)
+        chosen, rejected = self._answer_log_probs(loss_inputs, token_log_probs)
+        chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
+        beta, weights = self.flow_config.beta, loss_inputs["pair_weights"]
+        margins = beta * (chosen_ratios - rejected_ratios)
         reported = {
-            "rewards/chosen": chosen_rewards,
-            "rewards/rejected": rejected_rewards,
+            "rewards/chosen": beta * chosen_ratios,
+            "rewards/rejected": beta * rejected_ratios,
             "rewards/margins": margins,
             "rewards/accuracies": (margins > 0).float(),
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        weights = loss_inputs["pair_weights"]
-        metrics = {
+        metrics: dict[str, Metric] = {
             name: (_weighted(values.detach(), weights).sum(), weights.sum()) for name, values in reported.items()
         }
-        truncated = Total(self.sequence_mean(loss_inputs["truncated"]))
-        return LossOutput(self.sequence_mean(_weighted(losses, weights)), {**metrics, "truncated_samples": truncated})
+        metrics["truncated_samples"] = Total(self.sequence_mean(loss_inputs["truncated"]))
+        sums: dict[str, Tensor] = {}
+        if self._losses.keys() != {NLL}:
+            losses = self._pair_losses(loss_inputs, chosen_ratios, rejected_ratios)
+            if self.flow_config.use_weighting:
+                losses = losses * self._pair_probabilities(loss_inputs, token_log_probs, model_forward_output)
+            total = _weighted(losses, weights) + self._sorted_losses(loss_inputs, chosen_ratios, rejected_ratios)
+            sums[_PAIRS] = self.sequence_mean(total)
+        if NLL in self._losses:
+            answers, _ = self.sum_per_sequence(token_log_probs, loss_inputs).chunk(2)
+            sums[NLL] = -self.sequence_mean(_weighted(answers, weights))
+            tokens = (weights * loss_inputs["answer_lengths"].chunk(2)[0]).sum()
+            metrics["nll_loss"] = (sums[NLL].detach() * self.context.cp_size, tokens)
+        return LossOutput(sums if NLL in sums else sums[_PAIRS], metrics)
+
+    def _pair_losses(self, loss_inputs: Mapping[str, Tensor], chosen_ratios: Tensor, rejected_ratios: Tensor) -> Tensor:
+        """[B]: the weighted sum of the losses of `PAIR_LOSSES` for each pair."""
+        config = self.flow_config
+        divergence, alpha = config.f_divergence_type, config.f_alpha_divergence_coef
+        chosen_lengths, rejected_lengths = loss_inputs["answer_lengths"].clamp(min=1).chunk(2)
+        terms = PairTerms(
+            chosen_ratios=chosen_ratios,
+            rejected_ratios=rejected_ratios,
+            chosen_scores=divergence_scores(chosen_ratios, divergence, alpha),
+            rejected_scores=divergence_scores(rejected_ratios, divergence, alpha),
+            chosen_lengths=chosen_lengths,
+            rejected_lengths=rejected_lengths,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing,
+            discopop_tau=config.discopop_tau,
+        )
+        losses = torch.zeros_like(chosen_ratios)
+        for name, factor in self._losses.items():
+            if name in PAIR_LOSSES:
+                losses = losses + factor * PAIR_LOSSES[name](terms)
+        return losses
+
+    def _sorted_losses(
+        self, loss_inputs: Mapping[str, Tensor], chosen_ratios: Tensor, rejected_ratios: Tensor
+    ) -> Tensor:
+        """[B]: each pair's share of aot and aot_unpaired, with its weight. An own value has its gradient against the
+        detached value at the same rank of the other sort, and each rank is counted once."""
+        beta, smoothing, weights = self.flow_config.beta, self.flow_config.label_smoothing, loss_inputs["pair_weights"]
+        total = torch.zeros_like(chosen_ratios)
+        if "aot" in self._losses:
+            reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
+            own = chosen_ratios - rejected_ratios + reference  # the policy's log-probability ratio of the two answers
+            losses = smoothed(beta * (own - _own(loss_inputs, "aot_reference")), smoothing)
+            total = total + self._losses["aot"] * _weighted(losses, weights)
+        if "aot_unpaired" in self._losses:
+            losses = smoothed(beta * (chosen_ratios - _own(loss_inputs, "aot_rejected")), smoothing)
+            others = smoothed(beta * (_own(loss_inputs, "aot_chosen") - rejected_ratios), smoothing)
+            rejected_part = _weighted(gradient_only(others), _own(loss_inputs, "aot_weights"))
+            total = total + self._losses["aot_unpaired"] * (_weighted(losses, weights) + rejected_part)
+        return total
+
+    def calculate_step_values(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The values that aot and aot_unpaired sort over the step, [B] each."""
+        assert model_forward_output is not None
+        tokens = self._token_log_probs(loss_inputs, model_forward_output)
+        chosen, rejected = self._answer_log_probs(loss_inputs, tokens)
+        chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
+        reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
+        return {
+            "policy": chosen - rejected,
+            "reference": reference,
+            "chosen": chosen_ratios,
+            "rejected": rejected_ratios,
+            "weights": loss_inputs["pair_weights"],
+        }
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """For each pair of the step the value at its rank of the other sort, [N] each: of the reference's ratios, of
+        the rejected answers, of the chosen ones, and the weight of the latter."""
+        chosen, rejected, weights = values["chosen"], values["rejected"], values["weights"]
+        chosen_place = partners(rejected, chosen, weights)
+        return {
+            "aot_reference": values["reference"][partners(values["policy"], values["reference"], weights)],
+            "aot_rejected": rejected[partners(chosen, rejected, weights)],
+            "aot_chosen": chosen[chosen_place],
+            "aot_weights": weights[chosen_place],
+        }
+
+    def _pair_probabilities(self, loss_inputs: Mapping[str, Tensor], token_log_probs: Tensor, logits: Tensor) -> Tensor:
+        """[B]: WPO's weight of a pair, the product over both answers of exp(mean over tokens of log p - log sum p^2)
+        (Zhou et al., 2024, arXiv:2406.11827, equation 2); detached."""
+        mask = loss_inputs["loss_mask"]
+        aligned = torch.where(mask != 0, token_log_probs.detach() + collision_entropy(logits) * mask, 0.0)
+        means = self.sum_per_sequence(aligned, loss_inputs) / loss_inputs["answer_lengths"].clamp(min=1)
+        chosen, rejected = means.exp().chunk(2)
+        return chosen * rejected
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
         """`chosen_log_probs` and `rejected_log_probs`, [B]: log-probability of each answer given its prompt."""
-        chosen, rejected = self._answer_log_probs(loss_inputs, model_forward_output)
+        tokens = self._token_log_probs(loss_inputs, model_forward_output)
+        chosen, rejected = self._answer_log_probs(loss_inputs, tokens)
         return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
 
-    def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the chosen and the rejected answers, [B] each, equal on every context-parallel rank."""
+    def _token_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+        """[2B, S/cp] log-probabilities, 0 on tokens without loss."""
         mask = loss_inputs["loss_mask"]
-        log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
-        chosen, rejected = self.sum_per_sequence(log_probs * mask, loss_inputs).chunk(2)
+        return torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0) * mask
+
+    def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], token_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the chosen and the rejected answers, [B] each, equal on every context-parallel rank;
+        with `ld_alpha` those of later tokens have its factor."""
+        if "token_factors" in loss_inputs:
+            token_log_probs = token_log_probs * loss_inputs["token_factors"]
+        chosen, rejected = self.sum_per_sequence(token_log_probs, loss_inputs).chunk(2)
         return chosen, rejected
+
+
+def _log_ratios(loss_inputs: Mapping[str, Tensor], chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities minus the reference's, of the chosen and of the rejected answers."""
+    if REFERENCE_FIELDS[0] not in loss_inputs:
+        raise DataError(
+            "gpt_dpo needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy, or "
+            f"add {' and '.join(REFERENCE_FIELDS)} to each sample"
+        )
+    return chosen - loss_inputs[REFERENCE_FIELDS[0]], rejected - loss_inputs[REFERENCE_FIELDS[1]]
+
+
+def _own(loss_inputs: Mapping[str, Tensor], name: str) -> Tensor:
+    """[B]: the values of the micro-batch's pairs in a statistic [N] of the whole step."""
+    return loss_inputs[f"step_{name}"][loss_inputs["step_places"]]
+
+
+def _length_factors(mask: Tensor, alpha: float) -> Tensor:
+    """[2B, S]: 1, and `alpha` on an answer's tokens beyond the length of the shorter answer of its pair."""
+    shared = mask.sum(dim=1).view(2, -1).amin(dim=0).repeat(2)
+    return torch.where(mask.cumsum(dim=1) > shared[:, None], alpha, 1.0)
 
 
 def _weighted(values: Tensor, weights: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ SHIPPED: Mapping[str, str] = {
     "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
     "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
     "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
+    "gpt_kto": "megatron_wrap.flow.kto:MegatronWrapGPTModelKTOFlow",
     "gpt_cpo": "megatron_wrap.flow.cpo:MegatronWrapGPTModelCPOFlow",
     "gpt_orpo": "megatron_wrap.flow.orpo:MegatronWrapGPTModelORPOFlow",
     "gpt_reward": "megatron_wrap.flow.reward:MegatronWrapGPTModelRewardFlow",

@@ -13,6 +13,7 @@ from megatron_wrap.ops.vocabulary import (
     check_logits,
     compute_dtype,
     join_normalizer,
+    log_normalizer,
     normalizer_parts,
     token_blocks,
 )
@@ -72,3 +73,19 @@ def _partial_entropy(log_probs: Tensor) -> Tensor:
 def _entropy_gradient(log_probs: Tensor, value: Tensor) -> Tensor:
     """-p (log p + entropy), [n, C] and [n] -> [n, C]; overwrites its input."""
     return log_probs.exp().mul_(log_probs.add_(value.unsqueeze(-1))).neg_()
+
+
+def collision_entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Renyi entropy of order 2 of each token's distribution, -log sum p^2, without a gradient.
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        group: the tensor-parallel group; default: the current layout's.
+
+    Returns:
+        [B, S] fp32 (float64 for float64 logits), equal on every tensor-parallel rank.
+    """
+    group = group or tensor_parallel_group()
+    with torch.no_grad():
+        dtype = compute_dtype(logits)
+        return 2 * log_normalizer(logits, dtype, 1.0, group) - log_normalizer(logits, dtype, 0.5, group)

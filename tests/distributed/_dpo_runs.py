@@ -23,7 +23,7 @@ DPO = (
     "megatron_lm.train.optimizer.adam_beta2=0.999",
     "megatron_lm.train.optimizer.weight_decay=0.0",
 )
-REPORTED = ("loss", "grad_norm", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected")
+REPORTED = ("loss", "grad_norm", "kl", *(f"rewards/{name}" for name in ("margins", "accuracies", "chosen", "rejected")))
 
 
 def pairs(count: int = 40) -> list[dict[str, list[int]]]:
@@ -47,7 +47,7 @@ def train(
         while wrap.iteration < until:
             place = wrap.iteration * BATCH
             metrics = wrap.train(samples[place : place + BATCH])
-            taken.append({name: metrics[name] for name in REPORTED})
+            taken.append({name: metrics[name] for name in REPORTED if name in metrics})
             if wrap.iteration == save_at:
                 wrap.save()
     return taken

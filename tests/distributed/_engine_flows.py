@@ -121,3 +121,30 @@ class Poisoned(MegatronWrapGPTModelSFTFlow):
         if 2 in kinds:  # the derivative of the square root at 0 is infinite, and is multiplied by 0
             loss = loss + (model_forward_output[0, 0, :1].float().sum() * 0.0).abs().sqrt()
         return LossOutput(loss)
+
+
+class RelativeLengthFlow(MegatronWrapGPTModelSFTFlow):
+    """Each sequence's loss is divided by the longest length of the step."""
+
+    supports_packing = True
+    step_values_from = "inputs"
+
+    def calculate_step_values(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
+    ) -> dict[str, Tensor]:
+        assert model_forward_output is None
+        return {"lengths": self.sum_per_sequence(loss_inputs["loss_mask"], loss_inputs)}
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"longest": values["lengths"].max(), "lengths": values["lengths"]}
+
+    def get_loss_weight(self, loss_inputs: Any) -> float:
+        return float(len(loss_inputs["truncated"]))
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        mask = loss_inputs["loss_mask"]
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"]) * mask
+        lengths = self.sum_per_sequence(mask, loss_inputs)
+        assert torch.equal(lengths, loss_inputs["step_lengths"][loss_inputs["step_places"]])
+        losses = -self.sum_per_sequence(log_probs, loss_inputs) / loss_inputs["step_longest"]
+        return LossOutput(self.sequence_mean(losses))

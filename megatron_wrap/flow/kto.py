@@ -1,0 +1,190 @@
+"""Kahneman-Tversky optimization (KTO) of a GPT model on single answers with a label: desirable or not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.data.chat import ChatTokens, encode_sample
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.base import FlowContext, LossOutput
+from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Metric, Total
+from megatron_wrap.ops.log_probs import token_log_probs
+
+REFERENCE_FIELD = "reference_answer_log_probs"
+
+
+class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
+    """Mean over samples of w_d * (1 - sigmoid(beta * (r - z))) for desirable answers and
+    w_u * (1 - sigmoid(beta * (z - r))) for others, where r is the policy's log-probability of the answer minus the
+    reference's (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8). z estimates the KL divergence from the
+    reference over the whole step: the mean of r over each prompt with the answer of the sample before it (the first
+    one with the last), at least 0, without a gradient; as in trl 1.16.0 with one micro-batch. trl estimates it in each
+    micro-batch.
+
+    A sample is one of `encode_sample`'s with `label`: true (desirable) or false; or `prompt_ids`, `completion_ids` and
+    `label`. The reference's log-probabilities come from `megatron_wrap.models.reference`; for apo_zero_unpaired each
+    sample may contain them instead, in `reference_answer_log_probs`. A sample's `weight` is its weight in both means.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelTextFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        beta: float = 0.1
+        """Strength of the penalty for deviating from the reference model; above 0."""
+        loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+        """kto, or APO-zero of single answers (arXiv:2408.06266), whose z is 0."""
+        desirable_weight: float = 1.0
+        """Factor of the loss of desirable answers; at least 0. It is no weight in the mean."""
+        undesirable_weight: float = 1.0
+        """Factor of the loss of undesirable answers; at least 0. It is no weight in the mean."""
+
+        def __post_init__(self) -> None:
+            if self.beta <= 0:
+                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
+            for name in ("desirable_weight", "undesirable_weight"):
+                if getattr(self, name) < 0:
+                    raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    supports_packing = True
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
+        super().__init__(flow_config, context)
+        if flow_config.loss_type == "kto":
+            self.step_values_from = "outputs"
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with its `ChatTokens` as `encoded`.
+
+        Raises:
+            DataError: there is no `label`, or it is neither true nor false.
+        """
+        tokens = self._encoded(sample)
+        self.check_length(tokens)
+        return {**sample, ENCODED: tokens}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """That of the sequence, see `length_of`."""
+        return [self.length_of(self._encoded(sample))]
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B samples, prepared or not, as [B, S]; `desirable`, `sample_weights`, `truncated` and the reference's
+        log-probabilities, if the samples contain them, are [B].
+
+        Raises:
+            DataError: only some of the samples contain reference log-probabilities.
+        """
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        encoded = [self._encoded(sample) for sample in samples]
+        model_forward_inputs, loss_inputs = self.collate_tokens(encoded)
+        loss_inputs["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
+        loss_inputs["sample_weights"] = torch.tensor([tokens.weight for tokens in encoded])
+        given = [sample.get(REFERENCE_FIELD) for sample in samples]
+        if any(value is not None for value in given):
+            if any(value is None for value in given):
+                raise DataError(f"only some samples contain {REFERENCE_FIELD}; add it to every sample or remove it")
+            loss_inputs[REFERENCE_FIELD] = torch.tensor(given, dtype=torch.float32)
+        return model_forward_inputs, loss_inputs
+
+    def _encoded(self, sample: Mapping[str, Any]) -> ChatTokens:
+        if ENCODED in sample:
+            tokens: ChatTokens = sample[ENCODED]
+            return tokens
+        label = sample.get("label")
+        if not isinstance(label, bool):
+            raise DataError(
+                f'"label" is {label!r}; gpt_kto needs true for a desirable answer and false for an undesirable one'
+            )
+        if "prompt_ids" in sample and "completion_ids" in sample:
+            prompt, answer = list(sample["prompt_ids"]), list(sample["completion_ids"])
+            mask = [0] * len(prompt) + [1] * len(answer)
+            sample = {"input_ids": prompt + answer, "loss_mask": mask, "weight": sample.get("weight")}
+        return encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
+
+    def get_step_samples(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Each prompt with the answer of the sample before it: the samples of the KL estimate. An answer begins with
+        its first token with a loss."""
+        encoded = [self._encoded(sample) for sample in samples]
+        return [
+            {"label": True, ENCODED: self._joined(tokens, encoded[place - 1])} for place, tokens in enumerate(encoded)
+        ]
+
+    def _joined(self, prompt_of: ChatTokens, answer_of: ChatTokens) -> ChatTokens:
+        first, start = _answer_start(prompt_of), _answer_start(answer_of)
+        ids = prompt_of.input_ids[:first] + answer_of.input_ids[start:]
+        mask = [0] * first + answer_of.loss_mask[start:]
+        kept = self.seq_length + 1 if self.flow_config.truncation == "refuse" else len(ids)
+        return replace(prompt_of, input_ids=ids[:kept], loss_mask=mask[:kept])
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
+        """Sum of the weights of the micro-batch's samples, each 1 by default."""
+        return float(loss_inputs["sample_weights"].sum())
+
+    def calculate_step_values(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The log-ratio of each sample of `get_step_samples`, [B]."""
+        assert model_forward_output is not None
+        ratios = self._log_ratios(loss_inputs, self._answer_log_probs(loss_inputs, model_forward_output))
+        return {"ratios": ratios, "weights": loss_inputs["sample_weights"]}
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`kl`: the mean of the log-ratios, at least 0."""
+        weights = values["weights"]
+        return {"kl": (_weighted(values["ratios"], weights).sum() / weights.sum()).clamp(min=0)}
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the weighted sum over samples. The metrics are means over the desirable (`chosen`) or
+        the undesirable (`rejected`) answers.
+
+        Raises:
+            DataError: there are no reference log-probabilities.
+        """
+        config, desirable, weights = self.flow_config, loss_inputs["desirable"], loss_inputs["sample_weights"]
+        log_probs = self._answer_log_probs(loss_inputs, model_forward_output)
+        ratios = self._log_ratios(loss_inputs, log_probs)
+        kl = loss_inputs["step_kl"] if config.loss_type == "kto" else torch.zeros_like(ratios[:1]).sum()
+        utility = torch.sigmoid(config.beta * torch.where(desirable != 0, ratios - kl, kl - ratios))
+        factors = torch.where(desirable != 0, config.desirable_weight, config.undesirable_weight)
+        metrics: dict[str, Metric] = {}
+        for kind, share in (("chosen", weights * desirable), ("rejected", weights * (1 - desirable))):
+            for name, values in (("rewards", config.beta * ratios), ("logps", log_probs)):
+                metrics[f"{name}/{kind}"] = (_weighted(values.detach(), share).sum(), share.sum())
+        if config.loss_type == "kto":
+            metrics["kl"] = (kl * weights.sum(), weights.sum())
+        metrics["truncated_samples"] = Total(self.sequence_mean(loss_inputs["truncated"]))
+        return LossOutput(self.sequence_mean(_weighted(factors * (1 - utility), weights)), metrics)
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`answer_log_probs` [B]: log-probability of each answer given its prompt."""
+        return {"answer_log_probs": self._answer_log_probs(loss_inputs, model_forward_output)}
+
+    def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+        mask = loss_inputs["loss_mask"]
+        log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
+        return self.sum_per_sequence(log_probs * mask, loss_inputs)
+
+    def _log_ratios(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
+        if REFERENCE_FIELD not in loss_inputs:
+            also = "" if self.flow_config.loss_type == "kto" else f", or add {REFERENCE_FIELD} to each sample"
+            raise DataError(
+                "gpt_kto needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy" + also
+            )
+        return log_probs - loss_inputs[REFERENCE_FIELD]
+
+
+def _answer_start(tokens: ChatTokens) -> int:
+    """Place of the first token with a loss; the number of tokens if there is none."""
+    return tokens.loss_mask.index(1) if 1 in tokens.loss_mask else len(tokens)
+
+
+def _weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """[B] values times their weights; of weight 0 also inf and nan are 0."""
+    return torch.where(weights != 0, values * weights, torch.zeros_like(values))

@@ -1,0 +1,178 @@
+"""Every preference loss compared with trl on the same model and samples, and on several cuts and layouts."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import _dpo_runs as runs
+import pytest
+from _dpo_runs import COPY
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
+from _trl_runs import steps_of_trl
+
+from megatron_wrap.config import load_run_config
+from megatron_wrap.testing import check_parity
+
+ROUNDING = 1e-5
+"""Rounding error of a reward: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; several of them times beta,
+and the policies differ by rounding after some steps."""
+PAIR_TYPES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+)
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+CASES: dict[str, dict[str, Any]] = {
+    name: {"loss_type": [name], **({"label_smoothing": 0.1} if name in SMOOTHED else {})} for name in PAIR_TYPES
+}
+CASES |= {
+    "list": {"loss_type": ["sigmoid", "aot", "sft"], "loss_weights": [0.5, 0.25, 0.1]},
+    "forward_kl": {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"},
+    "js_divergence": {"loss_type": ["ipo"], "f_divergence_type": "js_divergence"},
+    "alpha_divergence": {"loss_type": ["hinge"], "f_divergence_type": "alpha_divergence"},
+    "ld_alpha": {"loss_type": ["sigmoid"], "ld_alpha": 0.4},
+    "use_weighting": {"loss_type": ["sigmoid"], "use_weighting": True},
+}
+QUICK = ("list", "use_weighting")
+
+
+@pytest.fixture(scope="module")
+def weights(ranks) -> Any:
+    return ranks(1).run(runs.initial_weights, runs.DPO)[0]
+
+
+def overrides_of(options: dict[str, Any], flow: str = "gpt_dpo") -> tuple[str, ...]:
+    keys = tuple(f"megatron_wrap.flow.{key}={json.dumps(value)}" for key, value in options.items())
+    return (f"megatron_wrap.flow.__select__={flow}", *keys, f"{runs.TRAIN}.micro_batch_size=2")
+
+
+def compare(found: list[dict[str, float]], of_trl: list[dict[str, float]]) -> None:
+    assert len(found) == len(of_trl) == 10
+    for step, (ours, theirs) in enumerate(zip(found, of_trl, strict=True)):
+        for metric, value in ours.items():
+            if metric in theirs and not (step == 0 and metric == "rewards/accuracies"):  # margins of 0 up to rounding
+                floor = ROUNDING * (10 if metric == "kl" else 1)  # kl is not multiplied by beta
+                assert value == pytest.approx(theirs[metric], rel=1e-4, abs=floor), f"{metric} of step {step}"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+)
+def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
+    """trl has the four pairs of a step in one micro-batch; we have two micro-batches."""
+    from trl import DPOConfig, DPOTrainer
+
+    config = load_run_config(runs.CONFIG, runs.DPO)
+    found = ranks(1).run(runs.train, (*COPY, *overrides_of(CASES[name])), runs.pairs())[0]
+    of_trl = steps_of_trl(
+        DPOTrainer, DPOConfig, config, weights, runs.pairs(), tmp_path, runs.VOCAB, runs.BATCH, beta=0.1, **CASES[name]
+    )
+    compare(found, of_trl)
+
+
+def answers(count: int = 40) -> list[dict[str, Any]]:
+    """Chosen and rejected answers in turn, not balanced."""
+    return [
+        {"prompt_ids": pair["prompt_ids"], "completion_ids": pair[f"{kind}_ids"], "label": kind == "chosen"}
+        for place, pair in enumerate(runs.pairs(count))
+        for kind in ["rejected" if place % 3 == 0 else "chosen"]
+    ]
+
+
+@pytest.mark.parametrize("loss_type", ["kto", pytest.param("apo_zero_unpaired", marks=pytest.mark.matrix)])
+def test_ten_steps_of_single_answers_agree_with_trl(ranks, weights, tmp_path, loss_type):
+    from trl import KTOConfig, KTOTrainer
+
+    config, given = load_run_config(runs.CONFIG, runs.DPO), answers()
+    options = {"loss_type": loss_type, "desirable_weight": 1.3, "undesirable_weight": 0.7, "beta": 0.1}
+    found = ranks(1).run(runs.train, (*COPY, *overrides_of(options, "gpt_kto")), given)[0]
+    with_neighbors = [
+        {**sample, "KL_completion_ids": given[place - place % 4 + (place - 1) % 4]["completion_ids"]}
+        for place, sample in enumerate(given)
+    ]
+    if loss_type != "kto":
+        with_neighbors = given
+    of_trl = steps_of_trl(
+        KTOTrainer, KTOConfig, config, weights, with_neighbors, tmp_path, runs.VOCAB, runs.BATCH, **options
+    )
+    compare(found, of_trl)
+    assert loss_type != "kto" or max(step["kl"] for step in found) > 1e-4
+
+
+LAYOUTS = ("mbs1", "packed", "token-budget-dp2", "packed-cp2", "tp2-sp", "pp2-vpp2", "dp2-dopt", "cp2")
+PARITY = {
+    "aot": ("gpt_dpo", {"loss_type": ["aot", "aot_unpaired", "sft"], "ld_alpha": 0.5}),
+    "weighted": ("gpt_dpo", {"loss_type": ["ipo", "bco_pair"], "use_weighting": True, "rpo_alpha": 0.3}),
+    "kto": ("gpt_kto", {}),
+}
+
+
+def of_lengths(flow: str) -> list[dict[str, Any]]:
+    """Answers of very unequal lengths; one is empty, so fully masked, and one has weight 0."""
+    generator = random.Random(5)
+
+    def tokens(shortest: int, longest: int) -> list[int]:
+        return [generator.randrange(3, 500) for _ in range(generator.randint(shortest, longest))]
+
+    pairs = [{"prompt_ids": tokens(1, 8), "chosen_ids": tokens(1, 30), "rejected_ids": tokens(1, 4)} for _ in range(16)]
+    pairs[1]["chosen_ids"] = []
+    pairs[2]["weight"] = 0.0  # type: ignore[assignment]
+    pairs[3]["weight"] = 2.5  # type: ignore[assignment]
+    if flow == "gpt_dpo":
+        return pairs
+    return [
+        {
+            "prompt_ids": pair["prompt_ids"],
+            "completion_ids": pair["chosen_ids"],
+            "label": place % 3 > 0,
+            "weight": pair.get("weight", 1.0),
+        }
+        for place, pair in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize("name", ["kto", pytest.param("aot", marks=pytest.mark.matrix)])
+def test_an_evaluation_has_statistics_of_its_batches(ranks, name):
+    """Seven samples are a batch of four and one of three."""
+    flow, options = PARITY[name]
+    given = answers() if flow == "gpt_kto" else runs.pairs()
+    common = (*COPY, *overrides_of(options, flow)[:-1])
+    expected = ranks(1).run(runs.evaluation, (*common, f"{runs.TRAIN}.micro_batch_size=4"), given, 2)[0]
+    for processes, size in ((1, 1), (2, 1)):
+        overrides = (*common, f"{runs.TRAIN}.micro_batch_size={size}")
+        found = ranks(processes).run(runs.evaluation, overrides, given, 2)[0]
+        assert found == pytest.approx(expected, rel=1e-4, abs=ROUNDING), (processes, size)
+
+
+def test_statistics_of_the_inputs_agree_on_each_cut(ranks):
+    layouts = ["mbs1", "packed", "token-budget-dp2", "cp2", "pp2"]
+    flow = "_engine_flows:RelativeLengthFlow"
+    given = [{"input_ids": [7 + place] * (3 + 2 * place), "loss_mask": [1] * (3 + 2 * place)} for place in range(16)]
+    overrides = ["megatron_wrap.flow.__select__=gpt_sft"]
+    report = check_parity(runs.CONFIG, overrides, flow=flow, samples=given, layouts=layouts, steps=1, ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+
+
+@pytest.mark.parametrize(("name", "layouts"), [("aot", LAYOUTS), ("weighted", LAYOUTS[:4]), ("kto", LAYOUTS)])
+def test_the_objective_does_not_depend_on_the_cut_or_the_layout(ranks, name, layouts):
+    flow, options = PARITY[name]
+    overrides = [*COPY, *overrides_of(options, flow)[:-1]]
+    report = check_parity(runs.CONFIG, overrides, samples=of_lengths(flow), layouts=list(layouts), ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
