@@ -109,7 +109,11 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
     supports_packing = True
 
     def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`."""
+        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`.
+
+        Raises:
+            DataError: not a pair, an answer has no tokens, or a sequence is longer than `truncation: refuse` allows.
+        """
         pair = self._encoded(sample)
         for tokens in pair:
             self.check_length(tokens)
@@ -143,7 +147,13 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         return model_forward_inputs, {**loss_inputs, **added, **_given_reference(samples)}
 
     def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
-        return sample[ENCODED] if ENCODED in sample else encode_pair(self.context.tokenizer, sample)
+        if ENCODED in sample:
+            return sample[ENCODED]
+        pair = encode_pair(self.context.tokenizer, sample)
+        for name, tokens in zip(("chosen", "rejected"), pair, strict=True):
+            if not any(tokens.loss_mask):
+                raise DataError(f'the answer "{name}" of a pair has no tokens; complete or remove the pair')
+        return pair
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
         """Sum of the weights of the micro-batch's pairs, each 1 by default; with sft or `rpo_alpha` two terms, and for

@@ -64,7 +64,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         """The sample with its `ChatTokens` as `encoded`.
 
         Raises:
-            DataError: there is no `label`, or it is neither true nor false.
+            DataError: there is no `label`, or it is neither true nor false, or the answer has no tokens.
         """
         tokens = self._encoded(sample)
         self.check_length(tokens)
@@ -106,7 +106,10 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
             prompt, answer = list(sample["prompt_ids"]), list(sample["completion_ids"])
             mask = [0] * len(prompt) + [1] * len(answer)
             sample = {"input_ids": prompt + answer, "loss_mask": mask, "weight": sample.get("weight")}
-        return encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
+        encoded = encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
+        if not any(encoded.loss_mask):
+            raise DataError("the answer of a sample has no tokens; complete or remove the sample")
+        return encoded
 
     def get_step_samples(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """Each prompt with the answer of the sample before it: the samples of the KL estimate. An answer begins with

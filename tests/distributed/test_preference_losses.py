@@ -125,14 +125,14 @@ PARITY = {
 
 
 def of_lengths(flow: str) -> list[dict[str, Any]]:
-    """Answers of very unequal lengths; one is empty, so fully masked, and one has weight 0."""
+    """Answers of very unequal lengths; one is truncated, so fully masked, and one has weight 0."""
     generator = random.Random(5)
 
     def tokens(shortest: int, longest: int) -> list[int]:
         return [generator.randrange(3, 500) for _ in range(generator.randint(shortest, longest))]
 
     pairs = [{"prompt_ids": tokens(1, 8), "chosen_ids": tokens(1, 30), "rejected_ids": tokens(1, 4)} for _ in range(16)]
-    pairs[1]["chosen_ids"] = []
+    pairs[1]["prompt_ids"] = [7] * 100  # longer than a sequence, so truncation leaves no answer
     pairs[2]["weight"] = 0.0  # type: ignore[assignment]
     pairs[3]["weight"] = 2.5  # type: ignore[assignment]
     if flow == "gpt_dpo":

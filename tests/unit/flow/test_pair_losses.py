@@ -147,8 +147,10 @@ def answer(prompt: list[int], completion: list[int], **further: Any) -> dict[str
 
 def test_kto_estimates_kl_on_each_prompt_with_the_answer_before():
     made = flow(MegatronWrapGPTModelKTOFlow, truncation="refuse")
-    given = [answer([1, 2], [5]), answer([3], []), answer([4], [7] * 8, weight=2.0)]
-    found = [sample["encoded"] for sample in made.get_step_samples([made.prepare_sample(one) for one in given])]
+    given = [answer([1, 2], [5]), answer([3], [6]), answer([4], [7] * 8, weight=2.0)]
+    prepared = [made.prepare_sample(one) for one in given]
+    prepared[1]["encoded"] = ChatTokens([3], [0])  # as after a truncation
+    found = [sample["encoded"] for sample in made.get_step_samples(prepared)]
     assert found == [
         ChatTokens([1, 2] + [7] * 7, [0, 0] + [1] * 7),
         ChatTokens([3, 5], [0, 1]),
@@ -157,6 +159,12 @@ def test_kto_estimates_kl_on_each_prompt_with_the_answer_before():
     kl = made.reduce_step_values({"ratios": torch.tensor([1.0, 4.0, 0.25]), "weights": torch.tensor([1.0, 1.0, 2.0])})
     assert float(kl["kl"]) == 5.5 / 4
     assert float(made.reduce_step_values({"ratios": -torch.ones(2), "weights": torch.ones(2)})["kl"]) == 0
+
+
+def test_an_empty_answer_is_refused():
+    for kind, sample in ((MegatronWrapGPTModelDPOFlow, pair(2, 0)), (MegatronWrapGPTModelKTOFlow, answer([1], []))):
+        with pytest.raises(DataError, match="has no tokens"):
+            flow(kind).prepare_sample(sample)
 
 
 def test_kto_needs_a_label_and_a_reference():
