@@ -20,6 +20,7 @@ from _generated import write_or_check
 from megatron_wrap.config import schema
 from megatron_wrap.config.keys import describe_key, documentation, has_own_kind, key_range
 from megatron_wrap.config.reading import inline_yaml, read_yaml
+from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.entry import SHIPPED
@@ -131,6 +132,9 @@ def generated_files(root: Path) -> dict[str, str]:
         if section == "data":
             header = " ".join((SourceConfig.__doc__ or "").split())
             pages.append(f"### {path}: a source\n\n{_paragraph(header)}\n{Keys(SourceConfig).table()}")
+        if section == "models":
+            header = " ".join((SecondModelConfig.__doc__ or "").split())
+            pages.append(f"### {path}: a reference model\n\n{_paragraph(header)}\n{Keys(SecondModelConfig).table()}")
         if section != "flow" and file.parent.name == path.rpartition(".")[2]:
             pages.append(_selections(file))
     files[REFERENCE] = "\n".join(pages)

@@ -1,9 +1,9 @@
-"""Checkpoint of the reference model, saved once per run, because it never changes. All functions are collective."""
+"""Checkpoint of the reference model, beside those of the run: saved once if it never changes, else with each one of
+them. All functions are collective."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,21 @@ from megatron_wrap.checkpoint.strategy import FAILURES, read
 from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
 FOLDER = "reference"
-"""Subfolder of the run's checkpoint folder; it contains one checkpoint, of iteration 0, with weights only."""
+"""Subfolder of the run's checkpoint folder. It contains checkpoints with weights only: one of iteration 0 if the model
+never changes, else one for each checkpoint of the run, with its iteration."""
+
+
+def is_saved(reference: ReferenceModel) -> bool:
+    """Whether the model is part of the run's checkpoints; one that never changes is loaded from its own folder."""
+    return reference.settings.source == "copy" or reference.settings.update_interval is not None
+
+
+def saved_iteration(reference: ReferenceModel, progress: Progress) -> int:
+    """The iteration under which the model is saved with a run's checkpoint."""
+    return 0 if reference.settings.update_interval is None else progress.iteration
 
 
 def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None:
@@ -30,19 +40,29 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
         CheckpointError: on every rank, if any rank could not write.
     """
     reference = _of(state)
-    publish(
-        state,
-        CheckpointStore(Path(folder) / FOLDER),
-        iteration=0,
-        sharded_state=lambda: {
-            **content.common_entries(Progress(), BestEvaluation()),
-            **content.model_entries(reference.chunks, state.parallel),
-        },
+    with reference.as_saved():
+        publish(
+            state,
+            CheckpointStore(Path(folder) / FOLDER),
+            iteration=saved_iteration(reference, state.progress),
+            sharded_state=lambda: {
+                **content.common_entries(Progress(), BestEvaluation()),
+                **content.model_entries(reference.chunks, state.parallel),
+            },
+        )
+
+
+def prune_references(state: TrainingState, folder: str | os.PathLike[str], keep: int | None) -> None:
+    """Remove the models of checkpoints that were removed."""
+    store = CheckpointStore(Path(folder) / FOLDER)
+    on_rank_0(
+        lambda: store.prune(keep, state.best.iteration), f"{store.folder}: older checkpoints cannot be removed: {{}}"
     )
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
-    """Load the reference model from the checkpoint folder `folder`; it may have been saved on another layout.
+    """Load the reference model that was saved with the checkpoint which `state` has loaded; it may have been saved on
+    another layout.
 
     Args:
         folder: a run's checkpoint folder, or one checkpoint in it.
@@ -53,24 +73,35 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     Raises:
         CheckpointError: on every rank, if it is incomplete or from another model.
     """
-    reference = _of(state)
-    candidates = [Path(folder) / FOLDER, Path(folder).parent / FOLDER]
-    found = on_rank_0(lambda: next((str(path) for path in candidates if CheckpointStore(path).present()), None))
+    iteration = saved_iteration(_of(state), state.progress)
+    stores = [CheckpointStore(Path(folder) / FOLDER), CheckpointStore(Path(folder).parent / FOLDER)]
+    found = on_rank_0(
+        lambda: next(
+            (str(one.find(iteration) or one.folder_of(iteration)) for one in stores if iteration in one.present()), None
+        )
+    )
     if found is None:
         return False
-    saved: SavedContent = on_rank_0(lambda: examine(found, state.config, state.shape.vocab_size), failures=FAILURES)
-    request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
-    check_tensors(saved, request)
-    with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
-        content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
+    load_weights(state, found)
     return True
 
 
-def copy_policy(reference: ReferenceModel, policy: Sequence[Any]) -> None:
-    """Copy the policy's weights into the reference model; the policy's parameters must be synchronized."""
-    with torch.no_grad():
-        for target, source in zip(reference.chunks, policy, strict=True):
-            bare_model(target).load_state_dict(bare_model(source).state_dict())
+def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+    """Load the weights of a checkpoint, saved on any layout, into the reference model.
+
+    Args:
+        folder: a run's checkpoint folder (the newest checkpoint is loaded) or one checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if it is missing, incomplete or from another model.
+    """
+    reference = _of(state)
+    saved: SavedContent = on_rank_0(lambda: examine(folder, reference.config, reference.vocab_size), failures=FAILURES)
+    with reference.as_saved(loading=True):
+        request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
+        check_tensors(saved, request)
+        with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
+            content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
 
 
 def _of(state: TrainingState) -> ReferenceModel:

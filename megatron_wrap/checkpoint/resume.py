@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 
 from megatron_wrap.checkpoint.precheck import find_checkpoint
-from megatron_wrap.checkpoint.reference import copy_policy, load_reference, save_reference
+from megatron_wrap.checkpoint.reference import (
+    is_saved,
+    load_reference,
+    load_weights,
+    prune_references,
+    save_reference,
+    saved_iteration,
+)
 from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
 from megatron_wrap.config.schema import RunConfig
@@ -34,8 +41,8 @@ class RunCheckpoints:
         self._state = state
         self._saved: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that contains the current state."""
-        self._reference_folder: str | None = None
-        """Checkpoint folder that contains this reference model."""
+        self._reference_saved: tuple[str, int] | None = None
+        """Checkpoint folder that contains this reference model, and its iteration there."""
 
     def restore(self, weights_only: bool = False) -> int | None:
         """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
@@ -66,15 +73,27 @@ class RunCheckpoints:
             with_reference = self.load(train.load, weights_only=train.finetune or weights_only)
             state.best = BestEvaluation()  # its checkpoint is in another folder
         if state.reference is not None and not with_reference:
-            if resumed_from is not None:
-                raise CheckpointError(
-                    f"{train.save} contains no reference model, because it was saved without "
-                    "megatron_wrap.models.reference; set that key to null, or start from these weights in a new save "
-                    "folder with train.common.load and finetune: true"
-                )
-            synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
-            copy_policy(state.reference, state.chunks)
+            self._start_reference(resumed_from)
         return resumed_from
+
+    def _start_reference(self, resumed_from: int | None) -> None:
+        """Give the reference model its first weights."""
+        state = self._state
+        reference = state.reference
+        assert reference is not None
+        if resumed_from is not None and is_saved(reference):
+            changes = reference.settings.update_interval is not None
+            raise CheckpointError(
+                f"{state.config.train.save} contains no reference model{f' of iteration {resumed_from}' * changes}, "
+                f"because it was saved without megatron_wrap.models.reference{' that follows the policy' * changes}; "
+                "set that key to null, or start from these weights in a new save folder with train.common.load and "
+                "finetune: true"
+            )
+        if reference.settings.checkpoint is not None:
+            load_weights(state, reference.settings.checkpoint)
+        elif reference.settings.source == "copy":
+            synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
+            reference.copy_policy(state.chunks)
 
     def load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
         """Load a checkpoint, and the reference model saved with it.
@@ -98,9 +117,12 @@ class RunCheckpoints:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
-        with_reference = state.reference is not None and not weights_only and load_reference(state, folder)
-        if with_reference:
-            self._reference_folder = str(folder)
+        reference = state.reference
+        with_reference = False
+        if reference is not None and is_saved(reference) and not weights_only:
+            with_reference = load_reference(state, folder)
+        if with_reference and reference is not None:
+            self._reference_saved = str(folder), saved_iteration(reference, state.progress)
         parts = [*report.loaded, *(["reference model"] if with_reference else [])]
         skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
         layout = ", saved on another layout" if report.other_layout else ""
@@ -117,9 +139,7 @@ class RunCheckpoints:
             CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
         """
         state, iteration = self._state, self._state.progress.iteration
-        if state.reference is not None and self._reference_folder != str(folder):
-            save_reference(state, folder)
-            self._reference_folder = str(folder)
+        self._save_reference(folder)
         saved = self.saved_in(folder)
         if saved is not None:
             logger.debug_rank_0(f"checkpoint of iteration {iteration} exists already: {saved}")
@@ -127,7 +147,20 @@ class RunCheckpoints:
         self._saved = None
         final = save_checkpoint(state, folder, keep=state.config.checkpoint.keep)
         self._saved = (final, iteration)
+        if state.reference is not None and state.reference.settings.update_interval is not None:
+            prune_references(state, folder, state.config.checkpoint.keep)
         return final
+
+    def _save_reference(self, folder: str | os.PathLike[str]) -> None:
+        """Save the reference model, unless it is part of no checkpoint or was saved before; first, so that a visible
+        checkpoint has its reference."""
+        reference = self._state.reference
+        if reference is None or not is_saved(reference):
+            return
+        place = str(folder), saved_iteration(reference, self._state.progress)
+        if self._reference_saved != place:
+            save_reference(self._state, folder)
+            self._reference_saved = place
 
     def saved_in(self, folder: str | os.PathLike[str]) -> Path | None:
         """The checkpoint in `folder` that contains the current state; None if there is none."""

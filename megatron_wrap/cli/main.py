@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "explain": "show a configuration's values, meanings and origins",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
     "check-parity": "compare a flow's parallel layouts with one process",
+    "precompute": "store the outputs of a reference model, so that training needs none",
     "new-flow": "write a new flow, its configuration and its test",
     "export-hf": "write a Hugging Face folder from a checkpoint",
     "verify-hf": "compare a Hugging Face folder with transformers",

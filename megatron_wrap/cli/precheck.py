@@ -4,6 +4,7 @@ import sys
 
 from megatron_wrap.bridge.start import check_hugging_face
 from megatron_wrap.checkpoint import check_checkpoints
+from megatron_wrap.checkpoint.second_model import reference_config
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.sources import SourceConfig
@@ -90,6 +91,7 @@ def precheck(config: RunConfig, world_size: int, own_script: bool = False) -> No
     check_data(config)
     check_checkpoints(config)
     check_hugging_face(config)
+    reference_config(config)
     from megatron_wrap.flow.entry import SHIPPED
 
     if not own_script:

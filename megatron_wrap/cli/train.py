@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the processes."""
     config = read_run(arguments.config, arguments.overrides)
-    nodes = _nodes(processes_needed(config), config.init.platform)
+    nodes = nodes_of(processes_needed(config), config.init.platform)
     precheck(config, nodes.world_size, own_script=arguments.script is not None)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
-    exit_code = _launch(nodes, arguments)
+    script = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
+    exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides])
     if exit_code == 0 and nodes.node_rank == 0:
         from megatron_wrap.cli.next_steps import next_steps
 
@@ -74,7 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def _nodes(needed: int, platform: str) -> Nodes:
+def nodes_of(needed: int, platform: str) -> Nodes:
+    """Where the processes of a command run, from the environment.
+
+    Args:
+        needed: processes of the layout.
+        platform: `megatron_wrap.init.platform`.
+
+    Raises:
+        LayoutError: a variable is missing or no whole number.
+    """
     nodes = _integer("NNODES", 1)
     default = (_visible_gpus() if platform != "cpu" else 0) or -(-needed // nodes)
     if nodes > 1 and "MASTER_ADDR" not in os.environ:
@@ -112,8 +123,12 @@ def _visible_gpus() -> int:
     return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
 
 
-def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
-    """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed."""
+def launch_processes(nodes: Nodes, program: Sequence[str]) -> int:
+    """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
+
+    Args:
+        program: arguments of python in each process.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -136,9 +151,8 @@ def _launch(nodes: Nodes, arguments: argparse.Namespace) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
-    program = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
     try:
-        elastic_launch(launch, sys.executable)("-u", *program, arguments.config, *arguments.overrides)
+        elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode == 2:  # a user's error, which the process has reported

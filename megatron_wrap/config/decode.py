@@ -12,6 +12,7 @@ from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.nest import read_nest
 from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, dump_yaml, read_yaml, shown_path
 from megatron_wrap.config.record import Origin, Rules, Tree
+from megatron_wrap.config.second_models import decode_second_model
 from megatron_wrap.config.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.upstream import upstream_enums, upstream_fields
@@ -22,6 +23,7 @@ _PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
 _SOURCES: dict[tuple[str, str], Callable[[Node, str], Any]] = {
     ("data", "train"): decode_sources,
     ("data", "validation"): decode_evaluation_sets,
+    ("models", "reference"): decode_second_model,
 }
 _SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
 

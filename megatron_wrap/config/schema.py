@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_wrap.config.keys import key
+from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.config.sources import SourceConfig
 
 
@@ -435,9 +436,10 @@ class ProviderConfig:
 class ModelsConfig:
     """`megatron_wrap.models`: models beside the one that is trained."""
 
-    reference: Literal["copy"] | None = None
+    reference: SecondModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
     """copy: a frozen copy of the starting policy, for flows such as gpt_dpo; its calculate_outputs reach the loss as
-    reference_*. null: none."""
+    reference_*. A mapping with the keys below: other weights, where they are kept, how they follow the policy, or
+    outputs computed before. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
+from megatron_wrap.checkpoint.second_model import check_tokenizer, reference_config
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.paths import output_dir
@@ -54,6 +55,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         check_run(self.config)
         check_checkpoints(self.config)
         check_hugging_face(self.config)
+        self._reference_config = reference_config(self.config)
         self._session: LoggerSession | None = None
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
@@ -152,6 +154,8 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
             from_hugging_face=from_hugging_face,
             training=training,
         )
+        if training:
+            self._add_reference(parallel)
         self._started_from_hugging_face = from_hugging_face
         self._describe_model()
         if from_hugging_face:
@@ -160,6 +164,14 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
                 logger.warning_rank_0(text)
         self._checkpoints = RunCheckpoints(self._state)
         self._resumed_from = self._checkpoints.restore(weights_only=not training)
+
+    def _add_reference(self, parallel: ParallelState) -> None:
+        config, state = self._reference_config, self._ready()
+        if config is not None:
+            from megatron_wrap.engine.build_reference import build_reference
+
+            check_tokenizer(self.config, config, self.tokenizer)
+            state.reference = build_reference(config, self.platform, parallel, self.tokenizer, state.shape.vocab_size)
 
     def close(self) -> None:
         """End the processes that load data, close loggers, destroy the process groups that this object created, and
@@ -217,6 +229,8 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         from megatron_wrap.engine.step import train_step
 
         report = train_step(state, batch)
+        if state.reference is not None:
+            state.reference.follow(state.chunks, self.iteration)
         self._records.step_taken(report)
         interval = self.config.train.save_interval
         if interval and self.config.train.save and self.iteration % interval == 0:

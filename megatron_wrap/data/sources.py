@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -144,6 +144,23 @@ def first_training_samples(
         share = -(-(count - len(found)) // (len(sources) - number))
         found += _head(source, max(1, share), skip_bad)
     return found
+
+
+def each_row(source: SourceConfig, limit: int | None = None) -> Iterator[tuple[str, Sample | BadSample]]:
+    """`FILE:ROW` and sample of each row of a source, in the order of its files; in place of a bad row its BadSample.
+
+    Args:
+        limit: number of the first rows; None: all.
+
+    Raises:
+        DataError: the source is missing or cannot be read.
+    """
+    rows = stream_rows(source) if source.streaming else StreamOfRows(open_rows(source))
+    for where, row in islice(rows.start_at(0), limit):
+        try:
+            yield where, _sample(where, row, source)
+        except BadSample as error:
+            yield where, error
 
 
 def check_source(source: SourceConfig, every_row: bool) -> None:

@@ -18,8 +18,8 @@ from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.cut import batch_cut
 from megatron_wrap.engine.micro_batch import try_flow
 from megatron_wrap.engine.optimizer import build_optimizer, build_scheduler
+from megatron_wrap.engine.precomputed import use_precomputed
 from megatron_wrap.engine.reduce import MetricReduction
-from megatron_wrap.engine.reference import ReferenceModel
 from megatron_wrap.engine.samples import SampleSharing
 from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.engine.state import TrainingState
@@ -60,6 +60,7 @@ def build_training_state(
     vocab_size = resolve_vocab_size(config, tokenizer)
     flow = build_flow(config, parallel, tokenizer, vocab_size)
     if training:
+        use_precomputed(flow, config)
         head = first_training_samples(
             derived.training_sources(config),
             derived.mock_samples(config.data),
@@ -73,7 +74,6 @@ def build_training_state(
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks) if training else None
     shape = model_shape(config, vocab_size)
-    with_reference = training and config.models.reference is not None
     return TrainingState(
         config=config,
         platform=platform,
@@ -94,7 +94,6 @@ def build_training_state(
         ),
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
-        reference=build_reference(config, platform, parallel, vocab_size) if with_reference else None,
     )
 
 
@@ -202,15 +201,6 @@ def build_chunks(
             family, source = hugging_face
             load_weights(chunk, family, config.arch, source, parallel)
     return chunks
-
-
-def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> ReferenceModel:
-    """A frozen model of the policy's shape, in evaluation mode; the caller must load its weights."""
-    model_config = transformer_config(config, parallel, platform)
-    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, new_weights=False)
-    for chunk in chunks:
-        chunk.eval().requires_grad_(False)
-    return ReferenceModel(chunks, model_config)
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

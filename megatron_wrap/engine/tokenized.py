@@ -15,6 +15,7 @@ import megatron_wrap.data
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.data.files import data_files
+from megatron_wrap.data.precomputed import MANIFEST
 from megatron_wrap.data.reader import Preparation
 from megatron_wrap.data.sources import open_source
 from megatron_wrap.data.stream import SampleStream
@@ -73,7 +74,7 @@ def cached_samples(
     folder = config.data.cache_dir
     if folder is None or not sources:
         return None
-    flow_key = _flow_key(flow)
+    flow_key = {**_flow_key(flow), **_precomputed_key(config)}
     caches: list[TokenCache | None] = []
     for source in sources:
         source_key = _source_key(source)
@@ -130,12 +131,20 @@ def _flow_key(flow: MegatronWrapTrainingFlowBase) -> dict[str, Any]:
         "options": {name: str(value) for name, value in values.items()},
         "seq_length": flow.seq_length,
         "vocab_size": flow.vocab_size,
-        "tokenizer": _tokenizer_key(flow.context.tokenizer),
+        "tokenizer": tokenizer_key(flow.context.tokenizer),
         "code": _hash("".join(path.read_text("utf-8") for path in sorted(own.glob("*.py")))),
     }
 
 
-def _tokenizer_key(tokenizer: Any) -> str | None:
+def _precomputed_key(config: RunConfig) -> dict[str, Any]:
+    """The precomputed outputs of a reference model that prepared samples contain; empty without them."""
+    reference = config.models.reference
+    if reference is None or reference.precomputed is None:
+        return {}
+    return {"precomputed": _file_key(os.path.join(reference.precomputed, MANIFEST))}
+
+
+def tokenizer_key(tokenizer: Any) -> str | None:
     """A hash of a tokenizer with its template."""
     if tokenizer is None:
         return None

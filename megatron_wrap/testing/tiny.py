@@ -53,6 +53,9 @@ def check_overrides(
     ]
     if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
         overrides = [*overrides, "megatron_wrap.flow.packing=false"]
+    reference = read_run(config, overrides).models.reference
+    if reference is not None:  # of the tiny model; samples with precomputed outputs would need a table of their own
+        overrides = [*overrides, "megatron_wrap.models.reference=copy"]
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:

@@ -41,6 +41,7 @@ FOREIGN = {
     ("engine/", "grad_sync_func"): SCHEDULE,
     ("engine/", "grad_scale_func"): SCHEDULE,
     ("engine/", "allreduce"): MARK,
+    ("engine/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,
     ("ops/", "sequence_parallel"): MARK,

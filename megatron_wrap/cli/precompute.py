@@ -1,0 +1,98 @@
+"""`megatron-wrap precompute`: start the processes of a run's layout, which store the outputs of its reference model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.checkpoint.second_model import precompute_config
+from megatron_wrap.cli.train import launch_processes, nodes_of
+from megatron_wrap.config import RunConfig, derived
+from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.errors import ConfigError
+
+EXAMPLES = (
+    (
+        "the log-probabilities of all pairs with the model that the run starts from, which it uses as its reference",
+        "precompute configs/tiny-llama-dpo.yaml --output outputs/tiny-llama-dpo/reference",
+    ),
+    (
+        "the run that reads them, which needs no second model",
+        "train configs/tiny-llama-dpo.yaml "
+        "megatron_wrap.models.reference='{precomputed: outputs/tiny-llama-dpo/reference}'",
+    ),
+)
+_RANK = "import sys; from megatron_wrap.cli.precompute import run_rank; run_rank(*sys.argv[1:])"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="folder to write (default: megatron_wrap.models.reference.precomputed)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Validates, starts the processes, and returns their exit code."""
+    config = read_run(arguments.config, arguments.overrides)
+    reference = config.models.reference
+    folder = arguments.output or (None if reference is None else reference.precomputed)
+    if folder is None:
+        raise ConfigError(
+            "precompute needs a folder to write; give --output FOLDER, or megatron_wrap.models.reference.precomputed"
+        )
+    check_run(config)
+    precompute_config(config)
+    nodes = nodes_of(processes_needed(config), config.init.platform)
+    check_layout(config, nodes.world_size)
+    return launch_processes(nodes, ["-c", _RANK, folder, arguments.config, *arguments.overrides])
+
+
+def run_rank(folder: str, config: str, *overrides: str) -> None:
+    """The work of one process."""
+    from megatron_wrap.core import MegatronWrap, exit_on_user_error
+    from megatron_wrap.utils.dist_logger import logger
+
+    with exit_on_user_error():
+        run_config = read_run(config, overrides)
+        with MegatronWrap(precompute_config(run_config)) as wrap:
+            wrap.initialize()
+            wrap.setup_model()
+            count = precompute_samples(wrap, run_config, folder)
+            logger.info_rank_0(f"outputs of {count:,} samples: {folder}")
+
+
+def precompute_samples(wrap: Any, config: RunConfig, folder: str) -> int:
+    """Store the outputs of a run's model for each sample of its training and evaluation sets. Collective.
+
+    Args:
+        wrap: a `MegatronWrap` of `precompute_config`, with its model set up.
+        config: whose samples are read.
+
+    Returns:
+        The number of samples stored; equal ones are stored once.
+
+    Raises:
+        DataError: a row cannot be used, or there is none.
+    """
+    from megatron_wrap.engine.precomputed import precompute
+
+    return precompute(wrap.state, _samples(config), folder, config.data.on_bad_sample == "skip")
+
+
+def _samples(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    from megatron_wrap.data.sources import NumberedSamples, each_row
+
+    mock = derived.mock_samples(config.data)
+    for place, sample in enumerate(NumberedSamples(mock or 0)):
+        yield f"mock:{place + 1}", sample
+    for source in derived.training_sources(config):
+        yield from each_row(source)
+    for sources in derived.validation_sources(config).values():
+        for source in sources:
+            yield from each_row(source, source.samples)

@@ -1,0 +1,107 @@
+"""Models beside the one that is trained: the mapping of `megatron_wrap.models.reference`, decoded."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from megatron_wrap.config.keys import key, key_range
+from megatron_wrap.config.reading import Node, describe
+from megatron_wrap.config.types import Mismatch, check_value
+from megatron_wrap.errors import ConfigError, did_you_mean
+
+SOURCES = ("copy", "hf_path", "checkpoint")
+"""Keys that name the weights; a mapping has at most one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondModelConfig:
+    """A mapping of `megatron_wrap.models.reference`: where the weights of the model come from, where they are kept, and
+    how they follow the policy. Of `copy`, `hf_path` and `checkpoint` it has one; beside `precomputed` it may have
+    none. `copy` alone is the mapping with only `copy: true`."""
+
+    copy: bool = False
+    """The policy's weights before the first step."""
+    hf_path: str | None = None
+    """Hugging Face folder or hub id, also of another architecture; its tokenizer must be the run's."""
+    checkpoint: str | None = None
+    """Folder of a run's checkpoints (the newest is taken) or one checkpoint, also of another architecture; its
+    tokenizer must be the run's."""
+    precomputed: str | None = None
+    """Folder of outputs that `megatron-wrap precompute` stores, computed with the model that the other keys name (copy
+    without them). Training reads them and needs no second model."""
+    offload: bool = False
+    """Keep the weights in the host's memory, and copy them to the device for each forward pass."""
+    refresh_interval: int | None = key(None, at_least=1)
+    """Update the weights from the policy after every N-th iteration (trl's ref_model_sync_steps), with ema_decay or
+    else by a copy; the model is then part of each checkpoint. null: never, with ema_decay after each one."""
+    ema_decay: float | None = key(None, at_least=0, below=1)
+    """Update to ema_decay * reference + (1 - ema_decay) * policy, averaged in fp32; 1 - trl's ref_model_mixup_alpha.
+    null: no average."""
+
+    @property
+    def source(self) -> str:
+        """The key that names the weights, one of SOURCES."""
+        return next((name for name in SOURCES if getattr(self, name)), "copy")
+
+    @property
+    def update_interval(self) -> int | None:
+        """Iterations between updates from the policy; None: the model never changes."""
+        return 1 if self.refresh_interval is None and self.ema_decay is not None else self.refresh_interval
+
+
+def decode_second_model(node: Node, path: str) -> SecondModelConfig | None:
+    """The model that `copy` or a mapping describes; None for null.
+
+    Raises:
+        ConfigError: another value, an unknown key, a wrong type, or keys that exclude each other; the message has file,
+            line and dotted path.
+    """
+    if node.value is None:
+        return None
+    if node.value == "copy":
+        return SecondModelConfig(copy=True)
+    hints = get_type_hints(SecondModelConfig)
+    if not isinstance(node.value, dict):
+        raise ConfigError(
+            f"{node.where} {path}: must be copy, a mapping with one of {', '.join([*SOURCES, 'precomputed'])}, or "
+            f"null, not {describe(node.value)}"
+        )
+    values = {}
+    for name, below in node.value.items():
+        if name not in hints:
+            hint = did_you_mean(name, hints) or f"; the keys are {', '.join(hints)}"
+            raise ConfigError(f"{below.where} {path}.{name}: unknown key{hint}")
+        values[name] = _value(below, hints[name], name, f"{path}.{name}")
+    config = SecondModelConfig(**values)
+    _check(config, node.where, path)
+    return config
+
+
+def _value(node: Node, hint: Any, name: str, path: str) -> Any:
+    field = next(field for field in dataclasses.fields(SecondModelConfig) if field.name == name)
+    try:
+        value = check_value(node.plain(), hint)
+    except Mismatch as mismatch:
+        raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
+    allowed = key_range(field)
+    if allowed is not None and value is not None and not allowed.holds(value):
+        raise ConfigError(f"{node.where} {path}: must be {allowed}, not {value}")
+    return value
+
+
+def _check(config: SecondModelConfig, where: str, path: str) -> None:
+    given = [name for name in SOURCES if getattr(config, name)]
+    if len(given) > 1:
+        raise ConfigError(f"{where} {path}: {' and '.join(given)} each name the weights; keep one of them")
+    if not given and config.precomputed is None:
+        raise ConfigError(f"{where} {path}: no weights are named; give one of {', '.join(SOURCES)}, or precomputed")
+    if config.precomputed is None:
+        return
+    excluded = [name for name in ("offload", "refresh_interval", "ema_decay") if getattr(config, name)]
+    if config.ema_decay is not None and "ema_decay" not in excluded:
+        excluded.append("ema_decay")
+    if excluded:
+        raise ConfigError(
+            f"{where} {path}: {excluded[0]} has no effect with precomputed, which needs no second model in training; "
+            f"delete {excluded[0]} or precomputed"
+        )

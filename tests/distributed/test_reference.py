@@ -1,0 +1,158 @@
+"""Second models: from a folder, offloaded, following the policy, and computed before training."""
+
+from __future__ import annotations
+
+import json
+
+import _dpo_runs as runs
+import _reference_runs as seconds
+import numpy
+import pytest
+from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
+from _covering import covering
+from _dpo_runs import COPY, TRAIN
+from _reference_runs import REFERENCE
+
+ONE_EACH = f"{TRAIN}.micro_batch_size=1"
+ROUNDING = 3e-6
+"""Rounding error of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
+PACKED = ("megatron_wrap.flow.packing=true",)
+
+
+@pytest.fixture(scope="module")
+def first_weights(ranks, tmp_path_factory):
+    """A Hugging Face folder of the policy's first weights."""
+    folder = tmp_path_factory.mktemp("first") / "hf"
+    ranks(1).run(seconds.export, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smaller(ranks, tmp_path_factory):
+    """A Hugging Face folder of another architecture."""
+    folder = tmp_path_factory.mktemp("smaller") / "hf"
+    ranks(1).run(seconds.export, str(folder), seconds.SMALLER)
+    return folder
+
+
+def test_equal_weights_from_a_folder_or_on_the_host_give_equal_steps(ranks, first_weights):
+    expected = ranks(1).run(runs.train, COPY, runs.pairs(), 4)[0]
+    for given in (f"{{hf_path: {first_weights}}}", "{copy: true, offload: true}"):
+        assert ranks(1).run(runs.train, (f"{REFERENCE}={given}",), runs.pairs(), 4)[0] == expected, given
+
+
+LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "packed": (1, PACKED)}
+
+
+@pytest.fixture(scope="module")
+def of_smaller(ranks, smaller):
+    """Steps with the other architecture as the reference, on one rank."""
+    return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), 4)[0]
+
+
+@pytest.mark.parametrize("name", covering(LAYOUTS))
+def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
+    processes, layout = LAYOUTS[name]
+    given = f"{REFERENCE}={{hf_path: {smaller}, offload: true}}"
+    found = ranks(processes).run(runs.train, (given, *layout, ONE_EACH), runs.pairs(), 4)[0]
+    assert abs(found[0]["rewards/chosen"]) > 1e-3  # the models differ from the first step on
+    for ours, theirs in zip(found, of_smaller, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("name", covering(LAYOUTS))
+def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tmp_path, name):
+    processes, layout = LAYOUTS[name]
+    given = f"hf_path: {smaller}, precomputed: {tmp_path}/outputs"
+    overrides = (f"{REFERENCE}={{{given}}}", *layout, ONE_EACH)
+    stored = ranks(processes).run(seconds.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
+    assert stored == [40] * processes  # a sample that comes again is stored once
+    found = ranks(processes).run(runs.train, overrides, runs.pairs(), 4)[0]
+    live = ranks(processes).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *layout, ONE_EACH), runs.pairs(), 4)
+    # packed, the command's micro-batches are others than those of training, so logits are rounded differently
+    loss_rounding = ROUNDING if layout is PACKED else 0.0
+    for ours, theirs in zip(found, live[0], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6, abs=loss_rounding)
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
+
+
+def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
+    given = (f"{REFERENCE}={{precomputed: {tmp_path}/outputs}}",)
+    assert "no precomputed outputs" in ranks(1).run(runs.refusal, given)[0]
+    ranks(1).run(seconds.precompute, given, runs.pairs()[1:], tmp_path / "outputs")
+    message = ranks(1).run(runs.refusal, given, runs.pairs())[0]
+    assert json.dumps(runs.pairs()[0])[:40] in message
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in [*runs.pairs()[1:], runs.pairs()[0]]))
+    data = (
+        "megatron_wrap.data.__select__=jsonl",
+        f"megatron_wrap.data.train={file}",
+        "megatron_wrap.data.shuffle=false",
+    )
+    assert f"{file}:40" in ranks(1).run(seconds.refusal_of_batches, (*given, *data))[0]
+    message = ranks(1).run(runs.refusal, (*given, f"{TRAIN}.seq_length=32"), runs.pairs())[0]
+    assert "seq_length: 40 there and 32 here" in message
+
+
+def test_a_checkpoint_as_reference(ranks, tmp_path):
+    """Its weights after two steps, loaded on another layout."""
+    ranks(2).run(runs.train, (*COPY, *TP2, f"{TRAIN}.save={tmp_path}"), runs.pairs(), 2, 2)
+    given = (f"{REFERENCE}={{checkpoint: {tmp_path}, offload: true}}",)
+    found = ranks(1).run(runs.train, given, runs.pairs(), 3)[0]
+    outputs = ranks(1).run(runs.outputs, (f"{TRAIN}.load={tmp_path}", f"{TRAIN}.finetune=true"), runs.pairs())[0]
+    samples = [
+        {**pair, **{f"reference_{name}": value for name, value in of_pair.items()}}
+        for pair, of_pair in zip(runs.pairs(), outputs, strict=True)
+    ]
+    expected = ranks(1).run(runs.train, (), samples, 3)[0]
+    assert abs(found[0]["rewards/chosen"]) > 1e-3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
+
+
+def test_a_reference_follows_the_policy(ranks):
+    copied = ranks(1).run(seconds.weights, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4)[0]
+    start = copied[0][0]
+    for step, of_policy in enumerate([0, 0, 2, 2, 4]):
+        assert numpy.array_equal(copied[step][1], copied[of_policy][0]), step
+    for precision in ((), BF16):
+        given = (f"{REFERENCE}={{copy: true, ema_decay: 0.75, offload: true}}", *precision)
+        averaged = ranks(1).run(seconds.weights, given, runs.pairs(), 3)[0]
+        expected = averaged[0][0].astype(numpy.float64)
+        for policy, reference in averaged[1:]:
+            expected = 0.75 * expected + 0.25 * policy
+            numpy.testing.assert_allclose(reference, expected, rtol=1e-5, atol=1e-7)
+        assert abs(expected - start).max() > 1e-4
+
+
+FOLLOWING = {
+    "one-rank, copy": (1, (), "{copy: true, refresh_interval: 3}"),
+    "tp2-sp, average": (2, TP2, "{copy: true, ema_decay: 0.9, refresh_interval: 2}"),
+    "one-rank, bf16, average": (1, BF16, "{copy: true, ema_decay: 0.9, offload: true}"),
+}
+
+
+@pytest.mark.parametrize("name", covering(FOLLOWING))
+def test_a_following_reference_resumes_bit_for_bit(tmp_path, name):
+    processes, layout, given = FOLLOWING[name]
+    overrides = (f"{REFERENCE}={given}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
+    straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 10, 5)[0]
+    assert (tmp_path / "reference" / "iter_0000005").is_dir()
+    resumed = in_new_processes(processes, runs.train, overrides, runs.pairs(), 10, 10)[0]
+    assert len(resumed) == 5
+    assert straight[5:] == resumed
+
+
+def test_a_reference_that_does_not_fit_is_refused(ranks, smaller, tmp_path):
+    message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {smaller}, ema_decay: 0.9}}",))[0]
+    assert "num_layers is 2 there and 4 here" in message
+    message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/none}}",))[0]
+    assert f"{REFERENCE}: " in message
+    assert f"{tmp_path}/none" in message
+    ranks(1).run(seconds.export, str(tmp_path / "hf"), (*seconds.SMALLER, "megatron_lm.model.arch.vocab_size=300"))
+    message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/hf}}",))[0]
+    assert "a vocabulary of 300 entries and the run one of 500" in message
+    save = (f"{TRAIN}.save={tmp_path}/run",)
+    ranks(1).run(runs.train, (*COPY, *save), runs.pairs(), 2, 2)
+    message = ranks(1).run(runs.refusal, (*save, f"{REFERENCE}={{copy: true, refresh_interval: 1}}"))[0]
+    assert "no reference model of iteration 2" in message
