@@ -20,9 +20,9 @@ EXAMPLES = (
         "precompute configs/tiny-llama-dpo.yaml --output outputs/tiny-llama-dpo/reference",
     ),
     (
-        "the run that reads them, which needs no second model",
-        "train configs/tiny-llama-dpo.yaml "
-        "megatron_wrap.models.reference='{precomputed: outputs/tiny-llama-dpo/reference}'",
+        "those of a fine-tuned model, into the folder that a run with the same override reads",
+        "precompute configs/tiny-llama-dpo.yaml "
+        "megatron_wrap.models.reference='{hf_path: outputs/tuned, precomputed: outputs/tuned-reference}'",
     ),
 )
 _RANK = "import sys; from megatron_wrap.cli.precompute import run_rank; run_rank(*sys.argv[1:])"

@@ -53,9 +53,6 @@ def check_overrides(
     ]
     if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
         overrides = [*overrides, "megatron_wrap.flow.packing=false"]
-    reference = read_run(config, overrides).models.reference
-    if reference is not None:  # of the tiny model; samples with precomputed outputs would need a table of their own
-        overrides = [*overrides, "megatron_wrap.models.reference=copy"]
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:
@@ -63,6 +60,8 @@ def check_overrides(
         if whole.model_provider.hf_path is not None:  # a tiny model differs from the folder's architecture
             values += spelled_out(whole)
             overrides = [*overrides, f"{HF_PATH}=null"]
+        if whole.models.reference is not None:  # the run's own may be large, or of another vocabulary
+            overrides = [*overrides, "megatron_wrap.models.reference=copy"]
         values += _tiny(whole)
     return [*values, *overrides]
 

@@ -16,6 +16,8 @@ from _reference_runs import REFERENCE
 ONE_EACH = f"{TRAIN}.micro_batch_size=1"
 ROUNDING = 3e-6
 """Rounding error of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
+STEPS = 2
+"""Of runs that are compared with another layout: each update of Adam adds to the differences by rounding."""
 PACKED = ("megatron_wrap.flow.packing=true",)
 
 
@@ -47,14 +49,14 @@ LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, 
 @pytest.fixture(scope="module")
 def of_smaller(ranks, smaller):
     """Steps with the other architecture as the reference, on one rank."""
-    return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), 4)[0]
+    return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), STEPS)[0]
 
 
 @pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
     processes, layout = LAYOUTS[name]
     given = f"{REFERENCE}={{hf_path: {smaller}, offload: true}}"
-    found = ranks(processes).run(runs.train, (given, *layout, ONE_EACH), runs.pairs(), 4)[0]
+    found = ranks(processes).run(runs.train, (given, *layout, ONE_EACH), runs.pairs(), STEPS)[0]
     assert abs(found[0]["rewards/chosen"]) > 1e-3  # the models differ from the first step on
     for ours, theirs in zip(found, of_smaller, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=ROUNDING)
@@ -67,8 +69,10 @@ def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tm
     overrides = (f"{REFERENCE}={{{given}}}", *layout, ONE_EACH)
     stored = ranks(processes).run(seconds.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
     assert stored == [40] * processes  # a sample that comes again is stored once
-    found = ranks(processes).run(runs.train, overrides, runs.pairs(), 4)[0]
-    live = ranks(processes).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *layout, ONE_EACH), runs.pairs(), 4)
+    found = ranks(processes).run(runs.train, overrides, runs.pairs(), STEPS)[0]
+    live = ranks(processes).run(
+        runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *layout, ONE_EACH), runs.pairs(), STEPS
+    )
     # packed, the command's micro-batches are others than those of training, so logits are rounded differently
     loss_rounding = ROUNDING if layout is PACKED else 0.0
     for ours, theirs in zip(found, live[0], strict=True):
