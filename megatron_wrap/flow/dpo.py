@@ -57,8 +57,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """One loss, or a list for their weighted sum: sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair,
         bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot, aot_unpaired (both sort over the whole step) or sft
         (a mean over the step's chosen tokens)."""
-        loss_weights: list[float] | None = None
-        """Factor of each loss of loss_type, in its order; null: 1 each."""
+        loss_weights: tuple[float, ...] = ()
+        """Factor of each loss of loss_type, in its order; []: 1 each."""
         label_smoothing: float = 0.0
         """Probability that a pair's labels are swapped; at least 0 and below 0.5. Used by sigmoid (not in trl 1.x),
         robust, exo_pair (above 0), aot and aot_unpaired."""
@@ -66,14 +66,14 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """Divergence from the reference that the losses of a difference of scores penalize."""
         f_alpha_divergence_coef: float = 0.5
         """Alpha of the alpha divergence."""
-        ld_alpha: float | None = None
+        ld_alpha: float = 1.0
         """Factor from 0 to 1 of log-probabilities of an answer's tokens beyond the length of the shorter answer
-        (LD-DPO, arXiv:2409.06411); null: 1."""
+        (LD-DPO, arXiv:2409.06411)."""
         use_weighting: bool = False
         """Multiply each pair's loss by the policy's probabilities of both answers (WPO, arXiv:2406.11827)."""
-        rpo_alpha: float | None = None
+        rpo_alpha: float = 0.0
         """Factor of the negative log-likelihood of the chosen answers that is added (arXiv:2404.19733), as a mean over
-        the step's chosen tokens, not per answer as in the paper; null: none. trl 1.x has sft in loss_type instead."""
+        the step's chosen tokens, not per answer as in the paper. trl 1.x has sft in loss_type instead."""
         discopop_tau: float = 0.05
         """Temperature of discopop's share of the exponential loss; above 0."""
 
@@ -84,8 +84,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
                 raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
             if self.loss_on != "assistant":
                 raise ValueError(f"loss_on is {self.loss_on}; a preference pair has its loss on the answers, assistant")
-            if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-                raise ValueError(f"ld_alpha is {self.ld_alpha}; it must be from 0 to 1, or null")
+            if not 0 <= self.ld_alpha <= 1:
+                raise ValueError(f"ld_alpha is {self.ld_alpha}; it must be from 0 to 1")
             if self.discopop_tau <= 0:
                 raise ValueError(f"discopop_tau is {self.discopop_tau}; it must be larger than 0")
             names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
@@ -96,7 +96,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
             """Loss -> its factor; `rpo_alpha` is a factor of sft."""
             names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
             losses = dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
-            if self.rpo_alpha is not None:
+            if self.rpo_alpha:
                 losses[NLL] = losses.get(NLL, 0.0) + self.rpo_alpha
             return losses
 
@@ -142,7 +142,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         weights = torch.tensor([chosen.weight for chosen, _ in pairs])
         mask = loss_inputs["loss_mask"]
         added = {"truncated": cut, "pair_weights": weights, "answer_lengths": mask.sum(dim=1)}
-        if self.flow_config.ld_alpha is not None:
+        if self.flow_config.ld_alpha != 1:
             added["token_factors"] = _length_factors(mask, self.flow_config.ld_alpha)
         return model_forward_inputs, {**loss_inputs, **added, **_given_reference(samples)}
 

@@ -151,7 +151,7 @@ normalizer of the reparameterization cancels."""
 
 
 def check_losses(
-    names: Sequence[str], weights: Sequence[float] | None, divergence: str, use_weighting: bool, label_smoothing: float
+    names: Sequence[str], weights: Sequence[float], divergence: str, use_weighting: bool, label_smoothing: float
 ) -> None:
     """Raise ValueError for losses that do not exist, or do not fit the other options of `gpt_dpo`."""
     for name in names:
@@ -160,7 +160,7 @@ def check_losses(
             raise ValueError(f"loss_type {name!r} is unknown{hint}")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"loss_type is {list(names)}; name at least one loss, and each once")
-    if weights is not None and len(weights) != len(names):
+    if weights and len(weights) != len(names):
         raise ValueError(f"loss_weights has {len(weights)} values for {len(names)} losses in loss_type; write one each")
     others = [name for name in names if name not in SCORE_LOSSES]
     if divergence != "reverse_kl" and others:
