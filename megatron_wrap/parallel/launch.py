@@ -89,12 +89,15 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except MegatronWrapError as error:
         message = f"error: {error}"
-        _record_for_torchrun(message, message)
         if _claim_message():
             print(message, file=sys.stderr, flush=True)  # noqa: T201
         # Other ranks may be waiting in a collective for this one: no destructor of a process group may wait for them.
+        # And nothing may take time after the record: torchrun terminates a rank that has not ended when another one
+        # has, and if the terminated rank has recorded its error first, reports the signal as the root cause.
         sys.stdout.flush()
-        os._exit(error.exit_code) if dist.is_initialized() else sys.exit(error.exit_code)
+        _record_for_torchrun(message, message)
+        at_once = dist.is_initialized() or os.environ.get("TORCHELASTIC_ERROR_FILE")
+        os._exit(error.exit_code) if at_once else sys.exit(error.exit_code)
     except Exception as error:
         _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
