@@ -63,12 +63,12 @@ def overrides_of(options: dict[str, Any], flow: str = "gpt_dpo") -> tuple[str, .
     return (f"megatron_wrap.flow.__select__={flow}", *keys, f"{runs.TRAIN}.micro_batch_size=2")
 
 
-def compare(found: list[dict[str, float]], of_trl: list[dict[str, float]]) -> None:
+def compare(found: list[dict[str, float]], of_trl: list[dict[str, float]], rounding: float = ROUNDING) -> None:
     assert len(found) == len(of_trl) == 10
     for step, (ours, theirs) in enumerate(zip(found, of_trl, strict=True)):
         for metric, value in ours.items():
             if metric in theirs and not (step == 0 and metric == "rewards/accuracies"):  # margins of 0 up to rounding
-                floor = ROUNDING * (10 if metric == "kl" else 1)  # kl is not multiplied by beta
+                floor = rounding * (10 if metric == "kl" else 1)  # kl is not multiplied by beta
                 assert value == pytest.approx(theirs[metric], rel=1e-4, abs=floor), f"{metric} of step {step}"
 
 
@@ -84,7 +84,8 @@ def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
     of_trl = steps_of_trl(
         DPOTrainer, DPOConfig, config, weights, runs.pairs(), tmp_path, runs.VOCAB, runs.BATCH, beta=0.1, **CASES[name]
     )
-    compare(found, of_trl)
+    # at the start the two gradients of apo_down for a chosen answer cancel, and Adam amplifies their rounding
+    compare(found, of_trl, 3 * ROUNDING if name == "apo_down" else ROUNDING)
 
 
 def answers(count: int = 40) -> list[dict[str, Any]]:
