@@ -77,6 +77,11 @@ def stop(processes: Processes) -> None:
         dist.destroy_process_group()
 
 
+_HEAD_START_SECONDS = 1.0
+"""torchrun terminates all ranks when one has ended. The rank that prints the message ends first, right after it has
+recorded the error: one that is terminated before would not print, or be reported as the root cause with the signal."""
+
+
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """For entry points: prints a `MegatronWrapError` once over all ranks and exits with its exit code.
@@ -89,15 +94,15 @@ def exit_on_user_error() -> Iterator[None]:
         yield
     except MegatronWrapError as error:
         message = f"error: {error}"
+        under_torchrun = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
         if _claim_message():
             print(message, file=sys.stderr, flush=True)  # noqa: T201
+        elif under_torchrun:
+            time.sleep(_HEAD_START_SECONDS)
         # Other ranks may be waiting in a collective for this one: no destructor of a process group may wait for them.
-        # And nothing may take time after the record: torchrun terminates a rank that has not ended when another one
-        # has, and if the terminated rank has recorded its error first, reports the signal as the root cause.
         sys.stdout.flush()
         _record_for_torchrun(message, message)
-        at_once = dist.is_initialized() or os.environ.get("TORCHELASTIC_ERROR_FILE")
-        os._exit(error.exit_code) if at_once else sys.exit(error.exit_code)
+        os._exit(error.exit_code) if under_torchrun or dist.is_initialized() else sys.exit(error.exit_code)
     except Exception as error:
         _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
