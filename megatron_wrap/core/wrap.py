@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -343,11 +343,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
         logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
         if self.config.model_provider.show_weight_details:
-            for chunk in state.chunks:
-                for line in _weight_lines(chunk):
-                    logger.info_all_ranks(line)
+            from megatron_wrap.model.chunks import weight_lines
 
-
-def _weight_lines(chunk: Any) -> Iterable[str]:
-    for name, parameter in chunk.named_parameters():
-        yield f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            for line in weight_lines(state.chunks):
+                logger.info_all_ranks(line)

@@ -37,3 +37,10 @@ def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
         raise
+
+
+def weight_lines(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """Name, local shape and dtype of each parameter of a process's model chunks."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            yield f"{name} {tuple(parameter.shape)} {parameter.dtype}"
