@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.one_megatron_core
+@pytest.mark.matrix
 def test_training_reads_what_the_command_stored(tmp_path):
     generator = random.Random(3)
     for name, count in (("train", 6), ("validation", 3)):
