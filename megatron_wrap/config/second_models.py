@@ -1,13 +1,11 @@
 """Models beside the one that is trained: the mapping of `megatron_wrap.models.reference`, decoded."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, get_type_hints
 
-from megatron_wrap.config.keys import key, key_range
+from megatron_wrap.config.keys import key
+from megatron_wrap.config.mappings import checked_field
 from megatron_wrap.config.reading import Node, describe
-from megatron_wrap.config.types import Mismatch, check_value
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 
 SOURCES = ("copy", "hf_path", "checkpoint")
 """Keys that name the weights; a mapping has at most one of them."""
@@ -60,33 +58,15 @@ def decode_second_model(node: Node, path: str) -> SecondModelConfig | None:
         return None
     if node.value == "copy":
         return SecondModelConfig(copy=True)
-    hints = get_type_hints(SecondModelConfig)
     if not isinstance(node.value, dict):
         raise ConfigError(
             f"{node.where} {path}: must be copy, a mapping with one of {', '.join([*SOURCES, 'precomputed'])}, or "
             f"null, not {describe(node.value)}"
         )
-    values = {}
-    for name, below in node.value.items():
-        if name not in hints:
-            hint = did_you_mean(name, hints) or f"; the keys are {', '.join(hints)}"
-            raise ConfigError(f"{below.where} {path}.{name}: unknown key{hint}")
-        values[name] = _value(below, hints[name], name, f"{path}.{name}")
+    values = {name: checked_field(below, SecondModelConfig, name, path) for name, below in node.value.items()}
     config = SecondModelConfig(**values)
     _check(config, node.where, path)
     return config
-
-
-def _value(node: Node, hint: Any, name: str, path: str) -> Any:
-    field = next(field for field in dataclasses.fields(SecondModelConfig) if field.name == name)
-    try:
-        value = check_value(node.plain(), hint)
-    except Mismatch as mismatch:
-        raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
-    allowed = key_range(field)
-    if allowed is not None and value is not None and not allowed.holds(value):
-        raise ConfigError(f"{node.where} {path}: must be {allowed}, not {value}")
-    return value
 
 
 def _check(config: SecondModelConfig, where: str, path: str) -> None:

@@ -5,12 +5,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
-from megatron_wrap.config.keys import describe_key, key, key_range
+from megatron_wrap.config.keys import describe_key, key
+from megatron_wrap.config.mappings import checked_field
 from megatron_wrap.config.reading import Node, describe
-from megatron_wrap.config.types import Mismatch, check_value
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 
 SourceKind = Literal["file", "folder", "glob", "python", "hub"]
 FILE_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
@@ -114,31 +114,19 @@ def _source(node: Node, path: str) -> SourceConfig:
         return SourceConfig(path=node.value)
     if not isinstance(node.value, dict):
         raise ConfigError(f"{node.where} {path}: must be a path or a mapping with path, not {describe(node.value)}")
-    hints = get_type_hints(SourceConfig)
-    values = {}
-    for name, below in node.value.items():
-        if name not in hints:
-            hint = did_you_mean(name, hints) or f"; the keys are {', '.join(hints)}"
-            raise ConfigError(f"{below.where} {path}.{name}: unknown key{hint}")
-        if below.value is not None or name == "path":
-            values[name] = _value(below, hints[name], name, f"{path}.{name}")
+    optional = {field.name for field in dataclasses.fields(SourceConfig)} - {"path"}
+    values = {
+        name: checked_field(below, SourceConfig, name, path)
+        for name, below in node.value.items()
+        if below.value is not None or name not in optional
+    }
     if "path" not in values:
         raise ConfigError(f"{node.where} {path}: a source needs path")
+    columns = values.get("columns", {})
+    if not all(isinstance(theirs, str) for theirs in columns.values()):
+        kind = describe_key(SourceConfig, "columns")
+        raise ConfigError(f"{node.value['columns'].where} {path}.columns: must be {kind}, not {describe(columns)}")
     return SourceConfig(**values)
-
-
-def _value(node: Node, hint: Any, name: str, path: str) -> Any:
-    field = next(field for field in dataclasses.fields(SourceConfig) if field.name == name)
-    try:
-        value = check_value(node.plain(), hint)
-    except Mismatch as mismatch:
-        raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
-    allowed = key_range(field)
-    if allowed is not None and not allowed.holds(value):
-        raise ConfigError(f"{node.where} {path}: must be {allowed}, not {value}")
-    if name == "columns" and not all(isinstance(theirs, str) for theirs in value.values()):
-        raise ConfigError(f"{node.where} {path}: must be {describe_key(SourceConfig, name)}, not {describe(value)}")
-    return value
 
 
 def _with_names(sources: Sequence[SourceConfig]) -> list[SourceConfig]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.data.chat import ChatTokens
-from megatron_wrap.data.pairs import encode_pair
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.base import FlowContext, LossOutput
+from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, label_log_probs, weighted
 from megatron_wrap.flow.preference_losses import (
     NLL,
     PAIR_LOSSES,
@@ -25,17 +23,14 @@ from megatron_wrap.flow.preference_losses import (
     partners,
     smoothed,
 )
-from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
-from megatron_wrap.metrics.metric import Metric, Total
 from megatron_wrap.ops.entropies import collision_entropy
-from megatron_wrap.ops.log_probs import token_log_probs
 
 _PAIRS = "pairs"
 """Term of the losses that are means over pairs, beside sft."""
 REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs")
 
 
-class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
+class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     """Mean over pairs of a loss of the policy's and the reference's log-probabilities of both answers. The default is
     -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the log-probability of the chosen
     answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` has further
@@ -48,7 +43,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelTextFlow.Config):
+    class Config(MegatronWrapGPTModelPairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = 0.1
@@ -82,8 +77,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
                 raise ValueError(f"beta is {self.beta}; it must be larger than 0")
             if not 0 <= self.label_smoothing < 0.5:
                 raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
-            if self.loss_on != "assistant":
-                raise ValueError(f"loss_on is {self.loss_on}; a preference pair has its loss on the answers, assistant")
+            super().__post_init__()
             if not 0 <= self.ld_alpha <= 1:
                 raise ValueError(f"ld_alpha is {self.ld_alpha}; it must be from 0 to 1")
             if self.discopop_tau <= 0:
@@ -108,52 +102,24 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
 
     supports_packing = True
 
-    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with the `ChatTokens` of its chosen and its rejected sequence as `encoded`.
-
-        Raises:
-            DataError: not a pair, an answer has no tokens, or a sequence is longer than `truncation: refuse` allows.
-        """
-        pair = self._encoded(sample)
-        for tokens in pair:
-            self.check_length(tokens)
-        return {**sample, ENCODED: pair}
-
-    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
-        """Those of the chosen and the rejected sequence, see `length_of`."""
-        return [self.length_of(tokens) for tokens in self._encoded(sample)]
-
     def get_fields_and_seqdims(self) -> dict[str, int]:
         """Also `token_factors`, with `ld_alpha`."""
         return {**super().get_fields_and_seqdims(), "token_factors": 1}
 
-    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `truncated`, `pair_weights`
-        and the reference's log-probabilities, if the samples contain them, are [B], `answer_lengths` [2B].
+    def collate_pairs(
+        self, samples: list[Mapping[str, Any]], model_forward_inputs: dict[str, Tensor], loss_inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """`answer_lengths` [2B], and the reference's log-probabilities [B] if the samples contain them; with `ld_alpha`
+        `token_factors` [2B, S].
 
         Raises:
             DataError: only some of the samples contain reference log-probabilities.
         """
-        samples = list(itertools.islice(iterator, self.micro_batch_size))
-        pairs = [self._encoded(sample) for sample in samples]
-        sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
-        model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
-        cut = loss_inputs.pop("truncated").view(2, len(pairs)).amax(dim=0)
-        weights = torch.tensor([chosen.weight for chosen, _ in pairs])
         mask = loss_inputs["loss_mask"]
-        added = {"truncated": cut, "pair_weights": weights, "answer_lengths": mask.sum(dim=1)}
+        added = {"answer_lengths": mask.sum(dim=1), **_given_reference(samples)}
         if self.flow_config.ld_alpha != 1:
             added["token_factors"] = _length_factors(mask, self.flow_config.ld_alpha)
-        return model_forward_inputs, {**loss_inputs, **added, **_given_reference(samples)}
-
-    def _encoded(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
-        if ENCODED in sample:
-            return sample[ENCODED]
-        pair = encode_pair(self.context.tokenizer, sample)
-        for name, tokens in zip(("chosen", "rejected"), pair, strict=True):
-            if not any(tokens.loss_mask):
-                raise DataError(f'the answer "{name}" of a pair has no tokens; complete or remove the pair')
-        return pair
+        return added
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
         """Sum of the weights of the micro-batch's pairs, each 1 by default; with sft or `rpo_alpha` two terms, and for
@@ -174,8 +140,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         Raises:
             DataError: there are no reference log-probabilities.
         """
-        token_log_probs = self._token_log_probs(loss_inputs, model_forward_output)
-        chosen, rejected = self._answer_log_probs(loss_inputs, token_log_probs)
+        token_log_probs = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
+        chosen, rejected = self.answer_log_probs(loss_inputs, token_log_probs)
         chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
         beta, weights = self.flow_config.beta, loss_inputs["pair_weights"]
         margins = beta * (chosen_ratios - rejected_ratios)
@@ -187,20 +153,17 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        metrics: dict[str, Metric] = {
-            name: (_weighted(values.detach(), weights).sum(), weights.sum()) for name, values in reported.items()
-        }
-        metrics["truncated_samples"] = Total(self.sequence_mean(loss_inputs["truncated"]))
+        metrics = self.pair_metrics(reported, loss_inputs, weights)
         sums: dict[str, Tensor] = {}
         if self._losses.keys() != {NLL}:
             losses = self._pair_losses(loss_inputs, chosen_ratios, rejected_ratios)
             if self.flow_config.use_weighting:
                 losses = losses * self._pair_probabilities(loss_inputs, token_log_probs, model_forward_output)
-            total = _weighted(losses, weights) + self._sorted_losses(loss_inputs, chosen_ratios, rejected_ratios)
+            total = weighted(losses, weights) + self._sorted_losses(loss_inputs, chosen_ratios, rejected_ratios)
             sums[_PAIRS] = self.sequence_mean(total)
         if NLL in self._losses:
-            answers, _ = self.sum_per_sequence(token_log_probs, loss_inputs).chunk(2)
-            sums[NLL] = -self.sequence_mean(_weighted(answers, weights))
+            answers, _ = super().answer_log_probs(loss_inputs, token_log_probs)
+            sums[NLL] = -self.sequence_mean(weighted(answers, weights))
             tokens = (weights * loss_inputs["answer_lengths"].chunk(2)[0]).sum()
             metrics["nll_loss"] = (sums[NLL].detach() * self.context.cp_size, tokens)
         return LossOutput(sums if NLL in sums else sums[_PAIRS], metrics)
@@ -238,12 +201,12 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
             reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
             own = chosen_ratios - rejected_ratios + reference  # the policy's log-probability ratio of the two answers
             losses = smoothed(beta * (own - _own(loss_inputs, "aot_reference")), smoothing)
-            total = total + self._losses["aot"] * _weighted(losses, weights)
+            total = total + self._losses["aot"] * weighted(losses, weights)
         if "aot_unpaired" in self._losses:
             losses = smoothed(beta * (chosen_ratios - _own(loss_inputs, "aot_rejected")), smoothing)
             others = smoothed(beta * (_own(loss_inputs, "aot_chosen") - rejected_ratios), smoothing)
-            rejected_part = _weighted(gradient_only(others), _own(loss_inputs, "aot_weights"))
-            total = total + self._losses["aot_unpaired"] * (_weighted(losses, weights) + rejected_part)
+            rejected_part = weighted(gradient_only(others), _own(loss_inputs, "aot_weights"))
+            total = total + self._losses["aot_unpaired"] * (weighted(losses, weights) + rejected_part)
         return total
 
     def calculate_step_values(
@@ -251,8 +214,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
     ) -> dict[str, Tensor]:
         """The values that aot and aot_unpaired sort over the step, [B] each."""
         assert model_forward_output is not None
-        tokens = self._token_log_probs(loss_inputs, model_forward_output)
-        chosen, rejected = self._answer_log_probs(loss_inputs, tokens)
+        tokens = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
+        chosen, rejected = self.answer_log_probs(loss_inputs, tokens)
         chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
         reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
         return {
@@ -279,29 +242,22 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelTextFlow):
         """[B]: WPO's weight of a pair, the product over both answers of exp(mean over tokens of log p - log sum p^2)
         (Zhou et al., 2024, arXiv:2406.11827, equation 2); detached."""
         mask = loss_inputs["loss_mask"]
-        aligned = torch.where(mask != 0, token_log_probs.detach() + collision_entropy(logits) * mask, 0.0)
+        aligned = torch.where(mask != 0, token_log_probs.detach() + collision_entropy(logits), 0.0)
         means = self.sum_per_sequence(aligned, loss_inputs) / loss_inputs["answer_lengths"].clamp(min=1)
         chosen, rejected = means.exp().chunk(2)
         return chosen * rejected
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
         """`chosen_log_probs` and `rejected_log_probs`, [B]: log-probability of each answer given its prompt."""
-        tokens = self._token_log_probs(loss_inputs, model_forward_output)
-        chosen, rejected = self._answer_log_probs(loss_inputs, tokens)
+        tokens = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
+        chosen, rejected = self.answer_log_probs(loss_inputs, tokens)
         return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
 
-    def _token_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> Tensor:
-        """[2B, S/cp] log-probabilities, 0 on tokens without loss."""
-        mask = loss_inputs["loss_mask"]
-        return torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0) * mask
-
-    def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], token_log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the chosen and the rejected answers, [B] each, equal on every context-parallel rank;
-        with `ld_alpha` those of later tokens have its factor."""
+    def answer_log_probs(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As in the base class; with `ld_alpha` the log-probabilities of later tokens have its factor."""
         if "token_factors" in loss_inputs:
-            token_log_probs = token_log_probs * loss_inputs["token_factors"]
-        chosen, rejected = self.sum_per_sequence(token_log_probs, loss_inputs).chunk(2)
-        return chosen, rejected
+            log_probs = log_probs * loss_inputs["token_factors"]
+        return super().answer_log_probs(loss_inputs, log_probs)
 
 
 def _log_ratios(loss_inputs: Mapping[str, Tensor], chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,11 +279,6 @@ def _length_factors(mask: Tensor, alpha: float) -> Tensor:
     """[2B, S]: 1, and `alpha` on an answer's tokens beyond the length of the shorter answer of its pair."""
     shared = mask.sum(dim=1).view(2, -1).amin(dim=0).repeat(2)
     return torch.where(mask.cumsum(dim=1) > shared[:, None], alpha, 1.0)
-
-
-def _weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """[B] values times their weights; of weight 0 also inf and nan are 0."""
-    return torch.where(weights != 0, values * weights, torch.zeros_like(values))
 
 
 def _given_reference(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:

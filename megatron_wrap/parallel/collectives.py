@@ -68,7 +68,7 @@ def gather_sequence(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Gather the whole sequence, in its order, from the zig-zag parts of context-parallel ranks, on every rank.
 
     Args:
-        part: local; 1 / group.size() of the sequence along `dim`, from `parallel.context.split`.
+        part: local; 1 / group.size() of the sequence along `dim`: the places of `parallel.context.packed_positions`.
 
     Returns:
         The padded sequence along `dim`; the backward is the adjoint, as for `gather_on_group`.

@@ -31,27 +31,11 @@ def chunks_of(cp_size: int, cp_rank: int) -> tuple[int, ...]:
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
-def positions(seq_length: int, cp_size: int, cp_rank: int, device: torch.device | None = None) -> Tensor:
-    """Global positions of one rank's tokens.
-
-    Args:
-        seq_length: length of the whole sequence, in tokens.
-
-    Returns:
-        int64 [seq_length / cp_size], in the rank's local order.
-
-    Raises:
-        LayoutError: `seq_length` is not a multiple of 2 * cp_size.
-    """
-    _check(seq_length, cp_size, cp_rank)
-    return split(torch.arange(seq_length, device=device), 0, cp_size, cp_rank)
-
-
 def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Places of one rank's tokens in a row of several sequences, each of which is split over the ranks on its own.
+    """Places of one rank's tokens in a row of one or several sequences, each split over the ranks on its own.
 
     Args:
-        lengths: of the sequences in the row, in tokens.
+        lengths: of the sequences in the row, in tokens; one length for a row that is a single sequence.
 
     Returns:
         int64 [sum(lengths) / cp_size], in the rank's local order: sequence by sequence.
@@ -70,27 +54,8 @@ def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     return torch.from_numpy(np.repeat(starts, chunk) + within)
 
 
-def split(tensor: Tensor, dim: int, cp_size: int, cp_rank: int) -> Tensor:
-    """One rank's part of a tensor along its sequence dimension.
-
-    Args:
-        tensor: global; has the whole sequence along `dim`.
-
-    Returns:
-        Local copy with 1 / cp_size of the length along `dim`; the tensor itself if cp_size is 1.
-
-    Raises:
-        LayoutError: the sequence length is not a multiple of 2 * cp_size.
-    """
-    _check(tensor.shape[dim], cp_size, cp_rank)
-    if cp_size == 1:
-        return tensor
-    parts = tensor.chunk(2 * cp_size, dim=dim)
-    return torch.cat([parts[chunk] for chunk in chunks_of(cp_size, cp_rank)], dim=dim)
-
-
 def merge(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole tensor from the parts of all ranks; the inverse of `split`.
+    """The whole tensor from the parts of all ranks; the inverse of a selection of `packed_positions`.
 
     Args:
         parts: one local tensor per context-parallel rank, in rank order, of equal length along `dim`.

@@ -11,7 +11,7 @@ import torch
 from megatron_wrap.data.chat import ChatTokens
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, MegatronWrapGPTModelDPOFlow, MegatronWrapGPTModelKTOFlow
-from megatron_wrap.flow import dpo as dpo_module
+from megatron_wrap.flow import pairs as pairs_module
 from megatron_wrap.flow.preference_losses import (
     LOSS_TYPES,
     PAIR_LOSSES,
@@ -96,7 +96,7 @@ def pair(chosen: int, rejected: int) -> dict[str, Any]:
 
 
 def test_rpo_alpha_adds_a_mean_over_the_chosen_tokens(monkeypatch):
-    monkeypatch.setattr(dpo_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits)
     log_probs = -torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     added = flow(rpo_alpha=0.5)
     _, loss_inputs = added.collate_data_micro_batch(iter([pair(2, 3), pair(4, 1)]))
@@ -108,7 +108,7 @@ def test_rpo_alpha_adds_a_mean_over_the_chosen_tokens(monkeypatch):
 
 
 def test_ld_alpha_scales_the_longer_answers_later_tokens(monkeypatch):
-    monkeypatch.setattr(dpo_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits)
     made = flow(ld_alpha=0.25)
     _, loss_inputs = made.collate_data_micro_batch(iter([pair(2, 4)]))
     outputs = made.calculate_outputs(loss_inputs, torch.full((2, 5), -1.0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_wrap.errors import LayoutError, PlatformError
-from megatron_wrap.parallel.context import merge, packed_positions, split
+from megatron_wrap.parallel.context import merge, packed_positions
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()
@@ -110,10 +110,8 @@ def test_explicit_mask_with_causality_and_window(causal, window):
 
 def on_simulated_ranks(inputs, lengths, cp_size, window=None, causal=True):
     """`attend_over_context` on each rank in turn; `gather` concatenates the tensors that the ranks would send."""
-    documents = [tensor.split(lengths) for tensor in inputs]
-    local = [
-        [torch.cat([split(part, 0, cp_size, rank) for part in parts]) for parts in documents] for rank in range(cp_size)
-    ]
+    places = [packed_positions(lengths, cp_size, rank) for rank in range(cp_size)]
+    local = [[tensor[of_rank] for tensor in inputs] for of_rank in places]
     sent = [torch.cat((key, value), dim=-1) for _, key, value in local]
     attend_local = functools.partial(attend, causal=causal, scale=0.4, window=window)
     outputs = []

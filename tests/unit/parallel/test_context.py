@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.parallel.context import chunks_of, merge, pad_to, positions, sequence_divisor, split
+from megatron_wrap.parallel.context import chunks_of, merge, packed_positions, pad_to, sequence_divisor
+
+
+def positions(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    return packed_positions([length], cp_size, cp_rank)
 
 
 def test_positions_of_each_rank():
@@ -18,19 +22,16 @@ def test_positions_of_each_rank():
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_merge_inverts_split(cp_size, dim):
+def test_merge_restores_the_order(cp_size, dim):
     whole = torch.randn(24, 48, 24)
-    parts = [split(whole, dim, cp_size, rank) for rank in range(cp_size)]
-    assert {part.shape[dim] for part in parts} == {whole.shape[dim] // cp_size}
-    assert torch.equal(merge(parts, dim), whole)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, whole.index_select(dim, positions(whole.shape[dim], cp_size, rank)))
+    places = [positions(whole.shape[dim], cp_size, rank) for rank in range(cp_size)]
+    assert {len(of_rank) for of_rank in places} == {whole.shape[dim] // cp_size}
+    assert torch.equal(merge([whole.index_select(dim, of_rank) for of_rank in places], dim), whole)
 
 
-def test_split_is_differentiable():
-    whole = torch.arange(8.0, requires_grad=True)
-    split(whole, 0, 2, 1).sum().backward()
-    assert whole.grad.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+def test_every_sequence_of_a_row_is_split_on_its_own():
+    assert packed_positions([4, 8], 2, 0).tolist() == [0, 3, 4, 5, 10, 11]
+    assert packed_positions([4, 8], 2, 1).tolist() == [1, 2, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_pad_to_appends_the_value():
     ("call", "message"),
     [
         (lambda: positions(10, 2, 0), "sequence of 10 .* context_parallel_size = 4 .* pad it to 12"),
-        (lambda: split(torch.zeros(8), 0, 2, 2), "rank 2 is not in a group of 2"),
+        (lambda: positions(8, 2, 2), "rank 2 is not in a group of 2"),
         (lambda: merge([torch.zeros(4), torch.zeros(6)], 0), r"lengths \[4, 6\]"),
         (lambda: merge([], 0), "0 context-parallel parts"),
         (lambda: pad_to(torch.zeros(8), 0, 4, 0), "length 8 along dimension 0 .* to 4"),
