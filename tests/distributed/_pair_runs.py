@@ -1,8 +1,7 @@
-"""Functions that the tests of reference-free preference flows and of reward models run on each rank, and trl's runs."""
+"""Functions that the tests of reference-free preference flows and of reward models run on each rank."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,79 +40,6 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
 
     with started(CONFIG, list(overrides)) as wrap:
         return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
-
-
-def in_order(trainer: type) -> type:
-    """trl's trainer without shuffling."""
-    from torch.utils.data import SequentialSampler
-
-    class InOrder(trainer):
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    return InOrder
-
-
-def steps_of_trl(
-    trainer: type, settings: type, model: Any, samples: list[Any], config: Any, folder: str, **options: Any
-) -> list[dict[str, float]]:
-    """The metrics of ten steps of trl, each of one micro-batch."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {str(number): number for number in range(config.arch.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="0")), pad_token="0", eos_token="1"
-    )
-    given = settings(
-        output_dir=folder,
-        per_device_train_batch_size=BATCH,
-        max_steps=10,
-        learning_rate=config.learning_rate.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=config.optimizer.clip_grad,
-        logging_steps=1,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        **options,
-    )
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    made = in_order(trainer)(
-        model=model, args=given, train_dataset=Dataset.from_list(samples), processing_class=tokenizer
-    )
-    made.train()
-    steps = [entry for entry in made.state.log_history if "loss" in entry]
-    assert len(steps) == 10
-    return steps
-
-
-def tokenized(trainer: type) -> type:
-    """trl's trainer on texts of token numbers, separated by spaces."""
-
-    class Tokenized(trainer):
-        def tokenize_row(self, feature: dict[str, str], model: Any = None) -> dict[str, Any]:
-            prompt = [int(word) for word in feature["prompt"].split()]
-            row: dict[str, Any] = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
-            for answer in ("chosen", "rejected"):
-                ids = [int(word) for word in feature[answer].split()]
-                row[f"{answer}_input_ids"] = prompt + ids
-                row[f"{answer}_attention_mask"] = [1] * len(prompt + ids)
-                row[f"{answer}_labels"] = [-100] * len(prompt) + ids
-            return row
-
-    return Tokenized
-
-
-def as_text(pairs: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
-    """Pairs of token numbers as texts for `tokenized`."""
-    return [{key: " ".join(map(str, pair[f"{key}_ids"])) for key in ("prompt", "chosen", "rejected")} for pair in pairs]
 
 
 def export(

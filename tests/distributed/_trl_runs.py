@@ -3,79 +3,120 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
 from transformers_models import build, load_all, to_llama_like
 
 from megatron_wrap.config import RunConfig
+
+BATCH = 4
+"""Samples of an optimizer step."""
+
+
+def model_of(config: RunConfig, weights: Mapping[str, numpy.ndarray]) -> Any:
+    """transformers' Llama of a run with unsharded weights by our names."""
+    from transformers import LlamaForCausalLM
+
+    model = build(LlamaForCausalLM, config.arch, to_llama_like)
+    ours = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+    load_all(model, to_llama_like(ours, config))
+    return model
+
+
+def on_tokens(trainer: type) -> type:
+    """A trl trainer whose samples are tokenized already (DPOTrainer, KTOTrainer, RewardTrainer)."""
+
+    class OnTokens(trainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    return OnTokens
+
+
+def on_numbers(trainer: type) -> type:
+    """A trl trainer on texts of token numbers, separated by spaces (CPOTrainer, ORPOTrainer, which always tokenize)."""
+
+    class OnNumbers(trainer):
+        def tokenize_row(self, feature: dict[str, str], model: Any = None) -> dict[str, Any]:
+            prompt = [int(word) for word in feature["prompt"].split()]
+            row: dict[str, Any] = {"prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
+            for answer in ("chosen", "rejected"):
+                ids = [int(word) for word in feature[answer].split()]
+                row[f"{answer}_input_ids"] = prompt + ids
+                row[f"{answer}_attention_mask"] = [1] * len(prompt + ids)
+                row[f"{answer}_labels"] = [-100] * len(prompt) + ids
+            return row
+
+    return OnNumbers
+
+
+def as_text(pairs: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
+    """Pairs of token numbers as texts for `on_numbers`."""
+    return [{key: " ".join(map(str, pair[f"{key}_ids"])) for key in ("prompt", "chosen", "rejected")} for pair in pairs]
 
 
 def steps_of_trl(
     trainer: type,
     settings: type,
     config: RunConfig,
-    weights: Mapping[str, numpy.ndarray],
+    model: Any,
     samples: Sequence[Any],
-    folder: Path,
-    vocab: int,
-    batch: int,
+    folder: str | Path,
+    reference: Any = None,
+    micro_batches: int = 1,
     **options: Any,
 ) -> list[dict[str, float]]:
-    """The metrics of each optimizer step of a trl trainer from the weights, on tokenized samples in their order.
+    """The metrics of each optimizer step of a trl trainer, on samples in their order, BATCH a step.
 
     Args:
-        trainer, settings: such as DPOTrainer and DPOConfig.
-        config: the run that it is compared with; defines the model and the optimizer.
-        weights: unsharded, by our names; the reference has the same.
-        batch: samples of a step, in one micro-batch.
-        options: of `settings`.
+        trainer: from `on_tokens` or `on_numbers`.
+        settings: the trainer's configuration class, such as DPOConfig.
+        config: the run that it is compared with; defines the vocabulary and the optimizer.
+        reference: the reference model of a trainer that has one.
+        micro_batches: of a step, of equal size.
+        options: further arguments of `settings`.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from torch.utils.data import SequentialSampler
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     class InOrder(trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
-        def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-            return dataset  # already tokenized
-
-    ours = {name: torch.from_numpy(weight) for name, weight in weights.items()}
-    model, reference = (build(LlamaForCausalLM, config.arch, to_llama_like) for _ in range(2))
-    for one in (model, reference):
-        load_all(one, to_llama_like(ours, config))
-    words = {str(number): number for number in range(vocab)}
+    words = {str(number): number for number in range(config.arch.vocab_size or 0)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
     )
-    arguments = settings(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        max_steps=len(samples) // batch,
-        learning_rate=config.learning_rate.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=config.optimizer.clip_grad,
-        logging_steps=1,
-        max_length=None,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        **options,
-    )
+    common = {
+        "per_device_train_batch_size": BATCH // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "max_steps": len(samples) // BATCH,
+        "learning_rate": config.learning_rate.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": config.optimizer.clip_grad,
+    }
+    quiet = {"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "remove_unused_columns": False}
+    arguments = settings(output_dir=str(folder), **{"max_length": None, **common, **quiet, **plain, **options})
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     made = InOrder(
-        model, reference, args=arguments, train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
+        model=model,
+        **({} if reference is None else {"ref_model": reference}),
+        args=arguments,
+        train_dataset=Dataset.from_list(list(samples)),
+        processing_class=tokenizer,
     )
     made.train()
-    return [entry for entry in made.state.log_history if "loss" in entry]
+    steps = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(steps) == len(samples) // BATCH
+    return steps

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import _dpo_runs as runs
 import pytest
-import torch
 from _checkpoint_runs import CP2, DISTRIBUTED, DROPOUT, PP2, PP2_VPP2, TP2, in_new_processes
 from _covering import covering
 from _dpo_runs import COPY
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
-from transformers_models import build, load_all, to_llama_like
+from _trl_runs import model_of, on_tokens, steps_of_trl
 
 from megatron_wrap.config import load_run_config
 
@@ -34,59 +28,14 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def of_trl(ranks, tmp_path_factory) -> list[dict[str, Any]]:
-    """trl's metrics of ten steps from the same weights on the same pairs in the same order."""
-    from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    """trl's metrics of ten steps, each of two micro-batches."""
     from trl import DPOConfig, DPOTrainer
-
-    class InOrder(DPOTrainer):
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-        def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-            return dataset  # already tokenized
 
     config = load_run_config(runs.CONFIG, runs.DPO)
     weights = ranks(1).run(runs.initial_weights, runs.DPO)[0]
-    ours = {name: torch.from_numpy(weight) for name, weight in weights.items()}
-    model, reference = (build(LlamaForCausalLM, config.arch, to_llama_like) for _ in range(2))
-    for one in (model, reference):
-        load_all(one, to_llama_like(ours, config))
-    from tokenizers import Tokenizer, models
-
-    vocabulary = {str(number): number for number in range(runs.VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="0")), pad_token="0", eos_token="1"
-    )
-    settings = DPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=10,
-        learning_rate=config.learning_rate.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=config.optimizer.clip_grad,
-        logging_steps=1,
-        beta=0.1,
-        max_length=None,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    trainer = InOrder(
-        model, reference, args=settings, train_dataset=Dataset.from_list(runs.pairs()), processing_class=tokenizer
-    )
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(steps) == 10
-    return steps
+    policy, reference = model_of(config, weights), model_of(config, weights)
+    folder, trainer = tmp_path_factory.mktemp("trl"), on_tokens(DPOTrainer)
+    return steps_of_trl(trainer, DPOConfig, config, policy, runs.pairs(), folder, reference, micro_batches=2, beta=0.1)
 
 
 @pytest.mark.parametrize("name", covering(LAYOUTS))

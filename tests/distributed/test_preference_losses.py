@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import _dpo_runs as runs
 import pytest
 from _dpo_runs import COPY
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
-from _trl_runs import steps_of_trl
+from _trl_runs import model_of, on_tokens, steps_of_trl
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.testing import check_parity
@@ -81,8 +77,9 @@ def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
 
     config = load_run_config(runs.CONFIG, runs.DPO)
     found = ranks(1).run(runs.train, (*COPY, *overrides_of(CASES[name])), runs.pairs())[0]
+    policy, reference = model_of(config, weights), model_of(config, weights)
     of_trl = steps_of_trl(
-        DPOTrainer, DPOConfig, config, weights, runs.pairs(), tmp_path, runs.VOCAB, runs.BATCH, beta=0.1, **CASES[name]
+        on_tokens(DPOTrainer), DPOConfig, config, policy, runs.pairs(), tmp_path, reference, beta=0.1, **CASES[name]
     )
     # at the start the two gradients of apo_down for a chosen answer cancel, and Adam amplifies their rounding
     compare(found, of_trl, 3 * ROUNDING if name == "apo_down" else ROUNDING)
@@ -110,8 +107,9 @@ def test_ten_steps_of_single_answers_agree_with_trl(ranks, weights, tmp_path, lo
     ]
     if loss_type != "kto":
         with_neighbors = given
+    policy, reference = model_of(config, weights), model_of(config, weights)
     of_trl = steps_of_trl(
-        KTOTrainer, KTOConfig, config, weights, with_neighbors, tmp_path, runs.VOCAB, runs.BATCH, **options
+        on_tokens(KTOTrainer), KTOConfig, config, policy, with_neighbors, tmp_path, reference, **options
     )
     compare(found, of_trl)
     assert loss_type != "kto" or max(step["kl"] for step in found) > 1e-4

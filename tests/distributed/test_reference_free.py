@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import _pair_runs as runs
 import pytest
-import torch
 from _checkpoint_runs import CP2, PP2, TP2
 from _covering import covering
 from _dpo_runs import CONFIG, pairs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "model"))
-from transformers_models import build, load_all, to_llama_like
+from _trl_runs import as_text, model_of, on_numbers, steps_of_trl
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.testing import check_parity
@@ -48,7 +43,6 @@ METRICS += ("rewards/accuracies", "logps/chosen", "logps/rejected")
 @pytest.fixture(scope="module")
 def of_trl(ranks, tmp_path_factory):
     """variant -> trl's metrics of ten steps from the same weights on the same pairs in the same order."""
-    from transformers import LlamaForCausalLM
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -61,11 +55,9 @@ def of_trl(ranks, tmp_path_factory):
         if name not in found:
             flow, options = VARIANTS[name]
             trainer, settings = (ORPOTrainer, ORPOConfig) if flow == "gpt_orpo" else (CPOTrainer, CPOConfig)
-            model = build(LlamaForCausalLM, config.arch, to_llama_like)
-            load_all(model, to_llama_like({key: torch.from_numpy(value) for key, value in weights.items()}, config))
-            folder, samples = str(tmp_path_factory.mktemp("trl")), runs.as_text(pairs())
-            found[name] = runs.steps_of_trl(
-                runs.tokenized(trainer), settings, model, samples, config, folder, max_length=64, **options
+            model, samples, folder = model_of(config, weights), as_text(pairs()), tmp_path_factory.mktemp("trl")
+            found[name] = steps_of_trl(
+                on_numbers(trainer), settings, config, model, samples, folder, max_length=64, **options
             )
         return found[name]
 

@@ -13,6 +13,7 @@ import torch
 from _checkpoint_runs import CP2, PP2, TP2
 from _covering import covering
 from _dpo_runs import CONFIG, pairs
+from _trl_runs import on_tokens, steps_of_trl
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.testing import check_parity
@@ -47,10 +48,6 @@ def of_trl(exported, tmp_path_factory):
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
-    class Tokenized(RewardTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset
-
     found: dict[str, list[dict[str, float]]] = {}
 
     def steps(name: str) -> list[dict[str, float]]:
@@ -66,10 +63,8 @@ def of_trl(exported, tmp_path_factory):
                 for pair in samples(with_margin)
             ]
             config = load_run_config(CONFIG, (*runs.of_flow("gpt_reward", {}), *VALUE))
-            folder = str(tmp_path_factory.mktemp("trl"))
-            found[name] = runs.steps_of_trl(
-                Tokenized, RewardConfig, model, given, config, folder, max_length=None, **options
-            )
+            trainer, folder = on_tokens(RewardTrainer), tmp_path_factory.mktemp("trl")
+            found[name] = steps_of_trl(trainer, RewardConfig, config, model, given, folder, **options)
         return found[name]
 
     return steps
