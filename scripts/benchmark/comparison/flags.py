@@ -1,0 +1,107 @@
+"""Flags of a bare Megatron-Core loop, and the search for its fastest ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a user of Megatron-Core sets for speed."""
+
+    implementation: str
+    """Layers: "transformer_engine" or "local"."""
+    cross_entropy: str = "unfused"
+    """"unfused", "native" (Megatron-Core's fused one) or "te" (Transformer Engine's)."""
+    rope_fusion: bool = False
+    swiglu_fusion: bool = True
+    weight_gradient_fusion: bool = False
+    """Accumulate weight gradients within the product."""
+    collect_garbage: bool = True
+    """Python's collector stays on."""
+    overlap: bool = False
+    """Overlap the reduction of gradients and the gathering of parameters with computation."""
+
+    def text(self) -> str:
+        """In words."""
+        parts = [
+            "Transformer Engine" if self.implementation == "transformer_engine" else "local layers",
+            f"{self.cross_entropy} cross-entropy",
+            *(["fused rotary embedding"] if self.rope_fusion else []),
+            *(["fused SwiGLU"] if self.swiglu_fusion else []),
+            *(["fused weight gradients"] if self.weight_gradient_fusion else []),
+            *(["overlapped communication"] if self.overlap else []),
+            *([] if self.collect_garbage else ["garbage collection off"]),
+        ]
+        return ", ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return asdict(self)
+
+
+def default_flags(platform: str) -> Flags:
+    """Megatron-LM's defaults (megatron/training/arguments.py), without extensions that are not installed: Transformer
+    Engine, fused rotary embedding and SwiGLU, unfused cross-entropy, and Apex's fused weight gradients."""
+    if platform == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+        return Flags("local")
+    return Flags("transformer_engine", rope_fusion=True, weight_gradient_fusion=_has_apex_extension())
+
+
+def _has_apex_extension() -> bool:
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def changes(start: Flags, platform: str, world_size: int) -> list[tuple[str, dict[str, Any]]]:
+    """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
+    with_te = start.implementation == "transformer_engine"
+    found: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
+    if with_te:
+        found.append(("Transformer Engine's cross-entropy", {"cross_entropy": "te"}))
+    if world_size > 1:
+        found.append(("overlapped communication", {"overlap": True}))
+    found.append(("garbage collection off", {"collect_garbage": False}))
+    found.append(("unfused SwiGLU", {"swiglu_fusion": False}))
+    if with_te:
+        found.append(("unfused rotary embedding", {"rope_fusion": False}))
+    if platform == "cuda":
+        found.append(("fused weight gradients", {"weight_gradient_fusion": not start.weight_gradient_fusion}))
+    if with_te:
+        found.append(("local layers", {"implementation": "local", "rope_fusion": False}))
+    return found
+
+
+def fastest(
+    start: Flags, alternatives: list[tuple[str, dict[str, Any]]], measure: Callable[[str, Flags], float | str]
+) -> tuple[Flags, list[dict[str, Any]]]:
+    """Search greedily: each change is tried on the fastest flags so far, and kept if it is faster.
+
+    Args:
+        measure: of a name and flags, the median seconds of a step, or why there are none.
+
+    Returns:
+        The fastest flags, and a record of every trial.
+
+    Raises:
+        RuntimeError: `start` itself could not be measured.
+    """
+    best_seconds = measure("default flags", start)
+    records = [_record("default flags", start, best_seconds)]
+    if isinstance(best_seconds, str):
+        raise RuntimeError(f"the bare loop did not run: {best_seconds}")
+    best = start
+    for name, fields in alternatives:
+        tried = replace(best, **fields)
+        seconds = measure(name, tried)
+        records.append(_record(name, tried, seconds))
+        if not isinstance(seconds, str) and seconds < best_seconds:
+            best, best_seconds = tried, seconds
+    return best, records
+
+
+def _record(name: str, flags: Flags, seconds: float | str) -> dict[str, Any]:
+    measured = {"error": seconds} if isinstance(seconds, str) else {"step_seconds": seconds}
+    return {"change": name, "flags": flags.as_json(), **measured}

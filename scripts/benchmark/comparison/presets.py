@@ -1,0 +1,41 @@
+"""Sizes that are compared by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ARCH, _TRAIN = "megatron_lm.model.arch", "megatron_lm.train.common"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A run of megatron-wrap, from which the other programs take sizes and settings."""
+
+    config: str
+    """Beside compare.py."""
+    overrides: tuple[str, ...] = ()
+
+
+def _sizes(seq_length: int, micro_batch_size: int, global_batch_size: int) -> tuple[str, ...]:
+    return (
+        f"{_TRAIN}.seq_length={seq_length}",
+        f"{_TRAIN}.micro_batch_size={micro_batch_size}",
+        f"{_TRAIN}.global_batch_size={global_batch_size}",
+    )
+
+
+PRESETS = {
+    "1.5b-4096": Preset("llama-1b.yaml", _sizes(4096, 4, 16)),
+    "8b-layers-4096": Preset(
+        "llama-1b.yaml",
+        (
+            *_sizes(4096, 2, 8),
+            f"{_ARCH}.num_layers=8",
+            f"{_ARCH}.hidden_size=4096",
+            f"{_ARCH}.ffn_hidden_size=14336",
+        ),
+    ),
+    "1.5b-32768": Preset("llama-1b.yaml", _sizes(32768, 1, 2)),
+    "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
+}
+"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers); `tiny` is for a CPU."""

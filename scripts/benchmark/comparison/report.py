@@ -1,0 +1,180 @@
+"""Results of a comparison as a table, a chart and regressions; no measuring."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REFERENCES = ("bare-best", "bare", "trainer")
+"""What ratios refer to: the first of these that ran."""
+
+
+def summary(runs: Sequence[Mapping[str, Any]], tokens_per_step: int, world_size: int, tflops: Any) -> dict[str, Any]:
+    """One program's rounds as numbers.
+
+    Args:
+        runs: of `Program.run`, one for each round.
+        tflops: of step seconds.
+
+    Returns:
+        Medians over all measured steps of all rounds, the slowest and fastest round's median, and the largest memory;
+        or `error` where a round failed.
+    """
+    failed = next((run for run in runs if "error" in run), None)
+    if failed is not None:
+        return {"error": failed["error"]}
+    seconds = statistics.median(second for run in runs for second in run["step_seconds"])
+    medians = [statistics.median(run["step_seconds"]) for run in runs]
+    return {
+        "tokens_per_second_per_device": tokens_per_step / seconds / world_size,
+        "step_seconds": seconds,
+        "round_step_seconds": medians,
+        "tflops": tflops(seconds),
+        "peak_memory_gib": max(run["peak_memory_gib"] for run in runs),
+        "left_gib": max(run["left_gib"] for run in runs),
+        "first_loss": runs[0]["losses"][0],
+        "last_loss": runs[0]["losses"][-1],
+        "notes": runs[0]["notes"],
+    }
+
+
+def reference_of(programs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The program that ratios refer to; None: none of `REFERENCES` ran."""
+    return next((name for name in REFERENCES if name in programs and "error" not in programs[name]), None)
+
+
+def ratios(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Speed of each program over that of the reference; empty without one."""
+    reference = reference_of(programs)
+    if reference is None:
+        return {}
+    speed = {name: one["tokens_per_second_per_device"] for name, one in programs.items() if "error" not in one}
+    return {name: value / speed[reference] for name, value in speed.items()}
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The whole report."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"Measured on {results['date']} on {results['hardware']}; {versions}.",
+        "",
+        "```sh",
+        results["command"],
+        "```",
+    ]
+    for name, preset in results["presets"].items():
+        lines += ["", f"## {name}", "", preset["description"], "", *_table(preset["programs"])]
+        if preset.get("sweep"):
+            lines += ["", "Search for the fastest flags of the bare loop:", "", *_sweep_table(preset["sweep"])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    reference, relative = reference_of(programs), ratios(programs)
+    lines = [
+        f"| program | tokens/s per device | over {reference} | model TFLOP/s | step, s (rounds) | peak memory, GiB | "
+        "loss, first to last step | with |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, one in programs.items():
+        if "error" in one:
+            lines.append(f"| {name} | {one['error'].replace('|', '/')} | | | | | | |")
+            continue
+        rounds = ", ".join(f"{seconds:.4g}" for seconds in one["round_step_seconds"])
+        over = f"{relative[name]:.3f}" if name in relative else ""
+        lines.append(
+            f"| {name} | {one['tokens_per_second_per_device']:,.0f} | {over} | {one['tflops']:.4g} | "
+            f"{one['step_seconds']:.4g} ({rounds}) | {one['peak_memory_gib']:.1f} | "
+            f"{one['first_loss']:.3f} to {one['last_loss']:.3f} | {one['notes']} |"
+        )
+    return lines
+
+
+def _sweep_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["| tried | step, s |", "| --- | --- |"]
+    for record in records:
+        found = record.get("error") or f"{record['step_seconds']:.4g}"
+        lines.append(f"| {record['change']} | {found.replace('|', '/')} |")
+    return lines
+
+
+def regressions(new: Mapping[str, Any], old: Mapping[str, Any], threshold: float) -> tuple[list[str], int]:
+    """Compare two reports.
+
+    Where both have the same reference program on the same hardware or not, speeds are compared as ratios to it: times
+    of two days differ for reasons that are not the program's. Without one, tokens per second are compared.
+
+    Args:
+        threshold: share by which the speed may fall, or the peak memory grow.
+
+    Returns:
+        A line for each program and preset that both have, and the number of regressions.
+    """
+    lines, count = [], 0
+    for preset in (name for name in new["presets"] if name in old["presets"]):
+        programs, before = new["presets"][preset]["programs"], old["presets"][preset]["programs"]
+        reference = reference_of(programs)
+        relative = reference is not None and reference == reference_of(before)
+        for name in (name for name in programs if name in before):
+            line, worse = _changed(name, programs, before, relative, threshold)
+            lines.append(f"{preset}: {line}")
+            count += worse
+    return lines, count
+
+
+def _changed(
+    name: str, new: Mapping[str, Any], old: Mapping[str, Any], relative: bool, threshold: float
+) -> tuple[str, bool]:
+    if "error" in new[name] or "error" in old[name]:
+        failed = "error" in new[name] and "error" not in old[name]
+        text = f"REGRESSION: {new[name]['error']}" if failed else "did not run in both"
+        return f"{name}: {text}", failed
+    if relative:
+        speeds, unit = (ratios(old)[name], ratios(new)[name]), f"x {reference_of(new)}"
+    else:
+        speeds, unit = (
+            (old[name]["tokens_per_second_per_device"], new[name]["tokens_per_second_per_device"]),
+            "tokens/s",
+        )
+    memory = old[name]["peak_memory_gib"], new[name]["peak_memory_gib"]
+    slower, larger = speeds[1] < speeds[0] * (1 - threshold), memory[1] > memory[0] * (1 + threshold)
+    mark = "REGRESSION: " if slower or larger else ""
+    return (
+        f"{name}: {mark}{speeds[0]:,.5g} to {speeds[1]:,.5g} {unit} ({speeds[1] / speeds[0] - 1:+.1%}), "
+        f"memory {memory[0]:.1f} to {memory[1]:.1f} GiB ({memory[1] / memory[0] - 1:+.1%})",
+        slower or larger,
+    )
+
+
+def draw(results: Mapping[str, Any], path: Path) -> str | None:
+    """Write a bar chart as PNG, a group of bars for each preset; returns why it could not be drawn, else None."""
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError:
+        return "no chart: Pillow is not installed (pip install pillow)"
+    font, bold = ImageFont.load_default(20), ImageFont.load_default(24)
+    groups = {name: preset["programs"] for name, preset in results["presets"].items()}
+    rows = sum(len(programs) for programs in groups.values())
+    height = 90 + 70 * len(groups) + 40 * rows
+    image = Image.new("RGB", (1200, height), "white")
+    pen = ImageDraw.Draw(image)
+    pen.text((30, 20), f"Tokens per second and device, {results['hardware']}", "black", bold)
+    y = 80
+    for name, programs in groups.items():
+        speeds = {key: one.get("tokens_per_second_per_device", 0.0) for key, one in programs.items()}
+        longest, relative = max(speeds.values(), default=0.0) or 1.0, ratios(programs)
+        pen.text((30, y), name, "black", bold)
+        y += 40
+        for key, speed in speeds.items():
+            width = int(620 * speed / longest)
+            color = "#3f51b5" if key.startswith("ours") else "#9e9e9e"
+            pen.text((40, y + 4), key, "black", font)
+            pen.rectangle((270, y, 270 + width, y + 30), fill=color)
+            over = f"  ({relative[key]:.2f})" if key in relative else ""
+            pen.text((280 + width, y + 4), f"{speed:,.0f}{over}" if speed else "did not run", "black", font)
+            y += 40
+        y += 30
+    image.save(path)
+    return None

@@ -1,0 +1,208 @@
+"""What every program trains: the sizes of a run's model and batch, its tokens, and the clock of its steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_wrap.config import RunConfig, derived
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.metrics.throughput import ModelShape, tflops_per_device, training_flops
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training job: a dense Llama on random tokens, without model parallelism. Sizes are global."""
+
+    config: str
+    """Path of the run's YAML, which megatron-wrap trains."""
+    overrides: tuple[str, ...]
+    platform: str
+    """"cuda" or "cpu"."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """With padding: each program has this many rows."""
+    rotary_base: float
+    norm_epsilon: float
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    bf16: bool
+    lr: float
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    adam_eps: float
+    clip_grad: float
+    world_size: int
+    warmup: int
+    """Steps that are not measured, at least 1."""
+    steps: int
+    """Steps that are measured."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process; the coordinator shows each process its GPUs."""
+        import os
+
+        return torch.device(self.platform, int(os.environ.get("LOCAL_RANK", "0")) if self.platform == "cuda" else None)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each replica in a step."""
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all replicas."""
+        return self.global_batch_size * self.seq_length
+
+    def tflops(self, step_seconds: float) -> float:
+        """Model TFLOP/s of each device, by one formula for all programs."""
+        shape = ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=self.vocab_size,
+            gated_linear_unit=True,
+        )
+        flops = training_flops(shape, self.tokens_per_step, self.tokens_per_step * self.seq_length)
+        return tflops_per_device(flops, step_seconds, self.world_size)
+
+    def token_rows(self) -> numpy.ndarray:
+        """[(warmup + steps) * global_batch_size, seq_length + 1] int64: the samples in order, the same in every
+        program. Frequencies fall as 1 / rank, as those of words do, so that a loss that falls shows learning."""
+        count = (self.warmup + self.steps) * self.global_batch_size
+        uniform = numpy.random.default_rng(0).random((count, self.seq_length + 1))
+        return (self.vocab_size**uniform).astype(numpy.int64) - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields by name."""
+        return asdict(self)
+
+
+def task_of(
+    config: RunConfig, path: str, overrides: tuple[str, ...], platform: str, world_size: int, warmup: int, steps: int
+) -> Task:
+    """The task of a run's configuration.
+
+    Raises:
+        ConfigError: the other programs do not have this model or layout.
+    """
+    arch, train, optim = config.arch, config.train, config.optimizer
+    _refuse_other_models(config)
+    per_round = train.micro_batch_size * world_size
+    if train.global_batch_size % per_round:
+        raise ConfigError(
+            f"{path}: global_batch_size {train.global_batch_size} is no multiple of micro_batch_size "
+            f"{train.micro_batch_size} on {world_size} devices; change one of the three"
+        )
+    multiple = arch.make_vocab_size_divisible_by
+    return Task(
+        config=path,
+        overrides=overrides,
+        platform=platform,
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=derived.ffn_hidden_size(arch),
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=derived.num_query_groups(arch),
+        kv_channels=derived.kv_channels(arch),
+        vocab_size=-(-(arch.vocab_size or 0) // multiple) * multiple,
+        rotary_base=arch.rotary_base,
+        norm_epsilon=arch.norm_epsilon,
+        seq_length=train.seq_length,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        bf16=config.dtype.bf16,
+        lr=config.learning_rate.lr,
+        weight_decay=optim.weight_decay,
+        adam_betas=(optim.adam_beta1, optim.adam_beta2),
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        world_size=world_size,
+        warmup=warmup,
+        steps=steps,
+    )
+
+
+def _refuse_other_models(config: RunConfig) -> None:
+    arch, parallel = config.arch, config.parallel
+    llama = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "use_rope_scaling": False,
+        "untie_embeddings_and_output_weights": True,
+        "multi_latent_attention": False,
+        "num_experts": None,
+        "window_size": None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    wrong = [f"{name} {getattr(arch, name)!r}" for name, value in llama.items() if getattr(arch, name) != value]
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
+    if arch.vocab_size is None:
+        wrong.append("vocab_size null")
+    if wrong:
+        raise ConfigError(
+            f"the programs are compared on an untied Llama with data parallelism alone, not with {', '.join(wrong)}; "
+            "override these keys"
+        )
+
+
+class StepClock:
+    """Times of the ends of steps. On a GPU they are events in the stream: a program that does not wait for its GPU
+    is not made to."""
+
+    def __init__(self, task: Task) -> None:
+        self._cuda = task.platform == "cuda"
+        self._warmup = task.warmup
+        self._ends: list[Any] = []
+
+    def step_ends(self) -> None:
+        """Call after each step."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._ends.append(event)
+        else:
+            self._ends.append(time.perf_counter())
+
+    def measured_seconds(self) -> list[float]:
+        """Of each step after the warm-up."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        ends = self._ends[self._warmup - 1 :]
+        pairs = list(itertools.pairwise(ends))
+        if self._cuda:
+            return [before.elapsed_time(after) / 1e3 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program reports of one run, on one process."""
+
+    step_seconds: list[float]
+    """Of each measured step."""
+    losses: list[float]
+    """Mean loss of each step, the warm-up included; of this replica or of all, as the program reports it."""
+    notes: str = ""
+    """What the program ran with, in words."""

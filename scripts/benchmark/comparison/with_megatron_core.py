@@ -1,0 +1,192 @@
+"""A training loop on Megatron-Core alone, as a plain script writes it, with the flags of its user."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed
+
+from comparison.flags import Flags
+from comparison.task import Outcome, StepClock, Task
+
+
+def run(task: Task, options: dict[str, Any]) -> Outcome:
+    """Train with `options["flags"]`."""
+    flags = Flags(**options["flags"])
+    if task.platform == "cpu":
+        from megatron_wrap.platform import choose_platform
+
+        choose_platform("cpu").install()  # Megatron-Core does not run on a CPU without it
+    _start(task)
+    try:
+        return _train(task, flags)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _start(task: Task) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    cuda = task.platform == "cuda"
+    if cuda:
+        torch.cuda.set_device(task.device)
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", device_id=task.device if cuda else None)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def _train(task: Task, flags: Flags) -> Outcome:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model, optimizer = _build(task, flags)
+    positions = torch.arange(task.seq_length, device=task.device).expand(task.micro_batch_size, -1)
+    mask = None
+    if flags.implementation == "local":
+        square = torch.ones(1, 1, task.seq_length, task.seq_length, device=task.device, dtype=torch.bool)
+        mask = torch.triu(square, 1)
+
+    def forward_step(iterator: Iterator[torch.Tensor], module: torch.nn.Module) -> Any:
+        tokens = next(iterator).to(task.device, non_blocking=True)
+        output = module(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+        return output, _mean
+
+    step, clock, losses = get_forward_backward_func(), StepClock(task), []
+    if not flags.collect_garbage:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    for micro_batches in _steps(task):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reported = step(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[model],
+            num_microbatches=task.num_microbatches,
+            seq_length=task.seq_length,
+            micro_batch_size=task.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        clock.step_ends()
+        losses.append(torch.stack([one["loss"] for one in reported]).mean())
+    return Outcome(clock.measured_seconds(), [float(loss) for loss in losses], flags.text())
+
+
+def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss in place
+
+
+def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
+    """For each step this replica's micro-batches, in memory that the GPU reads directly."""
+    rank = torch.distributed.get_rank()
+    rows = torch.from_numpy(task.token_rows()).view(task.warmup + task.steps, task.global_batch_size, -1)
+    share = task.global_batch_size // task.world_size
+    own = rows[:, rank * share : (rank + 1) * share].contiguous()
+    if task.platform == "cuda":
+        own = own.pin_memory()
+    return [step.split(task.micro_batch_size) for step in own]
+
+
+def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
+    """Model in Megatron-Core's DDP, and optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    config = _transformer_config(task, flags)
+    local = flags.implementation == "local"
+    model: Any = GPTModel(
+        config=config,
+        transformer_layer_spec=(
+            get_gpt_layer_local_spec(normalization="RMSNorm") if local else get_gpt_layer_with_transformer_engine_spec()
+        ),
+        vocab_size=task.vocab_size,
+        max_sequence_length=task.seq_length,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=int(task.rotary_base),
+    ).to(task.device)
+    if task.bf16:
+        model = Float16Module(config, model)
+    distributed = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=task.world_size > 1 or task.platform == "cuda",
+        overlap_grad_reduce=flags.overlap,
+        overlap_param_gather=flags.overlap,
+        bucket_size=40_000_000 if flags.overlap else None,
+    )
+    model = DistributedDataParallel(config, distributed, model)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=task.lr,
+        bf16=task.bf16,
+        params_dtype=torch.bfloat16 if task.bf16 else torch.float32,
+        use_distributed_optimizer=distributed.use_distributed_optimizer,
+        clip_grad=task.clip_grad,
+        weight_decay=task.weight_decay,
+        adam_beta1=task.adam_betas[0],
+        adam_beta2=task.adam_betas[1],
+        adam_eps=task.adam_eps,
+        overlap_param_gather=flags.overlap,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if flags.overlap:
+        config.no_sync_func = model.no_sync
+    return model, optimizer
+
+
+def _transformer_config(task: Task, flags: Flags) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if task.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=task.num_layers,
+        hidden_size=task.hidden_size,
+        ffn_hidden_size=task.ffn_hidden_size,
+        num_attention_heads=task.num_attention_heads,
+        num_query_groups=task.num_query_groups,
+        kv_channels=task.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=task.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=task.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        apply_rope_fusion=flags.rope_fusion,
+        bias_activation_fusion=flags.swiglu_fusion,
+        bias_dropout_fusion=task.platform == "cuda",
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=flags.weight_gradient_fusion,
+        cross_entropy_loss_fusion=flags.cross_entropy != "unfused",
+        cross_entropy_fusion_impl="te" if flags.cross_entropy == "te" else "native",
+    )

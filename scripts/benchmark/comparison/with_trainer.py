@@ -1,0 +1,116 @@
+"""transformers' Trainer and trl's SFTTrainer on a Llama of the same sizes, with bf16 weights and fused AdamW."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import transformers
+
+from comparison.task import Outcome, StepClock, Task
+
+
+class _Recorder(transformers.TrainerCallback):
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self.losses: list[float] = []
+
+    def on_step_end(self, *arguments: Any, **named: Any) -> None:
+        self.clock.step_ends()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **named: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+
+class _Rows(torch.utils.data.Dataset):
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+def run(task: Task, options: dict[str, Any]) -> Outcome:
+    """Train with `options["trainer"]`: "transformers" or "trl"."""
+    recorder = _Recorder(StepClock(task))
+    rows = torch.from_numpy(task.token_rows())[:, :-1].contiguous()
+    with tempfile.TemporaryDirectory() as folder:
+        build = _trl_trainer if options["trainer"] == "trl" else _trainer
+        trainer = build(task, rows, folder)
+        trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+        trainer.add_callback(recorder)
+        trainer.train()
+    settings = _settings(task, folder)
+    notes = f"{options['trainer']}, sdpa, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    return Outcome(recorder.clock.measured_seconds(), recorder.losses, notes)
+
+
+def _model(task: Task) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        hidden_size=task.hidden_size,
+        intermediate_size=task.ffn_hidden_size,
+        num_hidden_layers=task.num_layers,
+        num_attention_heads=task.num_attention_heads,
+        num_key_value_heads=task.num_query_groups,
+        head_dim=task.kv_channels,
+        vocab_size=task.vocab_size,
+        max_position_embeddings=task.seq_length,
+        rope_theta=task.rotary_base,
+        rms_norm_eps=task.norm_epsilon,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    with task.device:
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16 if task.bf16 else torch.float32)
+
+
+def _settings(task: Task, folder: str) -> dict[str, Any]:
+    cuda = task.platform == "cuda"
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": task.micro_batch_size,
+        "gradient_accumulation_steps": task.num_microbatches,
+        "max_steps": task.warmup + task.steps,
+        "bf16": task.bf16,
+        "use_cpu": not cuda,
+        "optim": "adamw_torch_fused" if cuda else "adamw_torch",
+        "learning_rate": task.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": task.weight_decay,
+        "adam_beta1": task.adam_betas[0],
+        "adam_beta2": task.adam_betas[1],
+        "adam_epsilon": task.adam_eps,
+        "max_grad_norm": task.clip_grad,
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "sequential",
+        "dataloader_num_workers": 4 if cuda else 0,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def _trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(**_settings(task, folder))
+    return transformers.Trainer(model=_model(task), args=arguments, train_dataset=_Rows(rows))
+
+
+def _trl_trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Trainer:
+    import datasets
+    from tokenizers import Tokenizer, models
+    from trl import SFTConfig, SFTTrainer
+
+    # the trainer asks for a tokenizer, also of rows that are tokenized
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    arguments = SFTConfig(
+        **_settings(task, folder), max_length=task.seq_length, dataset_kwargs={"skip_prepare_dataset": True}
+    )
+    table = datasets.Dataset.from_dict({"input_ids": rows.numpy(), "labels": rows.numpy()})
+    return SFTTrainer(model=_model(task), args=arguments, train_dataset=table, processing_class=tokenizer)

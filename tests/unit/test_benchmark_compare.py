@@ -1,0 +1,143 @@
+"""The parts of scripts/benchmark/compare.py that measure nothing; tests/end_to_end/test_compare.py runs it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "benchmark"
+
+
+@pytest.fixture(autouse=True)
+def path_of_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def _task(*overrides: str, world_size: int = 1) -> Any:
+    from comparison.task import task_of
+
+    path = str(FOLDER / "llama-1b.yaml")
+    return task_of(read_run(path, overrides), path, overrides, "cpu", world_size, warmup=1, steps=2)
+
+
+def test_all_programs_get_the_run_and_one_formula() -> None:
+    task = _task("megatron_lm.train.common.micro_batch_size=4", world_size=2)
+    assert (task.num_microbatches, task.tokens_per_step, task.kv_channels) == (2, 16 * 4096, 64)
+    # the formula of shared measurements: 6 FLOPs per weight and token, and causal attention
+    weights = 16 * (2 * 2048 * 2048 + 2 * 2048 * 8 * 64 + 3 * 2048 * 8192) + 2048 * 128256
+    flops = task.tokens_per_step * (6 * weights + 6 * 16 * 4096 * 2048)
+    assert task.tflops(2.0) == pytest.approx(flops / 2.0 / 2 / 1e12)
+
+
+def test_tokens_are_the_same_for_each_program_and_skewed() -> None:
+    task = _task("megatron_lm.train.common.seq_length=64")
+    rows = task.token_rows()
+    assert rows.shape == (3 * 16, 65)
+    assert (rows == task.token_rows()).all()
+    assert (rows.min(), rows.max() < 128256) == (0, True)
+    assert 0.02 < (rows == 0).mean() < 0.1  # 1 / log2(V) = 1/17 of all: rank 1 of frequencies that fall as 1 / rank
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "named"),
+    [
+        (["megatron_lm.model.arch.qk_layernorm=true"], 1, "qk_layernorm True"),
+        (["megatron_lm.model.parallel.context_parallel_size=2"], 2, "context_parallel_size 2"),
+        (["megatron_lm.train.common.micro_batch_size=8"], 4, "16 is no multiple of micro_batch_size 8 on 4 devices"),
+    ],
+)
+def test_a_run_that_the_programs_do_not_share_is_refused(overrides: list[str], world_size: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        _task(*overrides, world_size=world_size)
+
+
+def test_the_search_keeps_what_is_faster_and_records_the_rest() -> None:
+    from comparison.flags import Flags, changes, fastest
+
+    def seconds_of(name: str, flags: Flags) -> float | str:
+        if flags.implementation == "local":
+            return "OutOfMemoryError: out of memory"
+        return (
+            2.0
+            - 0.3 * (flags.cross_entropy == "te")
+            - 0.2 * (flags.cross_entropy == "native")
+            + 0.1 * (not flags.rope_fusion)
+        )
+
+    start = Flags("transformer_engine", rope_fusion=True)
+    best, records = fastest(start, changes(start, "cuda", 2), seconds_of)
+    assert best == Flags("transformer_engine", cross_entropy="te", rope_fusion=True)
+    assert records[0]["step_seconds"] == 2.0
+    assert [record["change"] for record in records if "error" in record] == ["local layers"]
+    assert {"overlapped communication", "fused weight gradients"} <= {record["change"] for record in records}
+
+
+def _report(ours: float, memory: float = 10.0, bare: float = 100.0) -> dict[str, Any]:
+    def program(speed: float, peak: float) -> dict[str, Any]:
+        return {
+            "tokens_per_second_per_device": speed,
+            "step_seconds": 1 / speed,
+            "round_step_seconds": [1 / speed],
+            "tflops": speed,
+            "peak_memory_gib": peak,
+            "first_loss": 9.0,
+            "last_loss": 8.0,
+            "notes": "",
+        }
+
+    programs = {
+        "ours": program(ours, memory),
+        "bare": program(bare, 10.0),
+        "trl": {"error": "OutOfMemoryError: 80 GiB"},
+    }
+    preset = {"description": "sizes.", "programs": programs, "sweep": []}
+    return {
+        "date": "2026-01-01",
+        "hardware": "1 x GPU",
+        "versions": {},
+        "command": "python x",
+        "presets": {"1.5b-4096": preset},
+    }
+
+
+@pytest.mark.parametrize(
+    ("new", "count"),
+    [
+        (_report(104.0), 0),
+        (_report(52.0, bare=50.0), 0),  # everything is slower that day
+        (_report(95.0), 1),
+        (_report(104.0, memory=10.5), 1),
+    ],
+)
+def test_regressions_are_of_the_ratio_and_of_memory(new: dict[str, Any], count: int) -> None:
+    from comparison.report import regressions
+
+    lines, found = regressions(new, _report(104.0), threshold=0.02)
+    assert found == count
+    assert sum("REGRESSION" in line for line in lines) == count
+    broken = copy.deepcopy(new)
+    broken["presets"]["1.5b-4096"]["programs"]["ours"] = {"error": "NanError"}
+    assert regressions(broken, _report(104.0), threshold=0.02)[1] == 1
+
+
+def test_the_table_and_the_chart(tmp_path: Path) -> None:
+    from comparison.report import draw, markdown
+    from PIL import Image
+
+    text = markdown(_report(104.0))
+    assert "| ours | 104 | 1.040 | 104 |" in text
+    assert "| trl | OutOfMemoryError: 80 GiB |" in text
+    assert draw(_report(104.0), tmp_path / "chart.png") is None
+    pixels = Image.open(tmp_path / "chart.png").convert("RGB")
+    widths = [
+        sum(pixels.getpixel((x, y)) == color for x in range(270, 1200))
+        for y, color in ((125, (63, 81, 181)), (165, (158, 158, 158)))
+    ]
+    assert widths[0] / widths[1] == pytest.approx(1.04, rel=0.01)
