@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.collated import check_terms, checked_fields, common_width, loss_weights, sequence_lengths
-from megatron_wrap.parallel.collectives import all_reduce_values
-from megatron_wrap.parallel.state import Axis
+from megatron_wrap.parallel.collectives import ProcessGroup, all_reduce_values
 
 
 @dataclass(frozen=True)
@@ -156,17 +155,18 @@ class StepCounts:
 
 
 def count_step(
-    flow: MegatronWrapTrainingFlowBase, micro_batches: Sequence[MicroBatch], dp: Axis, device: torch.device
+    flow: MegatronWrapTrainingFlowBase, micro_batches: Sequence[MicroBatch], group: ProcessGroup
 ) -> StepCounts:
     """Sum the weights and tokens of the step over replicas, in one all-reduce. Collective.
 
     Args:
         micro_batches: of this replica, from `prepare_batch`.
+        group: the replicas, for tensors on the host, so that the sum does not wait for the device.
     """
     terms = check_terms(flow, [micro_batch.weights for micro_batch in micro_batches])
     counted = [micro_batch for micro_batch in micro_batches if micro_batch.counted]
     numbers = [sum(micro_batch.weights[term] for micro_batch in counted) for term in terms]
     numbers.append(sum(int(micro_batch.lengths.sum()) for micro_batch in counted))
     numbers.append(sum(float((micro_batch.lengths.double() ** 2).sum()) for micro_batch in counted))
-    *weights, tokens, squares = all_reduce_values(numbers, dp.group, device)
+    *weights, tokens, squares = all_reduce_values(numbers, group, torch.device("cpu"))
     return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)

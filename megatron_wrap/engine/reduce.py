@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -27,6 +27,8 @@ class ReducedMetrics:
     flow_metrics: dict[str, float]
     sums: dict[str, float]
     """Further values of the engine, such as router losses, summed over all ranks."""
+    copied: tuple[float, ...] = ()
+    """Values of the tensors that were only copied to the host."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,20 @@ class MetricReduction:
         self._known: dict[str, _Names] = {}
 
     def reduce(
-        self, sums: MetricSums, kind: str, local_values: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        sums: MetricSums,
+        kind: str,
+        local_values: Mapping[str, Tensor] = MappingProxyType({}),
+        copied: Sequence[Tensor] = (),
     ) -> ReducedMetrics:
-        """Sum over ranks and copy the result to the host. Collective.
+        """Sum over ranks and copy the result to the host, the only time in a step that the host waits for the device.
+        Collective.
 
         Args:
             sums: of the flow's metrics; only those of the last pipeline stage's tensor-parallel rank 0 are added.
             kind: "train" or "evaluate(NAME)".
             local_values: further values, of which each rank holds one summand; the same names on all ranks.
+            copied: tensors of one element on the device whose values this rank needs at the same time.
 
         Raises:
             FlowError: a rank reports a metric that it did not report in its first step of this kind.
@@ -70,11 +78,13 @@ class MetricReduction:
         numbers = mine.vector(known.names)
         first = len(numbers)
         numbers += local_values.values()
-        reduced: list[float] = []
-        if numbers:  # the same condition on all ranks
-            vector = torch.stack([number.double() for number in numbers])
-            reduce_in_place(vector, "sum", self._parallel.world.group)
-            reduced = vector.tolist()
+        vector = (
+            torch.stack([number.double().reshape(()) for number in (*numbers, *copied)]) if numbers or copied else None
+        )
+        if vector is not None and numbers:  # the same condition on all ranks
+            reduce_in_place(vector[: len(numbers)], "sum", self._parallel.world.group)
+        everything: list[float] = [] if vector is None else vector.tolist()
+        reduced = everything[: len(numbers)]
         values = read_reduced(known.names, known.totals, reduced[:first])
         loss = take_objective(values, self._flow.get_loss_coefficients())
         values.pop("loss", None)  # older flows report the loss among their metrics; the objective replaces it
@@ -82,6 +92,7 @@ class MetricReduction:
             loss=loss,
             flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
             sums=dict(zip(local_values, reduced[first:], strict=True)),
+            copied=tuple(everything[len(numbers) :]),
         )
 
     def _names(self, sums: MetricSums, kind: str) -> _Names:

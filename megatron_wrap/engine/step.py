@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.forward import evaluation_mode
+from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.loss import NormalizedLoss
 from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, count_step
 from megatron_wrap.engine.parameters import parameter_square_sum
@@ -32,6 +33,7 @@ _NON_FINITE_HINT = (
 )
 
 
+@collected_at_end()
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     """Train on one global batch: collate, count, forward and backward, reduce, update, report. Collective.
 
@@ -54,7 +56,7 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     if len(batch) != expected_size and not (by_tokens and len(batch)):
         raise DataError(f"wrap.train takes a batch of global_batch_size = {expected_size} samples, got {len(batch)}")
     micro_batches, for_step_values = split_step_values(_micro_batches(state, batch))
-    counts = count_step(state.flow, micro_batches, parallel.dp, device)
+    counts = count_step(state.flow, micro_batches, parallel.dp_on_host)
     learning_rate = state.scheduler.get_lr({})
 
     sums, update = MetricSums(device), Update()
@@ -64,11 +66,12 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
         if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
             local = _local(state, micro_batches, for_step_values, len(batch))
             compute_gradients(state, local, counts.weights, sums)
-        # before the update, because a non-finite loss prevents it
+        square_sums = state.optimizer.prepare(device) if counts.has_weight else []
+        # before the update, because a non-finite loss prevents it. While the device updates, the host goes on
         local_router_losses = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
-        reduced = state.reduction.reduce(sums, "train", local_router_losses)
+        reduced = state.reduction.reduce(sums, "train", local_router_losses, copied=square_sums)
         if counts.has_weight:
-            update = _update(state, reduced.loss)
+            update = _update(state, reduced)
 
     progress.iteration += 1
     progress.consume(batch, state.offered)
@@ -132,18 +135,19 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[Micro
     Returns:
         This replica's micro-batches, before padding and splitting.
     """
-    parallel, device = state.parallel, state.platform.device
+    parallel = state.parallel
     prepared = prepare_batch(state.flow, batch, state.cut, state.config.train.seed, parallel.dp)
     micro_batches, for_step_values = split_step_values(prepared)
-    counts = count_step(state.flow, micro_batches, parallel.dp, device)
+    counts = count_step(state.flow, micro_batches, parallel.dp_on_host)
     local = _local(state, micro_batches, for_step_values, len(batch))
-    compute_gradients(state, local, counts.weights, MetricSums(device))
+    compute_gradients(state, local, counts.weights, MetricSums(state.platform.device))
     return micro_batches
 
 
-def _update(state: TrainingState, loss: float) -> Update:
+def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
+    loss = reduced.loss if state.config.train.check_for_nan_in_loss_and_grad else None
     try:
-        return state.optimizer.update(loss if state.config.train.check_for_nan_in_loss_and_grad else None)
+        return state.optimizer.update(loss, reduced.copied)
     except NonFiniteUpdate as error:
         values = {"loss": error.loss, "grad_norm": error.grad_norm}
         non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))

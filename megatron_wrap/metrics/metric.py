@@ -51,7 +51,7 @@ class MetricSums:
             elif isinstance(metric, tuple):
                 value, added = self._number(name, metric[0]), self._number(name, metric[1])
             else:
-                added = torch.tensor(weight, dtype=torch.float64, device=self._device)
+                added = torch.full((), weight, dtype=torch.float64, device=self._device)  # a copy would synchronize
                 value = self._number(name, metric) * added
             if name not in self._sums:
                 self._sums[name], self._weights[name] = value, added

@@ -11,6 +11,7 @@ from megatron_wrap.config import derived
 from megatron_wrap.config.schema import ArchConfig, RunConfig
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer import parameter_dtype
+from megatron_wrap.ops.fused import has_triton
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -97,6 +98,10 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
         attention = LatentAttention if request.transformer_engine else LocalLatentAttention
         layer.submodules.self_attention.module = attention
+    elif request.transformer_config.apply_rope_fusion and has_triton() and not arch.qk_layernorm:
+        from megatron_wrap.model.self_attention import FusedSelfAttention
+
+        layer.submodules.self_attention.module = FusedSelfAttention
     if with_experts:
         from megatron_wrap.model.router import Router
 

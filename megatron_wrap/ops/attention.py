@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_wrap.errors import LayoutError, PlatformError
+from megatron_wrap.ops.attention_backend import attention_backend
 from megatron_wrap.parallel.context import chunks_of, merge
 
 if TYPE_CHECKING:
@@ -94,7 +95,11 @@ def _scaled_dot_product_attention(
     if copies > 1 and query.is_cuda and type(attn_mask) is Tensor:
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
         copies = 1
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
+    fastest = (
+        attention_backend(query, key, value, named["dropout_p"]) if attn_mask is None else contextlib.nullcontext()
+    )
+    with fastest:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
 
 
 def _sliding_window(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.ops import fused
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,6 +71,8 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
+        if fused.can_normalize(x):
+            return fused.rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
         value, gamma, _ = self._to_common_dtype(x)
         return F.rms_norm(value, self.shape, gamma, self.eps).to(self.weight.dtype)
 

@@ -42,6 +42,13 @@ class ParallelState:
     expert_tp) of them."""
     virtual_size: int | None
     """Model chunks per pipeline stage of an interleaved pipeline; None: one chunk, not interleaved."""
+    host_group: ProcessGroup | None = None
+    """The processes of `dp` over gloo; None: those of `dp.group`, which is over gloo itself."""
+
+    @property
+    def dp_on_host(self) -> ProcessGroup:
+        """The processes of `dp` in a group for tensors on the host, whose collectives do not wait for the device."""
+        return self.dp.group if self.host_group is None else self.host_group
 
     @property
     def is_last_stage(self) -> bool:
@@ -99,6 +106,7 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
         expert_tp=axis(mpu.get_expert_tensor_parallel_group()),
         expert_dp=axis(mpu.get_expert_data_parallel_group()),
         virtual_size=virtual_size,
+        host_group=mpu.get_data_parallel_group_gloo(),
     )
 
 

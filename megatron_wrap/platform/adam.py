@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from megatron_wrap.errors import PlatformError
 
@@ -22,7 +24,8 @@ _MAX_CHUNK_ELEMENTS = 1 << 26
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101); bitwise equal to `torch.optim` with foreach.
+    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101); bitwise equal to `torch.optim` with fused on a GPU, and
+    with foreach elsewhere.
 
     Args:
         params: parameters or parameter groups.
@@ -69,15 +72,40 @@ class GroupStepAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue  # like FusedAdam: an empty group does not count steps
             group["step"] = int(group.get("step", 0)) + 1
-            for params in _chunks(param for param in group["params"] if param.grad is not None):
-                self._update(params, group)
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if "exp_avg" not in self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+            if params and group["bias_correction"] and all(param.is_cuda for param in params):
+                self._update_fused(params, group)
+                continue
+            for chunk in _chunks(params):
+                self._update(chunk, group)
         return loss
 
+    def _update_fused(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """With torch's fused kernel, which reads and writes each tensor once."""
+        beta1, beta2 = group["betas"]
+        update = adamw if self.adam_w_mode else adam
+        update(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],
+            list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        for param in params:
-            if "exp_avg" not in self.state[param]:
-                self.state[param]["exp_avg"] = torch.zeros_like(param)
-                self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
         exp_avgs = [self.state[param]["exp_avg"] for param in params]
         exp_avg_sqs = [self.state[param]["exp_avg_sq"] for param in params]

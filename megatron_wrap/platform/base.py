@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
+from megatron_wrap.platform import kernels as layer_kernels
 from megatron_wrap.platform import versions
+from megatron_wrap.platform.kernels import LayerKernels
 from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Platform(ABC):
     def __init__(self) -> None:
         self._replacements = Replacements()
         self._installed = False
+        self._kernels: LayerKernels | None = None
 
     @property
     @abstractmethod
@@ -83,7 +86,13 @@ class Platform(ABC):
     def uninstall(self) -> None:
         """Restore what `install` replaced; a second call does nothing."""
         self._replacements.undo()
-        self._installed = False
+        self._installed, self._kernels = False, None
+
+    def use_kernels(self, kernels: LayerKernels) -> None:
+        """Make Megatron-Core's layers call these kernels until `uninstall`; only the first call has an effect."""
+        if self._kernels is None:
+            self._kernels = kernels
+            layer_kernels.use(kernels, self._replacements)
 
     @abstractmethod
     def _install(self, replacements: Replacements) -> None:

@@ -217,3 +217,15 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(path.name + ".part")
     write(part)
     part.replace(path)
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def gradients_for_norm(optimizer: Any) -> list[Any]:
+    """The gradients of an optimizer's parameters on this rank that count in the gradient norm: without copies of other
+    ranks. 0.16: `get_main_grads_for_grad_norm`; 0.19: `get_grads_for_grad_norm`."""
+    name = (
+        "get_grads_for_grad_norm" if hasattr(optimizer, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+    )
+    return list(getattr(optimizer, name)())

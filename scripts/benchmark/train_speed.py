@@ -4,6 +4,7 @@ torchrun --nproc-per-node 1 scripts/benchmark/train_speed.py scripts/benchmark/l
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -39,16 +40,24 @@ def main() -> None:
         build_seconds = time.perf_counter() - started
         config = wrap.config
         samples = random_tokens(wrap.global_batch_size, config.train.seq_length, config.arch.vocab_size or 0)
-        steps = [wrap.train(samples) for _ in range(arguments.steps)]
+        batches = wrap.batches(samples)
+        steps, times = [], [time.perf_counter()]
+        for _ in range(arguments.steps):
+            steps.append(wrap.train(next(batches)))
+            times.append(time.perf_counter())
+        batches.close()
+        # a step's result arrives while the device still updates, so a step ends where the next one's result arrives
+        seconds = statistics.median(end - start for start, end in itertools.pairwise(times[arguments.warmup :]))
+        tokens = wrap.global_batch_size * config.train.seq_length / wrap._initialized().world.size
         counted = steps[arguments.warmup :]
         report = {
             "name": arguments.name,
             "layout": wrap._initialized().layout,
             "losses": [round(step["loss"], 6) for step in steps],
             "grad_norms": [round(step["grad_norm"], 5) for step in steps],
-            "median_step_seconds": statistics.median(step["elapsed_time"] for step in counted),
-            "tokens_per_second_per_device": statistics.median(step["tokens_per_second_per_device"] for step in counted),
-            "tflops": statistics.median(step["tflops"] for step in counted),
+            "median_step_seconds": seconds,
+            "tokens_per_second_per_device": tokens / seconds,
+            "tflops": statistics.median(step["tflops"] * step["elapsed_time"] for step in counted) / seconds,
             "memory_max_gib": steps[-1]["memory_max"],
             "build_seconds": build_seconds,
         }
