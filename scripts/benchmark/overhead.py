@@ -1,7 +1,9 @@
 """What the facade costs over a bare Megatron-Core loop on the same model, data and settings, without data parallelism.
 
-The two take turns on one model; the bare loop gets tensors that are collated already, on the device. One JSON line has
-the median of the ratios of four neighbouring steps, two of each, in both orders.
+The two take turns on one model. The facade's batches come from `wrap.batches`, prepared ahead; the bare loop gets
+tensors that are collated already, on the device, and computes its loss with the fastest of Megatron-Core's
+cross-entropies here. One JSON line has the median of the ratios of four neighbouring steps, two of each, in both
+orders.
 
     python scripts/benchmark/overhead.py [CONFIG] [a.b=c ...] [--pairs 20]
     torchrun --nproc-per-node 4 scripts/benchmark/overhead.py [CONFIG] a.b.tensor_model_parallel_size=4 ...
@@ -12,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,9 +23,43 @@ from train_speed import random_tokens
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 from megatron_wrap.engine.state import TrainingState
 
+CROSS_ENTROPIES = {
+    "unfused": {"cross_entropy_loss_fusion": False},
+    "native": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"},
+    "te": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+}
+"""Name -> fields of Megatron-Core's configuration, which its model reads in each call with labels."""
+
+
+def use_fastest_cross_entropy(state: TrainingState, step: Callable[[], Any]) -> str:
+    """Select the cross-entropy with which `step`, a bare step, is the fastest; returns its name."""
+
+    def seconds() -> float:
+        times = []
+        for _ in range(4):
+            state.platform.synchronize()
+            started = time.perf_counter()
+            step()
+            state.platform.synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    found = {}
+    for name, settings in CROSS_ENTROPIES.items():
+        if name == "te" and not state.platform.has_transformer_engine:
+            continue
+        for field, value in settings.items():
+            setattr(state.transformer_config, field, value)
+        found[name] = seconds()
+    fastest = min(found, key=lambda name: found[name])
+    for field, value in CROSS_ENTROPIES[fastest].items():
+        setattr(state.transformer_config, field, value)
+    return fastest
+
 
 def bare_step(state: TrainingState, batches: list[dict[str, torch.Tensor]], seq_length: int) -> float:
     """A step as a plain script on Megatron-Core writes it: labels go to the model, the loss is a mean over tokens."""
+    from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> Any:
@@ -49,7 +85,7 @@ def bare_step(state: TrainingState, batches: list[dict[str, torch.Tensor]], seq_
         micro_batch_size=batches[0]["input_ids"].shape[0],
         forward_only=False,
     )
-    state.optimizer.step()
+    ChainedOptimizer(state.optimizer.chained_optimizers).step()  # Megatron-Core's own, in one piece
     state.scheduler.step(increment=1)
     return float(torch.stack(losses).mean())
 
@@ -80,19 +116,23 @@ def main() -> None:
             wrap.platform.synchronize()
             return time.perf_counter() - started
 
+        prepared = wrap.batches(samples)
+
         def facade() -> None:
-            wrap.train(samples)
+            wrap.train(next(prepared))
 
         def bare() -> None:
             bare_step(state, batches, train.seq_length)
 
         for _ in range(3):
             facade(), bare()
+        cross_entropy = use_fastest_cross_entropy(state, bare)
         pairs = []
         for place in range(arguments.pairs):  # who goes first changes, so that drift favours neither
             order = (facade, bare) if place % 2 else (bare, facade)
             seconds = {step.__name__: timed(step) for step in order}
             pairs.append((seconds["facade"], seconds["bare"]))
+        prepared.close()
         # who goes second may be faster or slower: a ratio takes one pair of each order
         both_orders = [
             (first[0] + second[0]) / (first[1] + second[1])
@@ -103,6 +143,7 @@ def main() -> None:
             "facade_seconds": round(statistics.median(facade for facade, _ in pairs), 5),
             "bare_seconds": round(statistics.median(bare for _, bare in pairs), 5),
             "pairs": len(pairs),
+            "bare_cross_entropy": cross_entropy,
             "platform": wrap.platform.name,
         }
         if wrap._initialized().world.rank == 0:
