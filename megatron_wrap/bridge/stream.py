@@ -17,6 +17,7 @@ from megatron_wrap.bridge.transfer import blocks, local_pieces, mapped_parameter
 from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.model.quantized import in_high_precision
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class WeightStream:
         return result
 
     def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
-        return placed(self._parameters[owned.parameter], owned.piece, part).to(dtype).contiguous()
+        values = in_high_precision(self._parameters[owned.parameter])
+        return placed(values, owned.piece, part).to(dtype).contiguous()
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)

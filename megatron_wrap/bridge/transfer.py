@@ -15,6 +15,7 @@ from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.config.schema import ArchConfig
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.initial_weights import global_names, is_expert
+from megatron_wrap.model.quantized import writable
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
@@ -68,7 +69,8 @@ def load_weights(
     """Load every parameter of a bare model chunk from the folder; reads only this rank's slices. A parameter that the
     folder may lack and lacks keeps its value.
 
-    Needs memory for one block of `BLOCK_BYTES` in addition to the parameters.
+    Needs memory for one block of `BLOCK_BYTES` in addition to the parameters, and for a copy of one parameter where
+    they are in FP8.
 
     Raises:
         CheckpointError: a file cannot be read, or it is of another model.
@@ -76,13 +78,14 @@ def load_weights(
     for name, parameter, mapping in mapped_parameters(chunk, family, arch):
         if any(tensor in family.new_if_missing and tensor not in source.tensors for tensor in mapping.shapes()):
             continue
-        if mapping.padded:
-            parameter.zero_()
-        for piece in local_pieces(name, parameter, mapping, parallel):
-            for block in blocks(piece.region, parameter.element_size()):
-                part = source.read(piece.name, block)
-                placed(parameter, piece, block).copy_(part)
-                del part
+        with writable(parameter) as values:
+            if mapping.padded:
+                values.zero_()
+            for piece in local_pieces(name, parameter, mapping, parallel):
+                for block in blocks(piece.region, parameter.element_size()):
+                    part = source.read(piece.name, block)
+                    placed(values, piece, block).copy_(part)
+                    del part
 
 
 def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: ParallelState) -> list[Piece]:

@@ -55,6 +55,16 @@ def optimizer_entry(
     return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
 
 
+def without_fp8(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries with the tensors of FP8 parameters in their nominal dtype, so that a checkpoint does not depend on
+    `fp8_param_gather`; call it after `optimizer_entry`, which finds parameters by their tensors. Changes the
+    descriptions in place."""
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+
+    force_all_tensors_to_non_fp8(entries)
+    return entries
+
+
 def optimizer_parts(optimizer: Any) -> list[Any]:
     """The optimizers in a chained one, without those that have no parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])

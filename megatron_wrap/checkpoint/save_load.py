@@ -16,7 +16,7 @@ from megatron_wrap.checkpoint.schedule import load_schedule
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
-from megatron_wrap.engine.parameters import synchronize_parameters
+from megatron_wrap.engine.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0
@@ -106,7 +106,7 @@ def load_checkpoint(
         with_rng = False
     if with_rng:
         request["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=True)
-    check_tensors(saved, request)
+    check_tensors(saved, content.without_fp8(request))
     loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
@@ -152,7 +152,7 @@ def _full_state(state: TrainingState) -> dict[str, Any]:
         sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
     if not train.no_save_rng:
         sharded_state["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=False)
-    return sharded_state
+    return content.without_fp8(sharded_state)
 
 
 def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partial: Path) -> None:
@@ -308,9 +308,12 @@ def _read_and_set(
         content.load_model(state.chunks, loaded)
         if with_optimizer:
             state.optimizer.load_state_dict(loaded["optimizer"])
+            if state.transformer_config.fp8_param:
+                quantize_parameters(state.optimizer, state.chunks)
             load_schedule(state.scheduler, loaded["opt_param_scheduler"], state.config.train.global_batch_size)
         elif state.optimizer is not None:
-            state.optimizer.reload_model_params()
+            # FP8 parameters have lost precision that the loaded tensors have
+            state.optimizer.reload_model_params(loaded if state.transformer_config.fp8_param else None)
         if with_rng:
             content.restore_random_states(state.platform.device, loaded["rng_state"])
     return loaded

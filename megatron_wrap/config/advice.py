@@ -73,6 +73,7 @@ RETIRED: Mapping[str, str] = {
     "checkpoint_activations": f"retired; write {_RECOMPUTE}: {{__select__: full}}",
     "no_masked_softmax_fusion": f"renamed; write {_ARCH}.masked_softmax_fusion: false",
     "no_gradient_accumulation_fusion": f"renamed; write {_ARCH}.gradient_accumulation_fusion: false",
+    "fp8_format": f"renamed; write {_DTYPE}.fp8",
     "lazy_mpu_init": f"retired; {_ENGINE}",
     "use_cpu_initialization": f"retired, initial weights do not depend on the device; {_ENGINE}",
     "local_rank": f"retired; {_ENGINE}",

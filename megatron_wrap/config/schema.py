@@ -318,8 +318,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """`megatron_lm.train.dtype`: half precision and its loss scaling; everything is in fp32 unless one of bf16 and fp16
-    is true."""
+    """`megatron_lm.train.dtype`: half precision and its loss scaling, and FP8; everything is in fp32 unless one of bf16
+    and fp16 is true."""
 
     bf16: bool = False
     """Weights and activations in bfloat16, fp32 master weights in the optimizer."""
@@ -335,6 +335,21 @@ class PrecisionConfig:
     """Steps without overflow before the scale grows."""
     hysteresis: int = key(2, at_least=1)
     """Overflows before the scale shrinks."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Matrix products of the layers in FP8 (Transformer Engine, with bf16): hybrid has e4m3 forward and e5m2 for
+    gradients, e4m3 has it for both; null: none. Embedding, output layer, attention core and norms stay in bf16."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """Scales of FP8 tensors: delayed: one for each tensor, from earlier steps; tensorwise: one, from the tensor itself
+    (current scaling); blockwise: one for each block of 128 or 128 x 128 values."""
+    fp8_param_gather: bool = False
+    """Keep the weights of these matrices in FP8 and gather them in FP8; needs the distributed optimizer, which has
+    them in fp32."""
+    first_last_layers_bf16: bool = False
+    """With fp8: the first and the last layers stay in bf16; not with fp8_recipe delayed."""
+    num_layers_at_start_in_bf16: int = key(1, at_least=0)
+    """With first_last_layers_bf16: the number of first layers."""
+    num_layers_at_end_in_bf16: int = key(1, at_least=0)
+    """With first_last_layers_bf16: the number of last layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.data_checks import check_data
+from megatron_wrap.config.fp8 import check_fp8
 from megatron_wrap.config.refusal import neighbours, refuse, value_of
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import did_you_mean
@@ -20,6 +21,7 @@ def check_training(config: RunConfig) -> None:
         check_schedule(config)
     _check_optimizer(config)
     _check_precision(config)
+    check_fp8(config)
     _check_recompute(config)
     _check_intervals(config)
     check_data(config)
@@ -181,12 +183,29 @@ def _check_optimizer(config: RunConfig) -> None:
             f"which are {str(optimizer.use_distributed_optimizer).lower()} and "
             f"{str(config.ddp.overlap_grad_reduce).lower()}",
         )
+    _check_offload(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         refuse(
             config,
             ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"],
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; keep one",
         )
+
+
+def _check_offload(config: RunConfig) -> None:
+    given, path = config.optimizer.upstream, SECTION_PATHS["optimizer"]
+    if not given.get("optimizer_cpu_offload"):
+        return
+    # Megatron-LM's arguments.py; without them Megatron-Core fails, or offloads nothing
+    needed = {
+        "use_precision_aware_optimizer": bool(given.get("use_precision_aware_optimizer")),
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
+        "optimizer_offload_fraction": given.get("optimizer_offload_fraction", 0.0) > 0,
+    }
+    for name, fulfilled in needed.items():
+        if not fulfilled:
+            value = "above 0" if name == "optimizer_offload_fraction" else "true"
+            refuse(config, ["optimizer.optimizer_cpu_offload"], f"true needs {path}.{name} {value}")
 
 
 def _check_precision(config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.bridge.start import weight_source
 from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.config import derived
+from megatron_wrap.config.fp8 import token_multiple
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.cut import batch_cut
@@ -68,10 +69,12 @@ def build_training_state(
             skip_bad=config.data.on_bad_sample == "skip",
         )
         try_flow(flow, head, config.train.seed)
-    model_config = transformer_config(config, parallel, platform)
+    model_config = transformer_config(config, parallel, platform, training)
     hugging_face = weight_source(config) if from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, hugging_face=hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
+    if training:
+        platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
     optimizer = build_optimizer(config, model_config, chunks) if training else None
     shape = model_shape(config, vocab_size)
     return TrainingState(
@@ -91,6 +94,7 @@ def build_training_state(
             sequence_parallel=model_config.sequence_parallel,
             half_precision=config.dtype.bf16 or config.dtype.fp16,
             has_experts=config.arch.num_experts is not None,
+            token_multiple=token_multiple(config),
         ),
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
@@ -234,6 +238,7 @@ def wrap_chunks(
         # ours checks the norm of the full gradient on all ranks (checked_optimizer.py)
         "check_for_nan_in_grad": False,
         "bucket_size": ddp.ddp_bucket_size,
+        "fp8_param_gather": model_config.fp8_param,
         **ddp.upstream,
     }
     ddp_config = DistributedDataParallelConfig(**accepts(DistributedDataParallelConfig, settings))

@@ -27,7 +27,7 @@ def build_reference(
     settings = config.models.reference
     assert settings is not None, "only called with a reference model"
     vocab_size = policy_vocab_size if config.arch.vocab_size is None else resolve_vocab_size(config, tokenizer)
-    model_config = transformer_config(config, parallel, platform)
+    model_config = transformer_config(config, parallel, platform, training=False)
     source = weight_source(config) if settings.source == "hf_path" else None
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, source)
     for chunk in chunks:

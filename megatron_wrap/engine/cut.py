@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.fp8 import token_multiple
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.packing import (
     assign_evenly,
@@ -131,7 +132,9 @@ def batch_cut(config: RunConfig, parallel: ParallelState, shape: ModelShape, rou
         capacity=row if train.max_tokens_per_micro_batch is None else train.max_tokens_per_micro_batch,
         grows=train.max_tokens_per_micro_batch is None,
         packing=packing,
-        multiple=sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel),
+        multiple=sequence_divisor(
+            parallel.tp.size, parallel.cp.size, sequence_parallel, 1 if packing else token_multiple(config)
+        ),
         rounds=rounds,
         token_cost=linear,
         square_cost=training_flops(shape, 0.0, 1.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -24,6 +24,7 @@ from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.generation import without_fp8
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,15 +111,15 @@ def _localized(
 
 @contextmanager
 def evaluation_mode(state: TrainingState) -> Iterator[None]:
-    """No dropout and no graph. With `overlap_param_gather` the parameters are gathered first, because in training the
-    forward pass gathers them."""
+    """No dropout, no graph and no FP8. With `overlap_param_gather` the parameters are gathered first, because in
+    training the forward pass gathers them."""
     overlapped = state.config.ddp.overlap_param_gather and state.optimizer is not None
     for chunk in state.chunks:
         chunk.eval()
         if overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_fp8(state.chunks) if state.transformer_config.fp8 else nullcontext():
             yield
     finally:
         for chunk in state.chunks:

@@ -20,9 +20,13 @@ PACKED = "packed_seq_params"
 """Input of the model for a packed micro-batch: the boundaries of its sequences, a `PackedSequences`."""
 
 
-def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool) -> int:
-    """A sequence length in tokens, rounded up to a multiple of the layout's divisor."""
-    divisor = context.sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel)
+def padded_width(length: int, parallel: ParallelState, sequence_parallel: bool, token_multiple: int = 1) -> int:
+    """A sequence length in tokens, rounded up to a multiple of the layout's divisor.
+
+    Args:
+        token_multiple: must divide the tokens of each context-parallel rank.
+    """
+    divisor = context.sequence_divisor(parallel.tp.size, parallel.cp.size, sequence_parallel, token_multiple)
     return -(-length // divisor) * divisor
 
 

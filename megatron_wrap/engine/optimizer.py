@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.fp8 import fp8_settings
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.model.transformer import parameter_dtype, same_named
 from megatron_wrap.platform.versions import accepts
@@ -21,11 +22,12 @@ def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.
 
     from megatron_wrap.engine.checked_optimizer import CheckedOptimizer
 
-    optim, dtype = config.optimizer, config.dtype
+    optim, dtype, fp8 = config.optimizer, config.dtype, fp8_settings(config)
     settings: dict[str, Any] = {
         **same_named(optim, OptimizerConfig),
         **same_named(config.learning_rate, OptimizerConfig),
         **same_named(dtype, OptimizerConfig),
+        "fp8_recipe": None if fp8 is None else fp8.recipe,
         "overlap_param_gather": config.ddp.overlap_param_gather,
         "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
         "params_dtype": parameter_dtype(config),

@@ -24,6 +24,23 @@ def synchronize_parameters(chunks: Sequence[Any], overlap_param_gather: bool) ->
 
 
 @torch.no_grad()
+def quantize_parameters(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Compute the FP8 parameters from the optimizer's fp32 ones, as a step does at its end. Collective.
+
+    Parameters that were loaded in bf16 have scales that differ by bf16's rounding, so without it a resumed run would
+    not be exact.
+
+    Args:
+        optimizer: `CheckedOptimizer` over Megatron-Core's distributed optimizers.
+        chunks: this process's model chunks in Megatron-Core's DistributedDataParallel.
+    """
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+@torch.no_grad()
 def parameter_square_sum(chunks: Sequence[Any], parallel: ParallelState, device: torch.device) -> Tensor:
     """This rank's summand of the squared norm of all parameters, fp64 scalar; replicated parameters are counted on one
     rank only."""

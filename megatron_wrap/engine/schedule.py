@@ -29,6 +29,8 @@ class Schedule:
     """Activations are bf16 or fp16."""
     has_experts: bool
     """The model takes PADDING_MASK."""
+    token_multiple: int = 1
+    """Each context-parallel rank has a multiple of it of each sequence's tokens."""
 
     def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
         """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
@@ -42,7 +44,8 @@ class Schedule:
         lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
         if self.parallel.pp.size > 1:
             lengths = [max(lengths)] * len(lengths)
-        widths = [padded_width(length, self.parallel, self.sequence_parallel) for length in lengths]
+        layout = (self.parallel, self.sequence_parallel, self.token_multiple)
+        widths = [padded_width(length, *layout) for length in lengths]
         return [
             shard(micro_batch, width, self.parallel.cp, with_padding_mask=self.has_experts)
             for micro_batch, width in zip(micro_batches, widths, strict=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.model.quantized import writable
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import Axis
@@ -55,7 +56,8 @@ def fill_initial_weights(
             gated = arch.swiglu and name.endswith("linear_fc1.weight")
             rows = vocab_size if name.startswith(("embedding.word_embeddings", "output_layer")) else None
             axis = expert_tp if is_expert(name) and expert_tp is not None else tp
-            _fill_normal(parameter, std, _key(seed, name), axis, split_dim(name, parameter), gated, rows)
+            with writable(parameter) as values:
+                _fill_normal(values, std, _key(seed, name), axis, split_dim(name, parameter), gated, rows)
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:

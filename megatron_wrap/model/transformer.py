@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.fp8 import Fp8Settings, fp8_settings
 from megatron_wrap.config.schema import ArchConfig, RunConfig
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.ops.fused import layer_kernels
@@ -44,17 +45,26 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     return available
 
 
-def transformer_config(config: RunConfig, state: ParallelState, platform: Platform) -> TransformerConfig:
+def transformer_config(
+    config: RunConfig, state: ParallelState, platform: Platform, training: bool = True
+) -> TransformerConfig:
     """Megatron-Core's configuration of the model for this layout; `arch.upstream` overrides other fields.
 
+    Args:
+        training: the model is trained; others compute in bf16 where the run has FP8.
+
     Raises:
-        PlatformError: Megatron-Core rejects the configuration; the message includes its own.
+        PlatformError: the machine cannot run FP8, or Megatron-Core rejects the configuration; the message includes its
+            own.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     transformer_engine = use_transformer_engine(config, platform)
     kernels = layer_kernels(platform.device)
     platform.use_kernels(kernels)
+    fp8 = fp8_settings(config) if training else None
+    if fp8 is not None:
+        _refuse_missing(fp8, platform, transformer_engine)
     config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
@@ -81,6 +91,8 @@ def transformer_config(config: RunConfig, state: ParallelState, platform: Platfo
         "apply_rope_fusion": (transformer_engine or kernels.rotary is not None) and _has_fused_rope(config.arch),
         "gradient_accumulation_fusion": kernels.weight_gradients is not None,
         **config.arch.upstream,
+        "fp8": None if fp8 is None else fp8.format,
+        "fp8_param": fp8 is not None and fp8.param_gather,
     }
     for field in dataclasses.fields(config_class):
         if isinstance(field.default, enum.Enum) and isinstance(settings.get(field.name), str):
@@ -97,6 +109,18 @@ def same_named(section: Any, target: type) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(target)}
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section) if field.name in known}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _refuse_missing(fp8: Fp8Settings, platform: Platform, transformer_engine: bool) -> None:
+    """Raise PlatformError if FP8 does not run here."""
+    missing = platform.missing_for_fp8(fp8.recipe)
+    if missing is None and not transformer_engine:
+        missing = "it needs the layers of Transformer Engine (transformer_impl)"
+    if missing is not None:
+        raise PlatformError(
+            f"megatron_lm.train.dtype.fp8 is {fp8.format} with fp8_recipe {fp8.recipe}: {missing}; choose another "
+            "fp8_recipe, or set fp8: null"
+        )
 
 
 def _leave_unset(weight: torch.Tensor) -> torch.Tensor:

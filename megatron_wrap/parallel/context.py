@@ -72,13 +72,13 @@ def merge(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([*first, *reversed(second)], dim=dim)
 
 
-def sequence_divisor(tp_size: int, cp_size: int, sequence_parallel: bool) -> int:
+def sequence_divisor(tp_size: int, cp_size: int, sequence_parallel: bool, token_multiple: int = 1) -> int:
     """The number that must divide the length of every sequence in tokens.
 
     Context parallelism splits a sequence into 2 * cp_size chunks; sequence parallelism splits each rank's share into
-    tp_size parts.
+    tp_size parts. `token_multiple` must divide each context-parallel rank's share.
     """
-    divisor = 2 * cp_size if cp_size > 1 else 1
+    divisor = math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * token_multiple)
     return math.lcm(divisor, cp_size * tp_size) if sequence_parallel else divisor
 
 

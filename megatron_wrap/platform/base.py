@@ -122,6 +122,10 @@ class Platform(ABC):
             transformer_engine: whether the layers use Transformer Engine.
         """
 
+    @abstractmethod
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        """What this machine lacks for layers of Transformer Engine in FP8 with `fp8_recipe`; None: nothing."""
+
     def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
         """Validate the user's settings against the platform.
 

@@ -137,6 +137,10 @@ class CpuPlatform(Platform):
             settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
         return settings
 
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        """See `Platform.missing_for_fp8`."""
+        return "it needs a GPU, this is platform cpu"
+
     def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
         """See `Platform.refuse_unsafe`; also refuses batched p2p communication between two interleaved stages."""
         super().refuse_unsafe(settings, transformer_engine)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform import adam, repairs
+from megatron_wrap.platform import adam, fp8, repairs
 from megatron_wrap.platform.base import GIB, Platform, without_fused_kernels
 from megatron_wrap.platform.replacements import Replacements
 
@@ -84,6 +85,20 @@ class CudaPlatform(Platform):
             "memory_reserved": torch.cuda.memory_reserved(self.device) / GIB,
             "memory_max": torch.cuda.max_memory_allocated(self.device) / GIB,
         }
+
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        """See `Platform.missing_for_fp8`."""
+        import torch
+        from packaging.version import Version
+
+        if not self.has_transformer_engine:
+            return "it needs Transformer Engine, which is not installed"
+        return fp8.missing_for(
+            recipe,
+            torch.cuda.get_device_capability(self.device),
+            Version(importlib.metadata.version("transformer_engine")).release,
+            Version(torch.version.cuda or "0").release,
+        )
 
     def transformer_config_settings(
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool

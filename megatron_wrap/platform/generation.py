@@ -1,8 +1,10 @@
-"""Temporary changes of a model for generation: no sequence or context parallelism, and left-padded batches."""
+"""Temporary changes of a model for evaluation and generation: no FP8, no sequence or context parallelism, left-padded
+batches."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,30 @@ def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
             if clear_cache is not None:
                 clear_cache()
                 replacements.on_undo(clear_cache)
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+@contextlib.contextmanager
+def without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
+    """Compute in bf16; weights in FP8 are converted in each pass.
+
+    Scales of the recipe `delayed` come from training steps, so a model would not be precise before the first; and FP8
+    products need multiples of 16 tokens, while generation feeds one at a time. A pass without FP8 marks Transformer
+    Engine's modules such that their scales are left out of checkpoints (module/base.py, init_fp8_metadata); the marks
+    are restored.
+    """
+    replacements = Replacements()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if getattr(getattr(module, "config", None), "fp8", None):
+            replacements.set(module.config, "fp8", None)
+        meta = getattr(module, "fp8_meta", None)
+        if meta is not None:
+            replacements.on_undo(functools.partial(meta.update, {"fp8_checkpoint": meta.get("fp8_checkpoint", False)}))
+            for name in ("fp8", "fp8_initialized"):
+                replacements.on_undo(functools.partial(setattr, module, name, getattr(module, name, False)))
     try:
         yield
     finally:

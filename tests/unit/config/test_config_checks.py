@@ -224,6 +224,14 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "weight decay can only grow; it goes from 0.1 to 0.0",
         ),
         (
+            [
+                "optimizer.optimizer_cpu_offload=true",
+                "optimizer.use_distributed_optimizer=true",
+                "optimizer.use_precision_aware_optimizer=true",
+            ],
+            "true needs megatron_lm.train.optimizer.optimizer_offload_fraction above 0",
+        ),
+        (
             ["optimizer.override_opt_param_scheduler=true", "optimizer.use_checkpoint_opt_param_scheduler=true"],
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; keep one",
         ),
