@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
     "explain": "show a configuration's values, meanings and origins",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
+    "profile": "show where the time of a step goes, and what to change",
     "check-parity": "compare a flow's parallel layouts with one process",
     "precompute": "store the outputs of a reference model, so that training needs none",
     "new-flow": "write a new flow, its configuration and its test",

@@ -525,6 +525,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """`megatron_wrap.profile`: steps whose time is recorded and divided among kinds of work (docs/profiling.md)."""
+
+    steps: tuple[int, ...] = ()
+    """Iterations to profile, such as [10, 11, 12]; the first one of a run is 1."""
+    output_dir: str | None = None
+    """Folder of the traces and tables; null: `profile` in the run's output folder."""
+    memory_snapshot: bool = True
+    """Also record the allocations of each GPU, for https://pytorch.org/memory_viz."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run, decoded. Field names and the path in the YAML are the same but for the roots."""
 
@@ -545,6 +557,7 @@ class RunConfig:
     flow: FlowConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    profile: ProfileConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -569,6 +582,7 @@ SECTION_PATHS: dict[str, str] = {
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",
     "checkpoint": "megatron_wrap.checkpoint",
+    "profile": "megatron_wrap.profile",
 }
 """Field of `RunConfig` -> dotted path in the tree."""
 

@@ -271,6 +271,15 @@ def _check_intervals(config: RunConfig) -> None:
     if train.sample_prompts is not None:
         _check_sample_prompts(config)
     _check_best_metric(config)
+    _check_profile(config)
+
+
+def _check_profile(config: RunConfig) -> None:
+    steps, last = config.profile.steps, config.train.train_iters
+    wrong = [step for step in steps if step < 1 or (last is not None and step > last)]
+    if wrong:
+        rule = "the first iteration is 1" if wrong[0] < 1 else f"the last is train_iters {last}"
+        refuse(config, ["profile.steps"], f"{list(steps)} contains {wrong[0]}, but {rule}; change it, or write []")
 
 
 def _check_best_metric(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import derived
 from megatron_wrap.config.train_checks import check_schedule
+from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class LoadingVerbs:
         self._loaders.append(loader)
         try:
             while self._ready().progress.iteration < self.train_iters:
-                state.offered = loader.next(state.progress)
+                with phase(DATA):
+                    state.offered = loader.next(state.progress)
                 yield state.offered
         finally:
             loader.close()

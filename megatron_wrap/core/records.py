@@ -13,6 +13,7 @@ from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLogger
 from megatron_wrap.utils.progress import ProgressBar, format_step
 
 if TYPE_CHECKING:
+    from megatron_wrap.engine.profiling import StepProfiler
     from megatron_wrap.engine.state import StepReport
 
 
@@ -31,14 +32,17 @@ class RunRecords:
         self._progress_bar: ProgressBar | None = None
         self._last: StepReport | None = None
         self._recorded_iteration: int | None = None
+        self._profiler: StepProfiler | None = None
 
-    def open(self, iteration: int, resumed_from: int | None) -> None:
+    def open(self, iteration: int, resumed_from: int | None, profiler: StepProfiler | None = None) -> None:
         """Start the metric loggers that the configuration selects, and the progress bar.
 
         Args:
             iteration: number of steps already taken.
             resumed_from: iteration of the checkpoint that the run resumes from; later iterations are recorded again.
+            profiler: of the steps of `megatron_wrap.profile`; this object closes it.
         """
+        self._profiler = profiler
         settings = self._config.logger
         selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
         if settings.enable_tensorboard:
@@ -55,8 +59,10 @@ class RunRecords:
             self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
     def step_taken(self, report: StepReport) -> None:
-        """Store the report of the last step."""
+        """Store the report of the last step. Collective after the last one of a row of profiled steps."""
         self._last = report
+        if self._profiler is not None:
+            self._profiler.step_ends(report.iteration, report.metrics)
 
     def write_last(self) -> None:
         """Write the last step once: to the metric loggers, and to the console each `log_interval` iterations."""
@@ -86,7 +92,9 @@ class RunRecords:
         logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
 
     def close(self) -> None:
-        """Close loggers and progress bar."""
+        """Close profiler, loggers and progress bar."""
+        if self._profiler is not None:
+            self._profiler.close()
         if self._progress_bar is not None:
             self._progress_bar.close()
         self._metric_loggers.close()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from megatron_wrap.checkpoint import RunCheckpoints
     from megatron_wrap.engine.loader import BatchLoader
+    from megatron_wrap.engine.profiling import StepProfiler
     from megatron_wrap.engine.state import TrainingState
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
@@ -121,7 +122,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         self._set_up(training=True)
         if self._started_from_hugging_face and self.config.model_provider.verify_hf:
             self._refuse_unverified()
-        self._records.open(self.iteration, self._resumed_from)
+        self._records.open(self.iteration, self._resumed_from, self._step_profiler())
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -337,6 +338,13 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         if self._checkpoints is None:
             raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
         return self._checkpoints
+
+    def _step_profiler(self) -> StepProfiler | None:
+        if not self.config.profile.steps:
+            return None
+        from megatron_wrap.engine.profiling import step_profiler
+
+        return step_profiler(self._ready(), self.output_dir)
 
     def _describe_model(self) -> None:
         state = self._ready()

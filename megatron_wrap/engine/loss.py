@@ -25,6 +25,7 @@ from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.collated import DEFAULT_TERM
 from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.metrics.phases import LOSS, phase
 
 OBJECTIVE = "objective/"
 """Prefix of the objective's terms among the metrics, each a pair (loss_sum, weight)."""
@@ -58,9 +59,13 @@ class NormalizedLoss:
 
     def __call__(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """(loss for the schedule, a token count of one, an empty dictionary) of one micro-batch on the last stage."""
-        one_token = torch.ones((), dtype=torch.int)
+        with phase(LOSS):
+            return self._scaled(micro_batch, output), torch.ones((), dtype=torch.int), {}
+
+    def _scaled(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+        """The loss to differentiate; adds the metrics to `sums`."""
         if not micro_batch.counted:
-            return _zero_loss(output), one_token, {}
+            return _zero_loss(output)
         try:
             returned = self.flow.calculate_loss(micro_batch.loss_inputs, output)
         except KeyError as error:
@@ -78,7 +83,7 @@ class NormalizedLoss:
                 scaled = term.loss_sum * (factor * coefficients.get(name, 1.0))
                 total = scaled if total is None else total + scaled
         self.sums.add(metrics, weight=next(iter(terms.values())).weight)
-        return _zero_loss(output) if total is None else total, one_token, {}
+        return _zero_loss(output) if total is None else total
 
     def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"

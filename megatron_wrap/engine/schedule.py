@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_wrap.engine.localize import PADDING_MASK, padded_width, shard, to_device
 from megatron_wrap.engine.micro_batch import MicroBatch
+from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
 from megatron_wrap.parallel.state import ParallelState
 
 LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Any]]
@@ -53,9 +54,12 @@ class Schedule:
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
         """`shard`, unless that was done ahead, and copy to the device."""
-        if not all(micro_batch.padded_width for micro_batch in micro_batches):
-            micro_batches = self.shard(micro_batches, extra_padding)
-        return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
+        with phase(DATA):
+            if not all(micro_batch.padded_width for micro_batch in micro_batches):
+                micro_batches = self.shard(micro_batches, extra_padding)
+            tokens = sum(micro_batch.num_rows * micro_batch.padded_width for micro_batch in micro_batches)
+            with phase(f"{COMPUTED_TOKENS}{tokens}"):
+                return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
 
     def run(
         self, chunks: list[Any], local: list[MicroBatch], loss_function: LossFunction, forward_only: bool

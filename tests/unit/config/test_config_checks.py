@@ -36,6 +36,7 @@ LM = {
     "data": "megatron_wrap.data",
     "logger": "megatron_wrap.logger",
     "checkpoint": "megatron_wrap.checkpoint",
+    "profile": "megatron_wrap.profile",
     "init": "megatron_wrap.init",
     "flow": "megatron_wrap.flow",
 }
@@ -112,6 +113,7 @@ VALUES = [
      "megatron_wrap.data.tokenizer, or write null"),
     ("train.save_interval=5", ConfigError, "train.save_interval: 5 has no effect without "
      "megatron_lm.train.common.save"),
+    ("profile.steps=[2,99]", ConfigError, "profile.steps: [2, 99] contains 99, but the last is train_iters 10"),
     ("checkpoint.keep=1", ConfigError, "checkpoint.keep: 1 has no effect without megatron_lm.train.common.save"),
     ("train.early_stop_patience=2", ConfigError, "train.early_stop_patience: 2 needs "
      "megatron_wrap.checkpoint.best_metric, which is null; give it, or write null"),

@@ -1,0 +1,73 @@
+"""`megatron-wrap profile`: takes some steps of a run, and shows where their time goes and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.cli.train import launch_processes, nodes_of
+from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.errors import ConfigError
+
+EXAMPLES = (
+    ("three steps of a run after five of warm-up, which do not count", "profile configs/tiny-llama-mock.yaml"),
+    (
+        "one step with tensor parallelism, in two processes on the CPU",
+        "profile configs/tiny-llama-mock.yaml --steps 1 megatron_lm.model.parallel.tensor_model_parallel_size=2 "
+        "megatron_wrap.init.platform=cpu",
+    ),
+)
+_RANK = "import sys; from megatron_wrap.cli.profile import run_rank; run_rank(*sys.argv[1:])"
+_NOTHING_SAVED = (
+    *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
+    *("megatron_wrap.checkpoint.keep=null", "megatron_wrap.checkpoint.best_metric=null"),
+    "megatron_wrap.checkpoint.export_hf=false",
+    *(f"megatron_wrap.logger.{key}=false" for key in ("enable_wandb", "enable_tensorboard", "progress_bar")),
+)
+"""Overrides by which a run writes no checkpoints and resumes from none."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    parser.add_argument("--steps", type=int, default=3, help="steps to profile (default: 3)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those (default: 5)")
+    parser.add_argument("--output", metavar="FOLDER", help="folder to write (default: outputs/profile-NAME)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Validates, starts the processes, and returns their exit code."""
+    if arguments.steps < 1 or arguments.warmup < 1:
+        raise ConfigError(f"--steps {arguments.steps}, --warmup {arguments.warmup}: both are at least 1")
+    folder = arguments.output or f"outputs/profile-{Path(arguments.config).stem}"
+    overrides = [*arguments.overrides, *overrides_of(arguments.steps, arguments.warmup, folder)]
+    config = read_run(arguments.config, overrides)
+    nodes = nodes_of(processes_needed(config), config.init.platform)
+    precheck(config, nodes.world_size, own_script=False)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
+    return launch_processes(nodes, ["-c", _RANK, arguments.config, *overrides])
+
+
+def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:
+    """Overrides by which a run profiles `steps` steps after `warmup` others, and writes only `folder`."""
+    listed = ",".join(str(warmup + 1 + place) for place in range(steps))
+    own = (f"megatron_wrap.profile.steps=[{listed}]", f"megatron_wrap.profile.output_dir={folder}")
+    return [*_NOTHING_SAVED, f"megatron_wrap.logger.output_dir={folder}", *own]
+
+
+def run_rank(config: str, *overrides: str) -> None:
+    """The work of one process."""
+    from megatron_wrap.core import MegatronWrap, exit_on_user_error
+
+    with exit_on_user_error(), MegatronWrap(config, overrides=overrides) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        last = max(wrap.config.profile.steps)
+        for batch in wrap.batches():
+            wrap.train(batch)
+            if wrap.iteration == last:
+                break
