@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
@@ -51,7 +51,9 @@ class StepProfiler:
         self.last_report: StepReport | None = None
         """Of the last row of profiled iterations."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._profile = profile(activities=activities, schedule=self._action, on_trace_ready=self._export)
+        self._profile: profile | None = profile(
+            activities=activities, schedule=self._action, on_trace_ready=self._export
+        )
         self._profile.start()
         self._before_step(self._first + 1)
 
@@ -62,22 +64,21 @@ class StepProfiler:
             iteration: the step's number.
             metrics: of the step.
         """
-        if self._is_over(iteration):
+        if self._profile is None:
             return
-        borders = {iteration, iteration + 1} & self._steps
-        if borders:  # the device's work of a step ends within its time
-            self._state.platform.synchronize()
+        if (iteration in self._steps) != (iteration + 1 in self._steps):
+            self._state.platform.synchronize()  # a row begins and ends with an idle device
         now = time.perf_counter()
-        if iteration not in self._steps:
-            self._usual.append(1e3 * (now - self._last_end))
-        else:
+        if iteration in self._steps:
             self._recorded.append((iteration, dict(metrics)))
+        elif iteration + 1 not in self._steps:  # in that one the profiler gets ready
+            self._usual.append(1e3 * (now - self._last_end))
         self._last_end = now
         self._profile.step()
         if iteration in self._steps and iteration + 1 not in self._steps:
             self._report()
             self._last_end = time.perf_counter()
-        if self._is_over(iteration + 1):
+        if iteration >= max(self._steps):
             self.close()
         else:
             self._before_step(iteration + 1)
@@ -88,9 +89,6 @@ class StepProfiler:
             running, self._profile, self._trace = self._profile, None, None
             self._recorded = []
             running.stop()
-
-    def _is_over(self, iteration: int) -> bool:
-        return self._profile is None or iteration > max(self._steps)
 
     def _action(self, place: int) -> ProfilerAction:
         """What the profiler does in the step that is `place` after the first one of this run."""

@@ -23,6 +23,7 @@ from megatron_wrap.engine.update import NonFiniteUpdate, Update
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
@@ -50,7 +51,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     """
     started = time.perf_counter()
     progress, parallel, device = state.progress, state.parallel, state.platform.device
-    batch = state.sharing.share(batch, "train")
+    with phase(DATA):
+        batch = state.sharing.share(batch, "train")
     expected_size = state.global_batch_size
     by_tokens = state.config.train.global_batch_tokens is not None
     if len(batch) != expected_size and not (by_tokens and len(batch)):
@@ -66,7 +68,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
         if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
             local = _local(state, micro_batches, for_step_values, len(batch))
             compute_gradients(state, local, counts.weights, sums)
-        square_sums = state.optimizer.prepare(device) if counts.has_weight else []
+        with phase(OPTIMIZER):
+            square_sums = state.optimizer.prepare(device) if counts.has_weight else []
         # before the update, because a non-finite loss prevents it. While the device updates, the host goes on
         local_router_losses = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
         reduced = state.reduction.reduce(sums, "train", local_router_losses, copied=square_sums)
@@ -87,7 +90,10 @@ def _micro_batches(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatc
     """This replica's micro-batches: those that the batch carries if they are of this step, else prepared now."""
     seed, dp = state.config.train.seed + state.progress.consumed_samples, state.parallel.dp
     ahead = batch.micro_batches(batch_key(state.cut, seed, dp)) if isinstance(batch, PreparedBatch) else None
-    return prepare_batch(state.flow, batch, state.cut, seed, dp) if ahead is None else ahead
+    if ahead is not None:
+        return ahead
+    with phase(DATA):
+        return prepare_batch(state.flow, batch, state.cut, seed, dp)
 
 
 def _local(
@@ -147,7 +153,8 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[Micro
 def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
     loss = reduced.loss if state.config.train.check_for_nan_in_loss_and_grad else None
     try:
-        return state.optimizer.update(loss, reduced.copied)
+        with phase(OPTIMIZER):
+            return state.optimizer.update(loss, reduced.copied)
     except NonFiniteUpdate as error:
         values = {"loss": error.loss, "grad_norm": error.grad_norm}
         non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))

@@ -18,7 +18,7 @@ def _table(*rules: tuple[str, str]) -> tuple[tuple[str, re.Pattern[str]], ...]:
 _KERNELS = _table(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
     # before the products: FlashAttention 3 is built from CUTLASS
-    (ATTENTION, r"flash|fmha|sdpa|fused_attn|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*false>"),
+    (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
     (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma"),
     (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon"),
     (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|_normalizer_kernel|_gradient_kernel"),
@@ -30,8 +30,8 @@ _KERNELS = _table(
         r"|where|mask|permute|amax|_forward_kernel|_backward_kernel|_split_kernel|aten|native::",
     ),
 )
-"""(kind, names) of GPU kernels; the first that matches is taken. Names are those of cuBLAS (nvjet, xmma, gemm), CUTLASS,
-cuDNN, FlashAttention, NCCL, Transformer Engine, Apex, torch, Triton and this package."""
+"""(kind, names) of GPU kernels; the first that matches is taken. Names are those of cuBLAS (nvjet, xmma, gemm),
+CUTLASS, cuDNN, FlashAttention, NCCL, Transformer Engine, Apex, torch, Triton and this package."""
 
 _OPERATIONS = _table(
     (COMMUNICATION, r"^(c10d|gloo|nccl|mpi|_c10d_functional)\b|^(c10d|gloo|nccl)[:_]"),

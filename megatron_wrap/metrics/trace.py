@@ -52,9 +52,8 @@ class Timeline:
 
 def read_timeline(path: Path) -> Timeline:
     """The timeline of a trace file (.json or .json.gz)."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as stream:
-        return timeline_of(json.load(stream)["traceEvents"])
+    content = path.read_bytes()
+    return timeline_of(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"])
 
 
 def timeline_of(events: Sequence[Mapping[str, Any]]) -> Timeline:
@@ -175,8 +174,7 @@ def _cpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges, main: Any) ->
         kind = _KIND_OF_PHASE[phase] if phase and named != kinds.COMMUNICATION else named
         works = "::" in event["name"] and not event["name"].startswith(_CALLERS)
         if calls:
-            yield from calls[-1].part(start)
-            calls[-1].begin = end
+            yield from calls[-1].part(start, resumed=end)
             if calls[-1].kind not in (kinds.ELEMENTWISE, kinds.COPIES):
                 kind = calls[-1].kind
         calls.append(_Call(event["name"], kind, start, end, works))
@@ -197,8 +195,9 @@ class _Call:
     """False: it only calls others."""
     is_new: bool = True
 
-    def part(self, until: float) -> Iterator[Span]:
-        """Its own work up to a moment."""
+    def part(self, until: float, resumed: float = 0.0) -> Iterator[Span]:
+        """Its own work up to a moment, after which it goes on at `resumed`."""
         if self.works and until > self.begin:
             yield Span(self.begin, until, self.kind, self.name, whole=self.is_new)
             self.is_new = False
+        self.begin = resumed

@@ -14,7 +14,7 @@ _LEAST_SHARE = 0.01
 """A change is named if it could save this share of the step."""
 _ATTAINABLE = 0.8
 """Share of the peak that large matrix products reach (790 of 989 TFLOP/s on an H200, measured)."""
-_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "GH200": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
+_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
 """Part of a GPU's name -> dense bf16 TFLOP/s of its data sheet."""
 
 
@@ -76,8 +76,7 @@ def promising_changes(step: StepBreakdown, config: RunConfig, setting: Setting, 
 
 
 def _key(section: str, name: str, value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
-    return f"{SECTION_PATHS[section]}.{name}={'null' if value is None else text}"
+    return f"{SECTION_PATHS[section]}.{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _data(step: StepBreakdown, config: RunConfig, setting: Setting) -> Iterator[Change]:
@@ -98,7 +97,8 @@ def _idle(step: StepBreakdown, config: RunConfig, setting: Setting) -> Iterator[
     interleaved = parallel.virtual_pipeline_model_parallel_size or parallel.num_layers_per_virtual_pipeline_stage
     if stages > 1 and not interleaved and layers % (2 * stages) == 0 and setting.num_microbatches % stages == 0:
         key = _key("parallel", "virtual_pipeline_model_parallel_size", 2)
-        yield Change(key, bubble / 2, "stages wait for each other; two chunks on each stage halve the pipeline's bubble")
+        reason = "stages wait for each other; two chunks on each stage halve the pipeline's bubble"
+        yield Change(key, bubble / 2, reason)
     elif idle > 0.03 * step.step_ms and _can_double(config, setting):
         unit = "kernels" if step.on_gpu else "operations"
         yield Change(
@@ -171,7 +171,7 @@ def _recompute(step: StepBreakdown, config: RunConfig, setting: Setting) -> Iter
         return
     repeated = (kinds.ATTENTION,) if granularity == "selective" else (kinds.MATMUL, kinds.ATTENTION, kinds.ELEMENTWISE)
     yield Change(
-        _key("recompute", "recompute_granularity", None),
+        _key("recompute", "__select__", "none"),
         sum(step.milliseconds[kind] for kind in repeated) / 4,
         f"activations are computed twice ({granularity}), and {setting.free_share:.0%} of the memory is free",
     )

@@ -79,7 +79,7 @@ def _facts(report: StepReport) -> list[str]:
     unknown = [work for work in step.work if not work.recognized]
     if unknown:
         time = sum(work.milliseconds for work in unknown)
-        lines.append(f"{len(unknown)} kernels of unknown names count as elementwise: {time:,.1f} ms, {unknown[0].name[:60]}")
+        lines.append(f"kernels with unknown names count as elementwise: {time:,.1f} ms, such as {unknown[0].name[:60]}")
     return lines
 
 
