@@ -120,7 +120,7 @@ def _small_products(step: StepBreakdown, config: RunConfig, setting: Setting) ->
         return
     measured = step.milliseconds[kinds.MATMUL]
     attainable = setting.product_flops / (_ATTAINABLE * setting.peak_tflops * 1e9)  # ms
-    if measured > 1.15 * attainable and not config.arch.upstream.get("fp8"):
+    if measured > 1.15 * attainable and not config.dtype.fp8:
         rate = setting.product_flops / measured / 1e9
         yield Change(
             _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
@@ -205,10 +205,10 @@ def _precision(step: StepBreakdown, config: RunConfig, setting: Setting) -> Iter
     if not (config.dtype.bf16 or config.dtype.fp16):
         reason = "fp32 products use no tensor cores; bf16 changes the results"
         yield Change(_key("dtype", "bf16", True), 0.75 * step.busy_ms, reason, changes_numbers=True)
-    elif setting.transformer_engine_layers and (setting.peak_tflops or 0) > 900 and not config.arch.upstream.get("fp8"):
+    elif setting.transformer_engine_layers and (setting.peak_tflops or 0) > 900 and not config.dtype.fp8:
         reason = "FP8 products run at twice the rate of bf16; they change the results, so compare the losses"
         saved = step.milliseconds[kinds.MATMUL] / 2
-        yield Change(_key("arch", "fp8", "hybrid"), saved, reason, changes_numbers=True)
+        yield Change(_key("dtype", "fp8", "hybrid"), saved, reason, changes_numbers=True)
 
 
 _RULES: tuple[Callable[[StepBreakdown, RunConfig, Setting], Iterator[Change]], ...] = (

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, flo
         [],
         ("megatron_lm.train.optimizer.use_distributed_optimizer=true", 60.0),
     ),
-    "precision": ({"idle": 400.0}, {}, [], ("megatron_lm.model.arch.fp8=hybrid", 300.0)),
+    "precision": ({"idle": 400.0}, {}, [], ("megatron_lm.train.dtype.fp8=hybrid", 300.0)),
 }
 
 
