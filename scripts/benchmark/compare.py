@@ -57,6 +57,7 @@ def main() -> int:
         print(f"programs are ready after {time.monotonic() - started:.0f} s", flush=True)
         for name, task in tasks.items():
             results["presets"][name] = measure(task, programs, runs, against, arguments)
+            (output / "compare.json").write_text(json.dumps(results, indent=1) + "\n")  # nothing is lost later
     results["total_seconds"] = round(time.monotonic() - started)
     write(results, output)
     if arguments.compare is None:

@@ -31,71 +31,74 @@ class Program:
 
     def __init__(self, name: str, world_size: int, platform: str, logs: Path) -> None:
         self.name = name
+        self._world_size, self._platform, self._logs = world_size, platform, logs
         self._answers: list[queue.Queue[dict[str, Any] | None]] = []
-        self._processes = []
-        for rank in range(world_size):
-            log = (logs / f"{name}-{rank}.log").open("w")
+        self._processes: list[subprocess.Popen[str]] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start the processes; `wait_until_ready` waits for their imports."""
+        for rank in range(self._world_size):
+            log = (self._logs / f"{self.name}-{rank}.log").open("a")
             process = subprocess.Popen(
-                [sys.executable, "-m", "comparison.worker", name],
+                [sys.executable, "-m", "comparison.worker", self.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_environment(rank, world_size, platform),
+                env=_environment(rank, self._world_size, self._platform),
             )
             answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
             threading.Thread(target=_listen, args=(process.stdout, log, answers), daemon=True).start()
             self._processes.append(process)
             self._answers.append(answers)
-        self.error = ""
-        """Why the program cannot run any more; empty: it can."""
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """Until all processes have imported their packages; else `error` is set."""
-        self._collect(seconds)
+    def wait_until_ready(self, seconds: float) -> str:
+        """Until all processes have imported their packages; returns why they have not, or an empty text."""
+        return self._collect(seconds)[1]
 
     def run(self, task: Task, options: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
 
-        A program that gives no answer within `seconds` is ended.
+        After an error, or without an answer within `seconds`, the processes end, because they may hold memory of the
+        device; the next run has new ones.
         """
-        if self.error:
-            return {"error": self.error}
+        if not self._processes:
+            self.start()
+            if error := self.wait_until_ready(300):
+                return {"error": error}
         order = json.dumps({"task": task.as_json(), "options": options, "port": _free_port()})
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(order + "\n")
             process.stdin.flush()
-        answers = self._collect(seconds)
-        failed = next((answer for answer in answers if "error" in answer), None)
-        if self.error or failed:
-            return failed or {"error": self.error}
+        answers, error = self._collect(seconds)
+        if error:
+            return {"error": error}
         return {**answers[0], "peak_memory_gib": max(answer["peak_memory_gib"] for answer in answers)}
 
-    def _collect(self, seconds: float) -> list[dict[str, Any]]:
-        until, found = time.monotonic() + seconds, []
+    def _collect(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
+        until, found, error = time.monotonic() + seconds, [], ""
         for answers in self._answers:
             try:
                 answer = answers.get(timeout=max(0.01, until - time.monotonic()))
             except queue.Empty:
-                self.error = f"no answer within {seconds:.0f} s"
+                error = f"no answer within {seconds:.0f} s"
                 break
-            if answer is None:
-                self.error = "its process ended; its log has the reason"
-                break
+            error = "its process ended; its log has the reason" if answer is None else answer.get("error", "")
+            if answer is None or error:
+                break  # the other processes wait for this one
             found.append(answer)
-            if "error" in answer and len(self._answers) > 1:
-                self.error = answer["error"]  # the other processes wait for this one
-                break
-        if self.error:
+        if error:
             self.close()
-        return found
+        return found, error
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
+        self._processes, self._answers = [], []
 
 
 class Programs:
