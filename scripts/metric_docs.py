@@ -64,6 +64,7 @@ CHINESE = Language(
         "memory_max": "`memory_allocated` 的峰值",
         "consumed_samples": "训练开始以来的累计",
         "consumed_tokens": "训练开始以来的累计，不含填充",
+        "num_tokens": "与 `consumed_tokens` 相同，trl 的名称；trl 还计入每个序列的最后一个 token（这里只作标签）",
         "skipped_iterations": "训练开始以来没有更新的步数：权重为零，或 fp16 溢出",
         "skipped_samples": "训练开始以来因无法使用而略过的数据行数（`megatron_wrap.data.on_bad_sample: skip`）",
     },

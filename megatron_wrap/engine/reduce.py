@@ -1,4 +1,4 @@
-"""Reduction of each rank's metric sums, in one all-reduce over all ranks."""
+"""Reduction of each rank's metrics over all ranks: one all-reduce, and one more if a flow reports extremes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,6 @@ class ReducedMetrics:
     """Values of the tensors that were only copied to the host."""
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of the metrics of one kind of step, the same on every rank."""
-
-    names: tuple[str, ...] = ()
-    totals: frozenset[str] = frozenset()
-    """Names of the metrics that are summed instead of averaged."""
-
-
 class MetricReduction:
     """Sums metrics over ranks. Only the last pipeline stage knows which metrics the flow reports, so all ranks exchange
     the names in the first step of each kind.
@@ -52,7 +43,8 @@ class MetricReduction:
         self._flow = flow
         self._parallel = parallel
         self._device = device
-        self._known: dict[str, _Names] = {}
+        self._known: dict[str, dict[str, str]] = {}
+        """Kind of step -> name of each metric, sorted, and its kind."""
 
     def reduce(
         self,
@@ -61,8 +53,8 @@ class MetricReduction:
         local_values: Mapping[str, Tensor] = MappingProxyType({}),
         copied: Sequence[Tensor] = (),
     ) -> ReducedMetrics:
-        """Sum over ranks and copy the result to the host, the only time in a step that the host waits for the device.
-        Collective.
+        """Reduce over ranks and copy the result to the host, the only time in a step that the host waits for the
+        device. Collective.
 
         Args:
             sums: of the flow's metrics; only those of the last pipeline stage's tensor-parallel rank 0 are added.
@@ -73,39 +65,47 @@ class MetricReduction:
         Raises:
             FlowError: a rank reports a metric that it did not report in its first step of this kind.
         """
-        known = self._names(sums, kind)
+        known = self._metric_kinds(sums, kind)
         mine = sums if self._parallel.counts_once else MetricSums(self._device)
-        numbers = mine.vector(known.names)
+        numbers, extremes = mine.summands(known), mine.extremes(known)
         first = len(numbers)
         numbers += local_values.values()
-        vector = (
-            torch.stack([number.double().reshape(()) for number in (*numbers, *copied)]) if numbers or copied else None
-        )
-        if vector is not None and numbers:  # the same condition on all ranks
-            reduce_in_place(vector[: len(numbers)], "sum", self._parallel.world.group)
-        everything: list[float] = [] if vector is None else vector.tolist()
-        reduced = everything[: len(numbers)]
-        values = read_reduced(known.names, known.totals, reduced[:first])
+        read = self._read(numbers, extremes, copied)
+        after = len(numbers) + len(extremes)
+        values = read_reduced(known, read[:first], read[len(numbers) : after])
         loss = take_objective(values, self._flow.get_loss_coefficients())
         values.pop("loss", None)  # older flows report the loss among their metrics; the objective replaces it
         return ReducedMetrics(
             loss=loss,
             flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
-            sums=dict(zip(local_values, reduced[first:], strict=True)),
-            copied=tuple(everything[len(numbers) :]),
+            sums=dict(zip(local_values, read[first : len(numbers)], strict=True)),
+            copied=tuple(read[after:]),
         )
 
-    def _names(self, sums: MetricSums, kind: str) -> _Names:
-        mine = sums.names
+    def _read(self, numbers: list[Tensor], extremes: list[Tensor], copied: Sequence[Tensor]) -> list[float]:
+        """The sums of `numbers` over ranks, the maxima of `extremes`, and `copied`, in one copy to the host."""
+        everything = (*numbers, *extremes, *copied)
+        if not everything:
+            return []
+        vector = torch.stack([number.double().reshape(()) for number in everything])
+        last = len(numbers) + len(extremes)
+        if numbers:  # the same conditions on all ranks
+            reduce_in_place(vector[: len(numbers)], "sum", self._parallel.world.group)
+        if extremes:
+            reduce_in_place(vector[len(numbers) : last], "max", self._parallel.world.group)
+        read: list[float] = vector.tolist()
+        return read
+
+    def _metric_kinds(self, sums: MetricSums, kind: str) -> dict[str, str]:
         if kind not in self._known:
-            if not any(gather_objects(bool(mine))):  # a skipped step: no rank has called the loss function yet
-                return _Names()
-            everywhere = gather_objects((mine, sums.totals()))
-            names = sorted({name for rank_names, _ in everywhere for name in rank_names})
-            totals = frozenset(name for _, rank_totals in everywhere for name in rank_totals)
-            self._known[kind] = _Names(tuple(names), totals)
+            if not any(gather_objects(bool(sums.kinds))):  # a skipped step: no rank has called the loss function yet
+                return {}
+            everywhere: dict[str, str] = {}
+            for of_rank in gather_objects(sums.kinds):
+                everywhere |= of_rank
+            self._known[kind] = dict(sorted(everywhere.items()))
         known = self._known[kind]
-        new = set(mine) - set(known.names)
+        new = sums.kinds.keys() - known.keys()
         if new:
             raise FlowError(
                 f"{type(self._flow).__name__}: metrics {sorted(new)} were not reported in the first step; report the "

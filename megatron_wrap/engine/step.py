@@ -195,6 +195,8 @@ def _metrics(
         "tokens_per_second": counts.tokens / elapsed_seconds,
         "tokens_per_second_per_device": counts.tokens / elapsed_seconds / devices,
     }
+    if "num_tokens" not in reduced.flow_metrics:  # a flow may have its own
+        metrics["num_tokens"] = progress.consumed_tokens
     if logger.add_throughput_to_metrics:
         flops = training_flops(state.shape, counts.tokens, counts.squared_lengths)
         flops *= _forward_passes(state) / 3  # a backward pass costs two forward passes

@@ -13,12 +13,14 @@ from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.flow.kto import MegatronWrapGPTModelKTOFlow
 from megatron_wrap.flow.mock import MegatronWrapMinimalMockFlow
 from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
-from megatron_wrap.metrics.metric import Metric, Total
+from megatron_wrap.metrics.metric import Difference, Maximum, Metric, Minimum, Total
 
 __all__ = [
+    "Difference",
     "FlowContext",
     "FlowOptions",
     "LossOutput",
+    "Maximum",
     "MegatronWrapFlowConfig",
     "MegatronWrapFlowEntry",
     "MegatronWrapGPTModelDPOFlow",
@@ -28,5 +30,6 @@ __all__ = [
     "MegatronWrapMinimalMockFlow",
     "MegatronWrapTrainingFlowBase",
     "Metric",
+    "Minimum",
     "Total",
 ]

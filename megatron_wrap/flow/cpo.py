@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, label_log_probs, weighted
+from megatron_wrap.flow.pairs import (
+    MegatronWrapGPTModelPairFlow,
+    label_log_probs,
+    label_log_probs_and_entropy,
+    weighted,
+)
+from megatron_wrap.metrics.metric import Metric
 
 PREFERENCE, NLL = "preference", "nll"
 """The terms of the loss."""
@@ -59,27 +65,35 @@ class ReferenceFreeFlow(MegatronWrapGPTModelPairFlow):
         chosen, rejected = self.answer_log_probs(loss_inputs, log_probs)
         return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
 
-    def log_probs_and_likelihood(
+    def policy_terms(
         self, loss_inputs: dict[str, Tensor], logits: Tensor, average: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Metric]]:
         """Log-probabilities of the chosen and the rejected answers, [B] each, divided by their numbers of tokens if
-        `average`; and this rank's share of the likelihood term's sum, a scalar."""
+        `average`; this rank's share of the likelihood term's sum, a scalar; and the metrics `nll_loss` and `entropy`
+        over tokens."""
         counted = (loss_inputs["loss_mask"] != 0) | (loss_inputs["nll_mask"] != 0)
-        log_probs = label_log_probs(logits, loss_inputs["labels"], counted)
+        log_probs, entropy = label_log_probs_and_entropy(
+            logits, loss_inputs["labels"], counted, loss_inputs["token_weights"]
+        )
         chosen, rejected = self.answer_log_probs(loss_inputs, log_probs)
         if average:
             of_chosen, of_rejected = loss_inputs["answer_tokens"].clamp(min=1).chunk(2)
             chosen, rejected = chosen / of_chosen, rejected / of_rejected
-        return chosen, rejected, self.token_mean(-log_probs, loss_inputs["nll_mask"])
+        nll = self.token_mean(-log_probs, loss_inputs["nll_mask"])
+        return chosen, rejected, nll, {"nll_loss": (nll.detach(), loss_inputs["nll_mask"].sum()), "entropy": entropy}
 
     def loss_of_pairs(
-        self, losses: Tensor, nll: Tensor, reported: Mapping[str, Tensor], loss_inputs: Mapping[str, Tensor]
+        self,
+        losses: Tensor,
+        nll: Tensor,
+        reported: Mapping[str, Tensor],
+        of_tokens: Mapping[str, Metric],
+        loss_inputs: Mapping[str, Tensor],
     ) -> LossOutput:
         """Both terms, from the pairs' losses [B] and the likelihood term's sum; metrics: weighted means over pairs of
-        `reported`, and `nll_loss`."""
+        `reported`, and those of `policy_terms`."""
         weights = loss_inputs["pair_weights"]
-        metrics = self.pair_metrics(reported, loss_inputs, weights)
-        metrics["nll_loss"] = (nll.detach(), loss_inputs["nll_mask"].sum())
+        metrics = {**self.pair_metrics(reported, loss_inputs, weights), **of_tokens}
         return LossOutput({PREFERENCE: self.sequence_mean(weighted(losses, weights)), NLL: nll}, metrics)
 
 
@@ -140,10 +154,11 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of both terms. Metrics as in trl: weighted means over pairs of rewards (beta times the
-        log-probability, transformed with `alpha`) and log-probabilities, as the loss takes them, and `nll_loss`."""
+        log-probability, transformed with `alpha`) and log-probabilities, as the loss takes them; `nll_loss`, and
+        `entropy` over the tokens of all answers."""
         options = self.flow_config
         average = options.loss_type in ("ipo", "simpo")
-        chosen, rejected, nll = self.log_probs_and_likelihood(loss_inputs, model_forward_output, average)
+        chosen, rejected, nll, of_tokens = self.policy_terms(loss_inputs, model_forward_output, average)
         scores = [self._transformed(chosen), self._transformed(rejected)]
         difference = scores[0] - scores[1]
         margins = options.beta * difference
@@ -155,7 +170,7 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        return self.loss_of_pairs(self._pair_losses(difference), nll, reported, loss_inputs)
+        return self.loss_of_pairs(self._pair_losses(difference), nll, reported, of_tokens, loss_inputs)
 
     def _transformed(self, log_probs: Tensor) -> Tensor:
         alpha = self.flow_config.alpha

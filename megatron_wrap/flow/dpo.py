@@ -11,7 +11,12 @@ from torch import Tensor
 
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.base import FlowContext, LossOutput
-from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, label_log_probs, weighted
+from megatron_wrap.flow.pairs import (
+    MegatronWrapGPTModelPairFlow,
+    label_log_probs,
+    label_log_probs_and_entropy,
+    weighted,
+)
 from megatron_wrap.flow.preference_losses import (
     NLL,
     PAIR_LOSSES,
@@ -135,12 +140,15 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         return {NLL: self._losses[NLL]} if NLL in self._losses else {}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        """This rank's share of the weighted sum over pairs; the metrics are weighted means over pairs.
+        """This rank's share of the weighted sum over pairs; the metrics are weighted means over pairs, and `entropy`
+        over the answers' tokens.
 
         Raises:
             DataError: there are no reference log-probabilities.
         """
-        token_log_probs = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
+        token_log_probs, entropy = label_log_probs_and_entropy(
+            model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"], loss_inputs["token_weights"]
+        )
         chosen, rejected = self.answer_log_probs(loss_inputs, token_log_probs)
         chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
         beta, weights = self.flow_config.beta, loss_inputs["pair_weights"]
@@ -153,7 +161,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        metrics = self.pair_metrics(reported, loss_inputs, weights)
+        metrics = {**self.pair_metrics(reported, loss_inputs, weights), "entropy": entropy}
         sums: dict[str, Tensor] = {}
         if self._losses.keys() != {NLL}:
             losses = self._pair_losses(loss_inputs, chosen_ratios, rejected_ratios)

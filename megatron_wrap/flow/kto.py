@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_wrap.data.chat import ChatTokens, encode_sample
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.base import FlowContext, LossOutput
+from megatron_wrap.flow.pairs import label_log_probs, label_log_probs_and_entropy, weighted
 from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
-from megatron_wrap.metrics.metric import Metric, Total
-from megatron_wrap.ops.log_probs import token_log_probs
+from megatron_wrap.metrics.metric import Difference, Metric, Total
 
 REFERENCE_FIELD = "reference_answer_log_probs"
 
@@ -75,8 +75,9 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         return [self.length_of(self._encoded(sample))]
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Up to B samples, prepared or not, as [B, S]; `desirable`, `sample_weights`, `truncated` and the reference's
-        log-probabilities, if the samples contain them, are [B].
+        """Up to B samples, prepared or not, as [B, S]; `token_weights` [B, S] is `loss_mask` times the sample's weight;
+        `desirable`, `sample_weights`, `truncated` and the reference's log-probabilities, if the samples contain them,
+        are [B].
 
         Raises:
             DataError: only some of the samples contain reference log-probabilities.
@@ -86,6 +87,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         model_forward_inputs, loss_inputs = self.collate_tokens(encoded)
         loss_inputs["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
         loss_inputs["sample_weights"] = torch.tensor([tokens.weight for tokens in encoded])
+        loss_inputs["token_weights"] = loss_inputs["loss_mask"] * loss_inputs["sample_weights"][:, None]
         given = [sample.get(REFERENCE_FIELD) for sample in samples]
         if any(value is not None for value in given):
             if any(value is None for value in given):
@@ -126,6 +128,10 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         kept = self.seq_length + 1 if self.flow_config.truncation == "refuse" else len(ids)
         return replace(prompt_of, input_ids=ids[:kept], loss_mask=mask[:kept])
 
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """The base class's fields and `token_weights`."""
+        return {**super().get_fields_and_seqdims(), "token_weights": 1}
+
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
         """Sum of the weights of the micro-batch's samples, each 1 by default."""
         return float(loss_inputs["sample_weights"].sum())
@@ -141,29 +147,36 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`kl`: the mean of the log-ratios, at least 0."""
         weights = values["weights"]
-        return {"kl": (_weighted(values["ratios"], weights).sum() / weights.sum()).clamp(min=0)}
+        return {"kl": (weighted(values["ratios"], weights).sum() / weights.sum()).clamp(min=0)}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the weighted sum over samples. The metrics are means over the desirable (`chosen`) or
-        the undesirable (`rejected`) answers.
+        the undesirable (`rejected`) answers, `rewards/margins` the difference of the two mean rewards; `entropy` is a
+        mean over the answers' tokens.
 
         Raises:
             DataError: there are no reference log-probabilities.
         """
         config, desirable, weights = self.flow_config, loss_inputs["desirable"], loss_inputs["sample_weights"]
-        log_probs = self._answer_log_probs(loss_inputs, model_forward_output)
+        token_log_probs, entropy = label_log_probs_and_entropy(
+            model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"], loss_inputs["token_weights"]
+        )
+        log_probs = self.sum_per_sequence(token_log_probs * loss_inputs["loss_mask"], loss_inputs)
         ratios = self._log_ratios(loss_inputs, log_probs)
         kl = loss_inputs["step_kl"] if config.loss_type == "kto" else torch.zeros_like(ratios[:1]).sum()
         utility = torch.sigmoid(config.beta * torch.where(desirable != 0, ratios - kl, kl - ratios))
         factors = torch.where(desirable != 0, config.desirable_weight, config.undesirable_weight)
-        metrics: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {"entropy": entropy}
+        rewards: list[tuple[Tensor, Tensor]] = []
         for kind, share in (("chosen", weights * desirable), ("rejected", weights * (1 - desirable))):
-            for name, values in (("rewards", config.beta * ratios), ("logps", log_probs)):
-                metrics[f"{name}/{kind}"] = (_weighted(values.detach(), share).sum(), share.sum())
+            rewards.append((weighted(config.beta * ratios.detach(), share).sum(), share.sum()))
+            metrics[f"rewards/{kind}"] = rewards[-1]
+            metrics[f"logps/{kind}"] = (weighted(log_probs.detach(), share).sum(), share.sum())
+        metrics["rewards/margins"] = Difference(*rewards)
         if config.loss_type == "kto":
             metrics["kl"] = (kl * weights.sum(), weights.sum())
         metrics["truncated_samples"] = Total(self.sequence_mean(loss_inputs["truncated"]))
-        return LossOutput(self.sequence_mean(_weighted(factors * (1 - utility), weights)), metrics)
+        return LossOutput(self.sequence_mean(weighted(factors * (1 - utility), weights)), metrics)
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
         """`answer_log_probs` [B]: log-probability of each answer given its prompt."""
@@ -171,8 +184,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
 
     def _answer_log_probs(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> Tensor:
         mask = loss_inputs["loss_mask"]
-        log_probs = torch.where(mask != 0, token_log_probs(logits, loss_inputs["labels"]), 0.0)
-        return self.sum_per_sequence(log_probs * mask, loss_inputs)
+        return self.sum_per_sequence(label_log_probs(logits, loss_inputs["labels"], mask) * mask, loss_inputs)
 
     def _log_ratios(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
         if REFERENCE_FIELD not in loss_inputs:
@@ -186,8 +198,3 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
 def _answer_start(tokens: ChatTokens) -> int:
     """Place of the first token with a loss; the number of tokens if there is none."""
     return tokens.loss_mask.index(1) if 1 in tokens.loss_mask else len(tokens)
-
-
-def _weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """[B] values times their weights; of weight 0 also inf and nan are 0."""
-    return torch.where(weights != 0, values * weights, torch.zeros_like(values))

@@ -47,9 +47,9 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of both terms. Metrics as in trl: weighted means over pairs of rewards (beta times the mean
         log-probability), mean log-probabilities, `log_odds_chosen` (difference of log odds) and `log_odds_ratio` (its
-        log sigmoid), and `nll_loss`."""
+        log sigmoid); `nll_loss`, and `entropy` over the tokens of all answers."""
         beta = self.flow_config.beta
-        chosen, rejected, nll = self.log_probs_and_likelihood(loss_inputs, model_forward_output, average=True)
+        chosen, rejected, nll, of_tokens = self.policy_terms(loss_inputs, model_forward_output, average=True)
         difference = log_odds(chosen) - log_odds(rejected)
         log_ratio = logsigmoid(difference)
         reported = {
@@ -62,7 +62,7 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
             "log_odds_chosen": difference,
             "log_odds_ratio": log_ratio,
         }
-        return self.loss_of_pairs(-log_ratio, nll, reported, loss_inputs)
+        return self.loss_of_pairs(-log_ratio, nll, reported, of_tokens, loss_inputs)
 
 
 def log_odds(log_prob: Tensor) -> Tensor:

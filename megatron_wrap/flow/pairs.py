@@ -15,7 +15,7 @@ from megatron_wrap.data.pairs import encode_pair
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Metric, Total
-from megatron_wrap.ops.log_probs import token_log_probs
+from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
 
 
 class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
@@ -46,15 +46,21 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
         return [self.length_of(tokens) for tokens in self._encoded(sample)]
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `truncated` and
-        `pair_weights` are [B], and what `collate_pairs` adds."""
+        """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; `token_weights` [2B, S] is
+        `loss_mask` times the pair's weight, `truncated` and `pair_weights` are [B]; and what `collate_pairs` adds."""
         samples = list(itertools.islice(iterator, self.micro_batch_size))
         pairs = [self._encoded(sample) for sample in samples]
         sequences = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
         model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
         loss_inputs["truncated"] = loss_inputs["truncated"].view(2, len(pairs)).amax(dim=0)
-        loss_inputs["pair_weights"] = torch.tensor([chosen.weight for chosen, _ in pairs])
+        weights = torch.tensor([chosen.weight for chosen, _ in pairs])
+        loss_inputs["pair_weights"] = weights
+        loss_inputs["token_weights"] = loss_inputs["loss_mask"] * weights.repeat(2)[:, None]
         return model_forward_inputs, {**loss_inputs, **self.collate_pairs(samples, model_forward_inputs, loss_inputs)}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """The base class's fields and `token_weights`."""
+        return {**super().get_fields_and_seqdims(), "token_weights": 1}
 
     def collate_pairs(
         self, samples: list[Mapping[str, Any]], model_forward_inputs: dict[str, Tensor], loss_inputs: dict[str, Tensor]
@@ -98,6 +104,16 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
 def label_log_probs(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """[B, S/cp] log-probabilities of the labels; 0 where `counted` is 0, so that inf there has no effect."""
     return torch.where(counted != 0, token_log_probs(logits, labels), 0.0)
+
+
+def label_log_probs_and_entropy(
+    logits: Tensor, labels: Tensor, counted: Tensor, token_weights: Tensor
+) -> tuple[Tensor, Metric]:
+    """`label_log_probs`, and the metric `entropy`: the mean entropy in nats of the policy's distribution over the
+    tokens of `token_weights` [B, S/cp], as in trl."""
+    log_probs, entropies = log_probs_and_entropy(logits, labels)
+    entropy_sum = torch.where(token_weights != 0, entropies * token_weights, 0.0).sum()
+    return torch.where(counted != 0, log_probs, 0.0), (entropy_sum, token_weights.sum())
 
 
 def weighted(values: Tensor, weights: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow.base import LossOutput
 from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, weighted
 from megatron_wrap.flow.text import ENCODED
+from megatron_wrap.metrics.metric import Maximum, Minimum
 
 PAIR_KEYS = ("chosen", "rejected", "chosen_ids", "rejected_ids")
 """A sample with one of them is a pair."""
@@ -111,7 +112,8 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the weighted sum over pairs. Metrics: `accuracy` (chosen above rejected) and `margin`
-        (their difference), weighted means over pairs; `mean_reward`, the mean over all scores.
+        (their difference), weighted means over pairs; `min_reward`, `mean_reward` and `max_reward` over all scores of
+        pairs with a weight.
 
         Raises:
             DataError: the samples are single sequences.
@@ -129,7 +131,12 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
             "margin": difference,
             "mean_reward": (chosen + rejected) / 2,
         }
-        metrics = self.pair_metrics(reported, loss_inputs, weights)
+        counted, scores = weights != 0, torch.stack([chosen, rejected])
+        metrics = {
+            **self.pair_metrics(reported, loss_inputs, weights),
+            "min_reward": Minimum(torch.where(counted, scores, torch.inf).amin()),
+            "max_reward": Maximum(torch.where(counted, scores, -torch.inf).amax()),
+        }
         return LossOutput(self.sequence_mean(weighted(losses, weights)), metrics)
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:

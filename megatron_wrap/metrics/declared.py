@@ -215,6 +215,12 @@ _LAST_METRICS = (
         unit="tokens",
     ),
     MetricInfo(
+        "num_tokens",
+        "the same as `consumed_tokens`, under trl's name; trl also counts each sequence's last token, which is a label "
+        "only",
+        unit="tokens",
+    ),
+    MetricInfo(
         "skipped_iterations",
         "without an update since the start of the run: no weight, or an overflow in fp16",
         unit="steps",

@@ -1,8 +1,9 @@
-"""Metric types and their reduction: sums over micro-batches and ranks, in one all-reduce."""
+"""Metric types and their reduction over micro-batches and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,23 +22,45 @@ class Total:
     value: Number
 
 
-Metric: TypeAlias = Number | tuple[Number, Number] | Total
+@dataclass(frozen=True)
+class Minimum:
+    """The smallest `value` of all micro-batches and ranks; inf where a micro-batch has none."""
+
+    value: Number
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """The largest `value` of all micro-batches and ranks; -inf where a micro-batch has none."""
+
+    value: Number
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two means, each a pair (sum, weight) as a metric of its own; without a value where one of the
+    weights of the step is 0."""
+
+    first: tuple[Number, Number]
+    second: tuple[Number, Number]
+
+
+Metric: TypeAlias = Number | tuple[Number, Number] | Total | Minimum | Maximum | Difference
 """A pair (sum, weight) is reported as the ratio of the two sums over micro-batches, DP and CP ranks; a scalar as the
-mean weighted by the loss weight of each micro-batch; a `Total` as a sum."""
+mean weighted by the loss weight of each micro-batch; the others as their classes describe."""
+
+SUMMANDS: Mapping[str, int] = {"mean": 2, "Total": 1, "Difference": 4, "Minimum": 0, "Maximum": 0}
+"""Kind of a metric -> how many numbers of it are summed; an extreme has one that is not."""
 
 
 class MetricSums:
-    """Sums one rank's metrics over the micro-batches of a step, without a device synchronization."""
+    """Reduces one rank's metrics over the micro-batches of a step, without a device synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor | None] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names added so far, sorted, as `vector` expects them."""
-        return tuple(sorted(self._sums))
+        self._numbers: dict[str, list[Tensor]] = {}
+        self.kinds: dict[str, str] = {}
+        """Name of each metric added so far -> its kind, one of SUMMANDS."""
 
     def add(self, metrics: Mapping[str, Metric], weight: float) -> None:
         """Add one micro-batch's metrics; `weight` applies to its scalars.
@@ -46,49 +69,74 @@ class MetricSums:
             FlowError: a metric is not a number, or changes its type between micro-batches.
         """
         for name, metric in metrics.items():
-            if isinstance(metric, Total):
-                value, added = self._number(name, metric.value), None
-            elif isinstance(metric, tuple):
-                value, added = self._number(name, metric[0]), self._number(name, metric[1])
-            else:
-                added = torch.full((), weight, dtype=torch.float64, device=self._device)  # a copy would synchronize
-                value = self._number(name, metric) * added
-            if name not in self._sums:
-                self._sums[name], self._weights[name] = value, added
-                continue
-            previous = self._weights[name]
-            if (previous is None) != (added is None):
-                raise FlowError(f"metric {name!r} is a Total in one micro-batch and not in another; use one type")
-            self._sums[name] = self._sums[name] + value
-            self._weights[name] = None if added is None or previous is None else previous + added
+            kind, numbers = self._parts(name, metric, weight)
+            known = self.kinds.setdefault(name, kind)
+            if known != kind:
+                raise FlowError(
+                    f"metric {name!r} is a {known} in one micro-batch and a {kind} in another; use one type"
+                )
+            previous = self._numbers.get(name)
+            if previous is not None:
+                join = torch.maximum if SUMMANDS[kind] == 0 else torch.add
+                numbers = [join(one, other) for one, other in zip(previous, numbers, strict=True)]
+            self._numbers[name] = numbers
 
-    def vector(self, names: tuple[str, ...]) -> list[Tensor]:
-        """Sum and weight of each name (weight 0 for a Total); zeros for a name that this rank does not have."""
+    def summands(self, kinds: Mapping[str, str]) -> list[Tensor]:
+        """The numbers to sum over ranks, for the metrics of `kinds` in their order; zeros for a metric that this rank
+        does not have."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        numbers = []
-        for name in names:
-            weight = self._weights.get(name)
-            numbers += [self._sums.get(name, zero), zero if weight is None else weight]
-        return numbers
+        missing = {name: [zero] * SUMMANDS[kind] for name, kind in kinds.items() if SUMMANDS[kind]}
+        return [number for name, zeros in missing.items() for number in self._numbers.get(name, zeros)]
 
-    def totals(self) -> frozenset[str]:
-        """Names of metrics that are summed, not averaged."""
-        return frozenset(name for name, weight in self._weights.items() if weight is None)
+    def extremes(self, kinds: Mapping[str, str]) -> list[Tensor]:
+        """The numbers whose maximum over ranks is taken, for the extremes of `kinds` in their order: a Minimum negated,
+        -inf for a metric that this rank does not have."""
+        none = [torch.full((), -math.inf, dtype=torch.float64, device=self._device)]
+        names = (name for name, kind in kinds.items() if SUMMANDS[kind] == 0)
+        return [number for name in names for number in self._numbers.get(name, none)]
+
+    def _parts(self, name: str, metric: Metric, weight: float) -> tuple[str, list[Tensor]]:
+        """Kind and numbers of one micro-batch's metric."""
+        if isinstance(metric, Total):
+            return "Total", [self._number(name, metric.value)]
+        if isinstance(metric, Minimum):
+            return "Minimum", [-self._number(name, metric.value)]
+        if isinstance(metric, Maximum):
+            return "Maximum", [self._number(name, metric.value)]
+        if isinstance(metric, Difference):
+            return "Difference", [self._number(name, value) for value in (*metric.first, *metric.second)]
+        if isinstance(metric, tuple):
+            return "mean", [self._number(name, metric[0]), self._number(name, metric[1])]
+        added = torch.full((), weight, dtype=torch.float64, device=self._device)  # a copy would synchronize
+        return "mean", [self._number(name, metric) * added, added]
 
     def _number(self, name: str, value: Number) -> Tensor:
         tensor = torch.as_tensor(value).detach()
         if tensor.numel() != 1:
             raise FlowError(
-                f"metric {name!r} has shape {tuple(tensor.shape)}; return a scalar, a pair (sum, weight) of scalars or "
-                "a Total"
+                f"metric {name!r} has shape {tuple(tensor.shape)}; return a scalar, a pair (sum, weight) of scalars, a "
+                "Total, Minimum, Maximum or Difference"
             )
         return tensor.reshape(()).to(device=self._device, dtype=torch.float64, non_blocking=True)
 
 
-def read_reduced(names: tuple[str, ...], totals: frozenset[str], reduced: list[float]) -> dict[str, float | None]:
-    """Metrics from `MetricSums.vector` after its sum over ranks; None if the weight is 0."""
+def read_reduced(
+    kinds: Mapping[str, str], summed: Sequence[float], largest: Sequence[float] = ()
+) -> dict[str, float | None]:
+    """Metrics from `MetricSums.summands` after their sum over ranks and `MetricSums.extremes` after their maximum; None
+    if a weight is 0, or no rank has a value of an extreme."""
     values: dict[str, float | None] = {}
-    for index, name in enumerate(names):
-        total, weight = reduced[2 * index], reduced[2 * index + 1]
-        values[name] = total if name in totals else total / weight if weight else None
+    sums, extremes = iter(summed), iter(largest)
+    for name, kind in kinds.items():
+        if SUMMANDS[kind] == 0:
+            value = next(extremes)
+            values[name] = None if value == -math.inf else -value if kind == "Minimum" else value
+            continue
+        numbers = [next(sums) for _ in range(SUMMANDS[kind])]
+        means = [total / weight if weight else None for total, weight in zip(numbers[::2], numbers[1::2], strict=False)]
+        if kind == "Difference":
+            first, second = means
+            values[name] = None if first is None or second is None else first - second
+        else:
+            values[name] = numbers[0] if kind == "Total" else means[0]
     return values

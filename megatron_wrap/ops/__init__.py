@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_wrap.ops.divergence import kl_divergence
     from megatron_wrap.ops.entropies import entropy
-    from megatron_wrap.ops.log_probs import gather_log_probs, token_log_probs, vocabulary_max
+    from megatron_wrap.ops.log_probs import gather_log_probs, log_probs_and_entropy, token_log_probs, vocabulary_max
     from megatron_wrap.ops.ranking import TopK, top_k
 
-__all__ = ["TopK", "entropy", "gather_log_probs", "kl_divergence", "token_log_probs", "top_k", "vocabulary_max"]
+__all__ = [
+    "TopK",
+    "entropy",
+    "gather_log_probs",
+    "kl_divergence",
+    "log_probs_and_entropy",
+    "token_log_probs",
+    "top_k",
+    "vocabulary_max",
+]
 
 # A module must not have the name of a function: importing it would overwrite the function in this namespace.
 _MODULES = {
@@ -21,6 +30,7 @@ _MODULES = {
     "entropy": "entropies",
     "gather_log_probs": "log_probs",
     "kl_divergence": "divergence",
+    "log_probs_and_entropy": "log_probs",
     "token_log_probs": "log_probs",
     "top_k": "ranking",
     "vocabulary_max": "log_probs",

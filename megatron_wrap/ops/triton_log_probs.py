@@ -17,22 +17,33 @@ BLOCK = 4096
 
 
 @triton.jit
-def _normalizer_kernel(logits, ids, highest, total, picked, columns, block: tl.constexpr):
+def _normalizer_kernel(
+    logits, ids, highest, total, picked, weighted, columns, block: tl.constexpr, with_entropy: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * columns
     running_max = -float("inf")
     running_sum = 0.0
+    running_weighted = 0.0  # sum of exp(value - running_max) * (value - running_max)
     for start in range(0, columns, block):
         place = start + tl.arange(0, block)
         value = tl.load(base + place, mask=place < columns, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(running_max, tl.max(value, axis=0))
         safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        running_sum = running_sum * tl.exp(running_max - safe_max) + tl.sum(tl.exp(value - safe_max), axis=0)
+        rescaled_sum = running_sum * tl.exp(running_max - safe_max)
+        power = tl.exp(value - safe_max)
+        if with_entropy:  # a term is 0 where its probability is, also for a value of -inf
+            moved = tl.where(rescaled_sum > 0.0, rescaled_sum * (running_max - safe_max), 0.0)
+            added = tl.sum(tl.where(power > 0.0, power * (value - safe_max), 0.0), axis=0)
+            running_weighted = running_weighted * tl.exp(running_max - safe_max) + moved + added
+        running_sum = rescaled_sum + tl.sum(power, axis=0)
         running_max = new_max
     wanted = tl.load(ids + row)
     owned = (wanted >= 0) & (wanted < columns)
     tl.store(highest + row, running_max)
     tl.store(total + row, running_sum)
+    if with_entropy:
+        tl.store(weighted + row, running_weighted)
     tl.store(picked + row, tl.load(base + wanted, mask=owned, other=0.0).to(tl.float32))
 
 
@@ -49,13 +60,23 @@ def _gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block
     tl.store(grad + row * columns + place, result.to(grad.dtype.element_ty), mask=inside)
 
 
-def normalizer_parts(logits: Tensor, local_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), and logit of the local id (0 if
-    the id is outside this rank's columns); each [N] in fp32."""
+def normalizer_parts(
+    logits: Tensor, local_ids: Tensor, with_entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """For each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), logit of the local id (0 if the
+    id is outside this rank's columns), and with `with_entropy` the sum of exp(logit - maximum) * (logit - maximum);
+    each [N] in fp32."""
     rows, columns = logits.shape
-    highest, total, picked = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _normalizer_kernel[(rows,)](logits, local_ids, highest, total, picked, columns, block=BLOCK, num_warps=8)
-    return highest, total, picked
+    numbers = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3 + with_entropy)]
+    highest, total, picked = numbers[:3]
+    weighted = numbers[3] if with_entropy else None
+    _normalizer_kernel[(rows,)](
+        *(logits, local_ids, highest, total, picked, total if weighted is None else weighted, columns),
+        block=BLOCK,
+        with_entropy=with_entropy,
+        num_warps=8,
+    )
+    return highest, total, picked, weighted
 
 
 def log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:

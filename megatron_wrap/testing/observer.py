@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_wrap.errors import FlowError
-from megatron_wrap.metrics.metric import Total
+from megatron_wrap.metrics.metric import Difference, Maximum, Minimum, Total
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 
@@ -27,7 +27,7 @@ class Seen:
     draws_random: bool
     """It draws random numbers, which differ between layouts."""
     metric_kinds: dict[str, str] = field(default_factory=dict)
-    """Metric -> "number", "pair" or "total"."""
+    """Metric -> "number", "pair" (a Difference, too), "total" or "extreme"."""
     over_tp: dict[str, str] = field(default_factory=dict)
     """Metric -> two different values that tensor-parallel ranks report."""
     over_cp: dict[str, str] = field(default_factory=dict)
@@ -97,6 +97,10 @@ def _random_state(device: torch.device) -> torch.Tensor:
 def _read(metric: Any) -> tuple[str, float, float]:
     if isinstance(metric, Total):
         return "total", _number(metric.value), 0.0
+    if isinstance(metric, Minimum | Maximum):
+        return "extreme", _number(metric.value), 0.0
+    if isinstance(metric, Difference):
+        return "pair", _number(metric.first[0]), _number(metric.second[0])
     if isinstance(metric, tuple):
         return "pair", _number(metric[0]), _number(metric[1])
     return "number", _number(metric), 0.0
@@ -135,6 +139,6 @@ def _differences(groups: Iterable[tuple[Any, Calls]]) -> dict[str, str]:
 
 
 def _same(value: float, other: float) -> bool:
-    if math.isnan(value) or math.isnan(other):
-        return math.isnan(value) and math.isnan(other)
+    if not math.isfinite(value) or not math.isfinite(other):
+        return value == other or (math.isnan(value) and math.isnan(other))
     return abs(value - other) <= SAME_METRIC * max(abs(value), abs(other), 1e-6)

@@ -23,7 +23,8 @@ DPO = (
     "megatron_lm.train.optimizer.adam_beta2=0.999",
     "megatron_lm.train.optimizer.weight_decay=0.0",
 )
-REPORTED = ("loss", "grad_norm", "kl", *(f"rewards/{name}" for name in ("margins", "accuracies", "chosen", "rejected")))
+REPORTED = ("loss", "grad_norm", "kl", "entropy")
+REPORTED += tuple(f"rewards/{name}" for name in ("margins", "accuracies", "chosen", "rejected"))
 
 
 def pairs(count: int = 40) -> list[dict[str, list[int]]]:

@@ -57,6 +57,16 @@ def pairs() -> Iterator[tuple[str, Operation, Operation]]:
         lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids[..., :1]).squeeze(-1),
     )
     yield (
+        "log_probs_and_entropy",
+        lambda student, teacher, ids, group: torch.stack(ops.log_probs_and_entropy(student, ids[..., 0], group)),
+        lambda student, teacher, ids, group: torch.stack(
+            (
+                student.log_softmax(-1).gather(-1, ids[..., :1]).squeeze(-1),
+                torch.distributions.Categorical(logits=student.detach()).entropy(),
+            )
+        ),
+    )
+    yield (
         "gather_log_probs",
         lambda student, teacher, ids, group: ops.gather_log_probs(student, ids, group),
         lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids),

@@ -31,6 +31,7 @@ def operations(ids, known):
     """name -> (function, number of its logits)"""
     table = {
         "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
+        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE)[0], 1),
         "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
         "entropy": (lambda x: ops.entropy(x, ONE), 1),
         "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
@@ -75,6 +76,16 @@ def test_gpu_agrees_with_float64(name, columns, dtype, tolerance):
         else:
             one, other = one.grad.double().cpu(), other.grad
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("columns", [1000, 128256])
+def test_the_entropy_beside_the_log_probs(columns):
+    torch.manual_seed(columns)
+    logits, ids = torch.randn(1, 17, columns) * 3, torch.randint(columns, (1, 17))
+    logits[..., -5:], logits[:, 3, :900] = torch.finfo(torch.float32).min / 2, -torch.inf
+    found = ops.log_probs_and_entropy(logits.cuda(), ids.cuda(), ONE)[1]
+    expected = torch.distributions.Categorical(logits=logits.double().clamp(min=-1e30)).entropy()
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

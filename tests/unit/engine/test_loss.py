@@ -46,7 +46,7 @@ def micro_batch(counted: bool = True, **weights: float) -> MicroBatch:
 
 
 def reduced(sums: MetricSums) -> dict[str, float | None]:
-    return read_reduced(sums.names, sums.totals(), [float(number) for number in sums.vector(sums.names)])
+    return read_reduced(sums.kinds, [float(number) for number in sums.summands(sums.kinds)])
 
 
 OUTPUT = [1.0, 2.0, 3.0]
@@ -101,7 +101,7 @@ def test_a_filler_adds_nothing_but_takes_part_in_the_backward_pass():
     here = output()
     loss, _, _ = taken(micro_batch(counted=False, loss=3.0), here)
     assert torch.autograd.grad(loss, here)[0].tolist() == [0.0, 0.0, 0.0]
-    assert taken.sums.names == ()
+    assert taken.sums.kinds == {}
 
 
 def test_a_zero_loss_may_have_no_graph():

@@ -28,7 +28,7 @@ def pair(chosen: int, rejected: int, **further: Any) -> dict[str, Any]:
 
 def test_a_weight_of_2_is_the_pair_twice(monkeypatch):
     """Of loss, loss weight and metrics; weight 0 removes a pair, even one whose loss is not finite."""
-    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(pairs_module, "log_probs_and_entropy", lambda logits, ids: (logits, -logits))
     made = flow(4)
     pairs = [pair(3, 4), pair(5, 2), pair(2, 2)]
     log_probs = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))

@@ -96,7 +96,7 @@ def pair(chosen: int, rejected: int) -> dict[str, Any]:
 
 
 def test_rpo_alpha_adds_a_mean_over_the_chosen_tokens(monkeypatch):
-    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(pairs_module, "log_probs_and_entropy", lambda logits, ids: (logits, -logits))
     log_probs = -torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     added = flow(rpo_alpha=0.5)
     _, loss_inputs = added.collate_data_micro_batch(iter([pair(2, 3), pair(4, 1)]))

@@ -33,7 +33,11 @@ LOG_PROBS = -torch.rand(6, 8, generator=torch.Generator().manual_seed(0), dtype=
 
 def result(made: Any, samples: list[Any], log_probs: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Any]:
     """The objective, and the metrics' means."""
-    monkeypatch.setattr(pairs_module, "token_log_probs", lambda logits, ids: logits[:, : ids.shape[1]])
+    monkeypatch.setattr(
+        pairs_module,
+        "log_probs_and_entropy",
+        lambda logits, ids: (logits[:, : ids.shape[1]], -logits[:, : ids.shape[1]]),
+    )
     _, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample(sample) for sample in samples]))
     output = made.calculate_loss(loss_inputs, log_probs)
     weights, coefficients = made.get_loss_weight(loss_inputs), made.get_loss_coefficients()

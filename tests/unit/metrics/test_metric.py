@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from megatron_wrap.errors import FlowError
-from megatron_wrap.metrics.metric import MetricSums, Total, read_reduced
+from megatron_wrap.metrics.metric import Difference, Maximum, MetricSums, Minimum, Total, read_reduced
 
 CPU = torch.device("cpu")
 
 
 def reduced(*ranks: MetricSums) -> dict[str, float | None]:
-    names = tuple(sorted({name for sums in ranks for name in sums.names}))
-    totals = frozenset(name for sums in ranks for name in sums.totals())
-    vectors = [torch.stack(sums.vector(names)) for sums in ranks]
-    return read_reduced(names, totals, torch.stack(vectors).sum(dim=0).tolist())
+    kinds = {name: kind for sums in ranks for name, kind in sums.kinds.items()}
+    summed = torch.tensor([sums.summands(kinds) for sums in ranks], dtype=torch.float64).sum(dim=0).tolist()
+    largest = torch.tensor([sums.extremes(kinds) for sums in ranks], dtype=torch.float64).amax(dim=0).tolist()
+    return read_reduced(kinds, summed, largest)
 
 
 def test_each_type_is_reduced_over_micro_batches_and_ranks():
@@ -25,6 +25,18 @@ def test_each_type_is_reduced_over_micro_batches_and_ranks():
     second.add({"pair": (5.0, 2.0), "scalar": 0.5, "total": Total(0.5)}, weight=4.0)
     values = reduced(first, second)
     assert values == {"pair": 9 / 10, "scalar": (1 * 2 + 3 * 4 + 4 * 0.5) / 8, "total": 3.5}
+
+
+def test_extremes_and_differences_are_of_the_whole_step():
+    ranks = [MetricSums(CPU), MetricSums(CPU), MetricSums(CPU)]
+    values = [[4.0, -1.0], [2.0], [float("inf")]]
+    for place, (sums, of_rank) in enumerate(zip(ranks, values, strict=True)):
+        for value in of_rank:
+            largest = Maximum(value) if value < 9 else Maximum(-value)
+            difference = Difference((value, 2) if place < 2 else (0, 0), (place, 1))
+            sums.add({"low": Minimum(torch.tensor(value)), "high": largest, "apart": difference}, weight=1.0)
+    assert reduced(*ranks) == {"low": -1.0, "high": 4.0, "apart": 5 / 6 - 3 / 4}
+    assert reduced(ranks[2]) == {"low": None, "high": None, "apart": None}
 
 
 def test_rank_without_a_metric_contributes_nothing():
@@ -52,7 +64,7 @@ def test_metrics_are_detached_and_not_modified_by_later_sums():
     sums = MetricSums(CPU)
     sums.add({"pair": (value, value)}, weight=1.0)
     sums.add({"pair": (value, value)}, weight=1.0)
-    assert not any(number.requires_grad for number in sums.vector(sums.names))
+    assert not any(number.requires_grad for number in sums.summands(sums.kinds))
     assert value.item() == 2.0
 
 
@@ -69,5 +81,5 @@ def test_non_scalar_metrics_are_refused(metric, shape):
 def test_change_of_type_is_refused(first, second):
     sums = MetricSums(CPU)
     sums.add({"m": first}, weight=1.0)
-    with pytest.raises(FlowError, match="metric 'm' is a Total in one micro-batch"):
+    with pytest.raises(FlowError, match=r"metric 'm' is a (Total|mean) in one micro-batch and a (mean|Total)"):
         sums.add({"m": second}, weight=1.0)

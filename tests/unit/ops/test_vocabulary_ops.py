@@ -47,6 +47,7 @@ def operations(tokens, columns, dtype, k=3):
     teacher = known(tokens, columns, k + 1, dtype)
     table = {
         "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
+        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE)[0], 1),
         "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
         "entropy": (lambda x: ops.entropy(x, ONE), 1),
         "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
@@ -102,6 +103,17 @@ def test_masked_columns_contribute_nothing(name, mask):
     for one, other in zip(padded, plain, strict=True):
         torch.testing.assert_close(one.grad[..., :9], other.grad, rtol=1e-6, atol=1e-6)
         assert torch.equal(one.grad[..., 9:], torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min / 2, -math.inf])
+@pytest.mark.parametrize("chunk_bytes", [1, 10**6])
+def test_the_entropy_beside_the_log_probs_has_no_gradient_and_no_masked_columns(monkeypatch, mask, chunk_bytes):
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk_bytes)
+    logits = (torch.randn(2, 3, 9) * 5).requires_grad_()
+    _, entropies = ops.log_probs_and_entropy(F.pad(logits, (0, 4), value=mask), torch.ones(2, 3), ONE)
+    expected = torch.distributions.Categorical(logits=logits.detach().double()).entropy()
+    torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-6)
+    assert not entropies.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
