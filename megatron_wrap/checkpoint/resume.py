@@ -92,7 +92,7 @@ class RunCheckpoints:
         if reference.settings.checkpoint is not None:
             load_weights(state, reference.settings.checkpoint)
         elif reference.settings.source == "copy":
-            synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
+            synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
             reference.copy_policy(state.chunks)
 
     def load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:

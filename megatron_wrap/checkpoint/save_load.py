@@ -141,13 +141,13 @@ def publish(
 
 
 def _full_state(state: TrainingState) -> dict[str, Any]:
-    synchronize_parameters(state.chunks, state.config.ddp.overlap_param_gather)
+    synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
     train, optim = state.config.train, state.config.optimizer
     models = content.model_entries(state.chunks, state.parallel)
     sharded_state: dict[str, Any] = {**content.common_entries(state.progress, state.best), **models}
     if not train.no_save_optim:
         sharded_state["optimizer"] = content.optimizer_entry(
-            state.optimizer, models, state.parallel, is_loading=False, distributed=optim.use_distributed_optimizer
+            state.optimizer, models, state.parallel, is_loading=False, distributed=bool(optim.use_distributed_optimizer)
         )
         sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
     if not train.no_save_rng:

@@ -1,12 +1,18 @@
 """`megatron-wrap explain CONFIG [KEY] [a.b.c=value ...]`."""
 
 import argparse
+import os
 from pathlib import Path
 
 from megatron_wrap.bridge.hub import with_downloads
+from megatron_wrap.cli.train import nodes_of
+from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
+from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
+from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.config.explain import explain
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.platform.machine import this_machine
 
 EXAMPLES = (
     ("one key; its own name is enough if only one section has it", "explain configs/tiny-llama-sft.yaml eval_interval"),
@@ -35,13 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration."""
+    """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration; with the
+    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them."""
     keys = [text for text in args.rest if "=" not in text]
     if len(keys) > 1:
         raise ConfigError(f"one KEY at a time, not {len(keys)}: {', '.join(keys)}; an override is written a.b.c=value")
     overrides = [text for text in args.rest if "=" in text]
     tree = with_downloads(lambda: load_tree(args.config, overrides))
-    text = explain(tree, keys[0] if keys else None)
-    decode(tree, Path(args.config).stem)  # a value of the wrong type is an error here, too
-    print(text)
+    config = decode(tree, Path(args.config).stem)  # a value of the wrong type is an error here, too
+    print(explain(tree, keys[0] if keys else None, _choices_here(config)))
     return 0
+
+
+def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
+    """What `megatron-wrap train` would choose, with the processes that it would start on this machine."""
+    nodes = nodes_of(processes_needed(config), config.init.platform)
+    parallel = config.parallel
+    shards = nodes.world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    machine = this_machine(config.init.platform)
+    return all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))

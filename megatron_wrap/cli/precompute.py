@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     precompute_config(config)
     nodes = nodes_of(processes_needed(config), config.init.platform)
     check_layout(config, nodes.world_size)
-    return launch_processes(nodes, ["-c", _RANK, folder, arguments.config, *arguments.overrides])
+    return launch_processes(nodes, ["-c", _RANK, folder, arguments.config, *arguments.overrides], config)
 
 
 def run_rank(folder: str, config: str, *overrides: str) -> None:

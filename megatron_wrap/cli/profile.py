@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = nodes_of(processes_needed(config), config.init.platform)
     precheck(config, nodes.world_size, own_script=False)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
-    return launch_processes(nodes, ["-c", _RANK, arguments.config, *overrides])
+    return launch_processes(nodes, ["-c", _RANK, arguments.config, *overrides], config)
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.errors import ConfigError, LayoutError
+from megatron_wrap.platform.machine import visible_gpus
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
     script = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
-    exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides])
+    exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides], config)
     if exit_code == 0 and nodes.node_rank == 0:
         from megatron_wrap.cli.next_steps import next_steps
 
@@ -87,7 +90,7 @@ def nodes_of(needed: int, platform: str) -> Nodes:
         LayoutError: a variable is missing or no whole number.
     """
     nodes = _integer("NNODES", 1)
-    default = (_visible_gpus() if platform != "cpu" else 0) or -(-needed // nodes)
+    default = (visible_gpus() if platform != "cpu" else 0) or -(-needed // nodes)
     if nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise LayoutError("NNODES is more than 1: set MASTER_ADDR (and MASTER_PORT) to those of node 0")
     return Nodes(
@@ -115,19 +118,12 @@ def _default_script() -> Path:
     return installed if installed.is_file() else package.parent / "examples" / "train.py"
 
 
-def _visible_gpus() -> int:
-    """Number of GPUs of this node that processes may use, found without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
-
-
-def launch_processes(nodes: Nodes, program: Sequence[str]) -> int:
+def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
     Args:
         program: arguments of python in each process.
+        config: of the run.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -137,8 +133,7 @@ def launch_processes(nodes: Nodes, program: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
-    # Megatron-Core relies on kernels starting in the order in which they are queued to overlap communication
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
     local = nodes.num_nodes == 1
     launch = LaunchConfig(
         min_nodes=nodes.num_nodes,

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config import schema
 from megatron_wrap.config.decode import section_hints
+from megatron_wrap.config.defaults import Choice
 from megatron_wrap.config.keys import describe_key, documentation
 from megatron_wrap.config.reading import inline_yaml
 from megatron_wrap.config.record import Section, Tree
@@ -23,53 +24,74 @@ class Explanation:
     kind: str
     doc: str
     origins: tuple[str, ...]
+    choice: Choice | None = None
+    """The value here of a key that the YAML leaves open."""
 
     def __str__(self) -> str:
         lines = [f"{self.path} = {self.value}", f"  type: {self.kind}"]
         lines += [f"  {self.doc}"] if self.doc else []
         lines += [f"  set at {self.origins[0]}"]
         lines += [f"  over {origin}" for origin in self.origins[1:]]
+        lines += [] if self.choice is None else [_here(self.choice)]
         return "\n".join(lines)
 
 
-def explain(tree: Tree, key: str | None = None) -> str:
+def explain(tree: Tree, key: str | None = None, chosen: Sequence[Choice] = ()) -> str:
     """Text about the value at the dotted `key`, about the values below it, or about all of them.
+
+    Args:
+        chosen: values here of keys that the YAML leaves open, and of environment variables, which are keys, too.
 
     Raises:
         ConfigError: nothing is at `key`; the nearest path is named.
     """
-    leaves = tree.leaves()
+    leaves, by_path = tree.leaves(), {choice.path: choice for choice in chosen}
     if key is None:
-        return _table(leaves)
+        unset = [choice for path, choice in by_path.items() if path not in leaves]
+        return "\n".join([_table(leaves, by_path), *(f"{_assigned(choice)}  # {choice.reason}" for choice in unset)])
     key = key.replace(".__override__.", ".").removesuffix(".__override__")
     if key in leaves:
-        return str(explain_value(tree, key))
+        return str(explain_value(tree, key, by_path.get(key)))
+    if key in by_path and "." not in key:
+        return f"{_assigned(by_path[key])}\n  {by_path[key].reason}"
     below = {path: origins for path, origins in leaves.items() if path.startswith(key + ".")}
     if below:
-        return _table(below)
-    unset = _unset_upstream(key)
-    if unset is not None:
-        return unset
+        return _table(below, by_path)
+    not_set = _unset_upstream(key)
+    if not_set is not None:
+        return "\n".join([not_set, *([_here(by_path[key])] if key in by_path else [])])
     ends = [path for path in leaves if path.endswith("." + key)]
     if len(ends) == 1:  # the key's own name is enough where it is unique
-        return str(explain_value(tree, ends[0]))
+        return str(explain_value(tree, ends[0], by_path.get(ends[0])))
     if ends:
         raise ConfigError(f"{key}: is a key of several sections: {', '.join(ends)}")
     raise ConfigError(f"{key}: unknown key{_nearest_path(key, leaves)}")
 
 
-def explain_value(tree: Tree, path: str) -> Explanation:
+def explain_value(tree: Tree, path: str, choice: Choice | None = None) -> Explanation:
     """Everything known of the value at the dotted `path`, which must be one of `tree.leaves()`."""
     origins = tree.origins(path)
     section = next(found for found in tree.sections.values() if path.startswith(found.path + "."))
     key = path[len(section.path) + 1 :]
     kind, doc = _kind_and_doc(section, key, origins[0].node.plain())
     steps = [f"{origin}: {inline_yaml(origin.node.plain())}" for origin in reversed(origins)]
-    return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps))
+    return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps), choice)
 
 
-def _table(leaves: Mapping[str, Sequence[Any]]) -> str:
-    rows = [(f"{path} = {inline_yaml(origins[-1].node.plain())}", str(origins[-1])) for path, origins in leaves.items()]
+def _here(choice: Choice) -> str:
+    return f"  here: {inline_yaml(choice.value)}, because {choice.reason}"
+
+
+def _assigned(choice: Choice) -> str:
+    value = choice.value if isinstance(choice.value, str) else inline_yaml(choice.value)
+    return f"{choice.path} = {value}"
+
+
+def _table(leaves: Mapping[str, Sequence[Any]], chosen: Mapping[str, Choice]) -> str:
+    rows = []
+    for path, origins in leaves.items():
+        here = f" (here {inline_yaml(chosen[path].value)})" if path in chosen else ""
+        rows.append((f"{path} = {inline_yaml(origins[-1].node.plain())}{here}", str(origins[-1])))
     width = min(max((len(left) for left, _ in rows), default=0), 88)
     return "\n".join(f"{left:<{width}}  # {right}" for left, right in rows)
 

@@ -78,11 +78,11 @@ def check_fp8(config: RunConfig) -> None:
             "set transformer_impl: auto or transformer_engine, or fp8: null",
         )
     _check_bf16_layers(config, fp8)
-    if fp8.param_gather and not config.optimizer.use_distributed_optimizer:
+    if fp8.param_gather and config.optimizer.use_distributed_optimizer is False:
         refuse(
             config,
             ["dtype.fp8_param_gather"],
-            f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer: true, which keeps the weights in fp32",
+            f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer, which is false; delete one of them",
         )
     if fp8.param_gather and fp8.recipe != "delayed" and config.optimizer.upstream.get("optimizer_cpu_offload"):
         refuse(

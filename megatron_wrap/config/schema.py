@@ -306,8 +306,9 @@ class OptimConfig:
     """Added to Adam's denominator."""
     sgd_momentum: float = key(0.9, at_least=0, below=1)
     """Momentum of sgd."""
-    use_distributed_optimizer: bool = False
-    """Shard optimizer states over the data-parallel processes (ZeRO-1)."""
+    use_distributed_optimizer: bool | None = None
+    """Shard optimizer states over the data- and context-parallel processes (ZeRO-1); null: on GPUs with several of
+    them."""
     override_opt_param_scheduler: bool = False
     """On resume take the schedule of the YAML."""
     use_checkpoint_opt_param_scheduler: bool = False
@@ -374,12 +375,14 @@ class DDPConfig:
 
     accumulate_allreduce_grads_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass runs."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward pass runs (distributed optimizer)."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients while the backward pass runs; null: on GPUs with several data- or context-parallel processes."""
+    overlap_param_gather: bool | None = None
+    """Gather updated parameters while the next forward pass runs; null: with use_distributed_optimizer and
+    overlap_grad_reduce, for the shipped model providers."""
     ddp_bucket_size: int | None = key(None, at_least=1, null_means_off=True)
-    """Parameters in one reduction bucket; null: Megatron-Core's default."""
+    """Parameters in one bucket of an overlapped reduction; null: 40 million, and at least a million for each data- and
+    context-parallel process (Megatron-Core's rule)."""
     upstream: Mapping[str, Any]
     """Further fields of `DistributedDataParallelConfig`, given by name in the YAML."""
 

@@ -175,13 +175,21 @@ def _check_optimizer(config: RunConfig) -> None:
             ["optimizer.use_distributed_optimizer", "optimizer.optimizer"],
             "Megatron-Core's distributed optimizer takes adam, not sgd; write false or select adam",
         )
-    if config.ddp.overlap_param_gather and not (optimizer.use_distributed_optimizer and config.ddp.overlap_grad_reduce):
+    needed = {
+        "optimizer.use_distributed_optimizer": optimizer.use_distributed_optimizer,
+        "ddp.overlap_grad_reduce": config.ddp.overlap_grad_reduce,
+    }
+    for name, value in needed.items():
+        if config.ddp.overlap_param_gather and value is False:
+            section, _, key = name.partition(".")
+            refuse(
+                config, ["ddp.overlap_param_gather", name], f"true needs {SECTION_PATHS[section]}.{key}, which is false"
+            )
+    if config.ddp.overlap_param_gather and optimizer.optimizer == "sgd":
         refuse(
             config,
-            ["ddp.overlap_param_gather"],
-            f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer and overlap_grad_reduce, "
-            f"which are {str(optimizer.use_distributed_optimizer).lower()} and "
-            f"{str(config.ddp.overlap_grad_reduce).lower()}",
+            ["ddp.overlap_param_gather", "optimizer.optimizer"],
+            "true needs Megatron-Core's distributed optimizer, which takes adam, not sgd; write false or select adam",
         )
     _check_offload(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
@@ -199,7 +207,7 @@ def _check_offload(config: RunConfig) -> None:
     # Megatron-LM's arguments.py; without them Megatron-Core fails, or offloads nothing
     needed = {
         "use_precision_aware_optimizer": bool(given.get("use_precision_aware_optimizer")),
-        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer is not False,
         "optimizer_offload_fraction": given.get("optimizer_offload_fraction", 0.0) > 0,
     }
     for name, fulfilled in needed.items():

@@ -136,7 +136,7 @@ class HuggingFaceVerbs:
         from megatron_wrap.engine.parameters import synchronize_parameters
 
         state = self._ready()
-        overlapped = self.config.ddp.overlap_param_gather and state.optimizer is not None
+        overlapped = bool(self.config.ddp.overlap_param_gather) and state.optimizer is not None
         synchronize_parameters(state.chunks, overlapped)
         return weight_stream(state.chunks, family, arch, state.parallel, state.platform.device, dtype)
 

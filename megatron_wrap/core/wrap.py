@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from megatron_wrap.checkpoint import check_checkpoints
 from megatron_wrap.checkpoint.second_model import check_tokenizer, reference_config
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.paths import output_dir
 from megatron_wrap.core.fit import FitVerbs
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
@@ -101,7 +103,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
 
         timeout = self.config.init.distributed_timeout_minutes
         check_layout(self.config, launch.environment_world_size())
-        self.platform.install()
+        self.platform.install({CONNECTIONS: str(cuda_connections(self.config, os.environ.get(CONNECTIONS)).value)})
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
         check_layout(self.config, self._processes.world_size)
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
@@ -136,6 +138,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
     def _set_up(self, training: bool) -> None:
         parallel = self._initialized()
         from megatron_wrap.checkpoint import RunCheckpoints, has_checkpoint
+        from megatron_wrap.checkpoint.choices import decided
         from megatron_wrap.engine.build import build_training_state
 
         if self.config.data.tokenizer is not None:
@@ -143,7 +146,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
         if training:
-            self.config = self._with_counted_steps(parallel)
+            self.config = decided(self._with_counted_steps(parallel), self.platform, parallel)
             self._records = RunRecords(self.config, self.output_dir)
         # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
         from_hugging_face = self.config.model_provider.hf_path is not None and not has_checkpoint(self.config)
@@ -172,6 +175,7 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
             from megatron_wrap.engine.build_reference import build_reference
 
             check_tokenizer(self.config, config, self.tokenizer)
+            config = replace(config, optimizer=self.config.optimizer, ddp=self.config.ddp)
             state.reference = build_reference(config, self.platform, parallel, self.tokenizer, state.shape.vocab_size)
 
     def close(self) -> None:

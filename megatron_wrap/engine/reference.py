@@ -130,7 +130,7 @@ class ReferenceModel:
         interval, decay = self.settings.update_interval, self.settings.ema_decay
         if interval is None or iteration % interval:
             return
-        synchronize_parameters(policy, self.config.ddp.overlap_param_gather)
+        synchronize_parameters(policy, bool(self.config.ddp.overlap_param_gather))
         if decay is None:
             self.copy_policy(policy)
         else:

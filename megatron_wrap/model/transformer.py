@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.defaults import TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM, kernel_choices
 from megatron_wrap.config.fp8 import Fp8Settings, fp8_settings
 from megatron_wrap.config.schema import ArchConfig, RunConfig
 from megatron_wrap.errors import PlatformError
@@ -60,8 +61,6 @@ def transformer_config(
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     transformer_engine = use_transformer_engine(config, platform)
-    kernels = layer_kernels(platform.device)
-    platform.use_kernels(kernels)
     fp8 = fp8_settings(config) if training else None
     if fp8 is not None:
         _refuse_missing(fp8, platform, transformer_engine)
@@ -87,9 +86,7 @@ def transformer_config(
         **platform.transformer_config_settings(
             pipeline_size=state.pp.size, virtual_size=state.virtual_size, transformer_engine=transformer_engine
         ),
-        # saves a tenth of a step's time on an H200
-        "apply_rope_fusion": (transformer_engine or kernels.rotary is not None) and _has_fused_rope(config.arch),
-        "gradient_accumulation_fusion": kernels.weight_gradients is not None,
+        **_kernels(config.arch, platform, transformer_engine),
         **config.arch.upstream,
         "fp8": None if fp8 is None else fp8.format,
         "fp8_param": fp8 is not None and fp8.param_gather,
@@ -150,16 +147,30 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
         "gated_linear_unit": arch.swiglu,
         "activation_func": activation,
         "window_size": arch.window_size,  # a tuple for Megatron-Core, too
-        # not for GELU: its fused kernel always uses the tanh approximation (fusions/fused_bias_gelu.py)
-        "bias_activation_fusion": arch.swiglu,
         "bias_dropout_fusion": True,
     }
 
 
-def _has_fused_rope(arch: ArchConfig) -> bool:
-    if arch.multi_latent_attention:
-        return False  # its kernel supports only YaRN, and not fp32 (fusions/fused_mla_yarn_rope_apply.py)
-    return arch.position_embedding_type == "rope"
+def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+    """Settings of fused kernels, and their installation in Megatron-Core.
+
+    Raises:
+        PlatformError: Transformer Engine's cross-entropy is selected in a version that computes it wrongly.
+    """
+    kernels, machine = layer_kernels(platform.device), platform.machine
+    platform.use_kernels(kernels)
+    version, first = machine.transformer_engine, TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM
+    if arch.upstream.get("cross_entropy_fusion_impl") == "te" and version is not None and version < first:
+        raise PlatformError(
+            f"megatron_lm.model.arch.cross_entropy_fusion_impl is te, whose gradients are wrong in bf16 before "
+            f"Transformer Engine {first[0]}.{first[1]}, and this is {'.'.join(map(str, version))}; write native, or "
+            "install a later one"
+        )
+    here = dataclasses.replace(
+        machine, triton=kernels.rotary is not None, weight_gradients=kernels.weight_gradients is not None
+    )
+    chosen = kernel_choices(arch, here, transformer_engine)
+    return {choice.key.partition(".")[2]: choice.value for choice in chosen}
 
 
 def _experts(arch: ArchConfig, config_class: type, platform: Platform, transformer_engine: bool) -> dict[str, Any]:

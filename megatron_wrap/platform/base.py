@@ -10,6 +10,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import kernels as layer_kernels
 from megatron_wrap.platform import versions
 from megatron_wrap.platform.kernels import LayerKernels
+from megatron_wrap.platform.machine import Machine, transformer_engine_version
 from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
@@ -67,8 +68,17 @@ class Platform(ABC):
     def has_transformer_engine(self) -> bool:
         """Whether Megatron-Core can use Transformer Engine here; imports both."""
 
-    def install(self) -> None:
+    @property
+    def machine(self) -> Machine:
+        """What this machine has; imports Transformer Engine."""
+        return Machine(self.name, transformer_engine_version() if self.has_transformer_engine else None)
+
+    def install(self, environment: Mapping[str, str] | None = None) -> None:
         """Prepare Megatron-Core for this platform; a second call does nothing.
+
+        Args:
+            environment: variables that CUDA reads at its first use; set until `uninstall`, unless they are set already
+                or CUDA is in use. Ignored on platforms without CUDA.
 
         Raises:
             PlatformError: unsupported or unexpected Megatron-Core, or no such device.
@@ -77,7 +87,7 @@ class Platform(ABC):
             return
         versions.check_version()
         try:
-            self._install(self._replacements)
+            self._install(self._replacements, environment or {})
         except BaseException:
             self._replacements.undo()
             raise
@@ -95,7 +105,7 @@ class Platform(ABC):
             layer_kernels.use(kernels, self._replacements)
 
     @abstractmethod
-    def _install(self, replacements: Replacements) -> None:
+    def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         """Implements `install`; records every change in `replacements`."""
 
     @abstractmethod

@@ -81,7 +81,7 @@ class CpuPlatform(Platform):
         """False: its kernels need CUDA."""
         return False
 
-    def _install(self, replacements: Replacements) -> None:
+    def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         if any(isinstance(finder, MegatronFinder) for finder in sys.meta_path):
             return  # another CpuPlatform is installed in this process
         _refuse_loaded_cuda_packages()

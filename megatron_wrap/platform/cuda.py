@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
@@ -54,11 +54,13 @@ class CudaPlatform(Platform):
             return False
         return bool(importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE)
 
-    def _install(self, replacements: Replacements) -> None:
+    def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         import torch
 
-        replacements.keep_variable(_TF32)
-        os.environ.setdefault(_TF32, "0")
+        # CUDA has read the others if it is in use
+        for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
+            replacements.keep_variable(name)
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(self.device)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
@@ -96,7 +98,7 @@ class CudaPlatform(Platform):
         return fp8.missing_for(
             recipe,
             torch.cuda.get_device_capability(self.device),
-            Version(importlib.metadata.version("transformer_engine")).release,
+            self.machine.transformer_engine or (),
             Version(torch.version.cuda or "0").release,
         )
 

@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CUDA_DEVICE_MAX_CONNECTIONS=1 CONSOLE_LOG_LEVEL=${CONSOLE_LOG_LEVEL:-WARNING}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CONSOLE_LOG_LEVEL=${CONSOLE_LOG_LEVEL:-WARNING}
 arch=megatron_lm.model.arch train=megatron_lm.train.common parallel=megatron_lm.model.parallel
 run() {  # NAME COMMAND...: results to results.txt, the rest to NAME.log
   "${@:2}" 2>"$out/$1.log" | sed "/^RESULT/!s/^/RESULT $1 /" | tee -a "$out/results.txt"

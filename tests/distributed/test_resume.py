@@ -27,6 +27,8 @@ from _checkpoint_runs import (
 )
 from _covering import covering
 
+from megatron_wrap.config import load_resolved
+
 SAME_LAYOUT = {
     "one-rank": (1, ()),
     "one-rank-fp16": (1, FP16),
@@ -72,6 +74,16 @@ def test_without_random_states_dropout_differs(tmp_path: Path) -> None:
     straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 7, (5,))[0]
     without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 7)[0]
     assert [step[0] for step in without] != [step[0] for step in straight[5:]]
+
+
+def test_a_run_keeps_what_its_checkpoint_was_saved_with(tmp_path: Path) -> None:
+    """On the CPU neither would be chosen; the optimizer states could not be loaded then."""
+    straight = in_new_processes(1, runs.train, tmp_path, (*DISTRIBUTED, *OVERLAP), 4, (2,))[0]
+    left_open = [f"{text.partition('=')[0]}=null" for text in (*DISTRIBUTED, *OVERLAP)]
+    assert in_new_processes(1, runs.train, tmp_path, tuple(left_open), 4, (4,))[0] == straight[2:]
+    saved = load_resolved(tmp_path / "iter_0000004/resolved.yaml")["megatron_lm"]
+    assert saved["train"]["optimizer"]["use_distributed_optimizer"] is True
+    assert saved["misc"]["ddp"]["overlap_param_gather"] is True
 
 
 def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:

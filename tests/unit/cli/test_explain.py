@@ -100,8 +100,29 @@ def test_a_section_and_the_whole_tree_are_tables(explain: Explain) -> None:
     assert len({line.index("  # ") if "  # " in line else 0 for line in section}) <= 2
     whole = explain().splitlines()
     assert set(section) != set(whole)
-    assert len(whole) == len(load_run_config(CONFIGS / "tiny-llama-sft.yaml").sources)
+    given = len(load_run_config(CONFIGS / "tiny-llama-sft.yaml").sources)
+    assert {line.partition(" = ")[0].rpartition(".")[2] for line in whole[given:]} == {
+        *("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")  # set by no file
+    }
     assert all(re.match(r"megatron_(lm|wrap)\.\S+ = .*  # \S+", line) for line in whole)
+
+
+def test_values_that_the_machine_and_the_layout_choose(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    optimizer, queues = "use_distributed_optimizer", "CUDA_DEVICE_MAX_CONNECTIONS"
+    on_gpus = "megatron_wrap.init.platform=cuda"
+    assert re.search(r"here: true, because .*\b2 processes", explain(optimizer, on_gpus))  # and TP 2
+    assert "here: false, because " in explain(optimizer, "megatron_wrap.init.platform=cpu")
+    assert "here" not in explain(optimizer, on_gpus, f"megatron_lm.train.optimizer.{optimizer}=false")
+    assert explain(queues, on_gpus).startswith(f"{queues} = 1\n")
+    without = "megatron_lm.model.parallel.tensor_model_parallel_size=1"
+    assert explain(queues, on_gpus, without).startswith(f"{queues} = 32\n")
+    monkeypatch.setenv(queues, "8")
+    assert explain(queues, on_gpus).startswith(f"{queues} = 8\n")
+    unset = explain("megatron_lm.model.arch.apply_rope_fusion", on_gpus)
+    assert re.search(r"apply_rope_fusion is not set\n(.*\n)*  here: (true|false), because ", unset)
+    assert "overlap_grad_reduce = null (here true)" in explain("megatron_lm.misc.ddp", on_gpus)
 
 
 def test_the_last_part_is_enough_where_it_is_unique(explain: Explain) -> None:

@@ -137,8 +137,6 @@ VALUES = [
     ("optimizer.end_weight_decay=0.1", ConfigError, "optimizer.end_weight_decay: weight decay from 0.01 to 0.1 needs "
      "weight_decay_incr_style linear or cosine, which is constant"),
     ("optimizer.adam_beta2=1", ConfigError, "optimizer.adam_beta2: must be at least 0 and below 1, not 1.0"),
-    ("ddp.overlap_param_gather=true", ConfigError, "ddp.overlap_param_gather: true needs "
-     "megatron_lm.train.optimizer.use_distributed_optimizer and overlap_grad_reduce, which are false and false"),
     ("dtype.loss_scale=8", ConfigError, "dtype.loss_scale: 8.0 only applies to fp16; delete it or select fp16"),
     ("recompute.recompute_granularity=full", ConfigError, "recompute.recompute_method: recompute_granularity full "
      "needs recompute_method"),
@@ -213,6 +211,18 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "web stream, so an epoch has no known length; give train_iters",
         ),
         (["dtype.bf16=true", "dtype.fp16=true"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32"),
+        (
+            ["ddp.overlap_param_gather=true", "ddp.overlap_grad_reduce=false"],
+            "true needs megatron_lm.misc.ddp.overlap_grad_reduce, which is false",
+        ),
+        (
+            ["ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=false"],
+            "true needs megatron_lm.train.optimizer.use_distributed_optimizer, which is false",
+        ),
+        (
+            ["ddp.overlap_param_gather=true", "optimizer.__select__=sgd"],
+            "true needs Megatron-Core's distributed optimizer, which takes adam, not sgd; write false or select adam",
+        ),
         (
             ["optimizer.__select__=sgd", "optimizer.use_distributed_optimizer=true"],
             "Megatron-Core's distributed optimizer takes adam, not sgd; write false or select adam",

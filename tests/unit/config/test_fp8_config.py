@@ -13,6 +13,7 @@ from megatron_wrap.config.checks import check_values
 from megatron_wrap.config.fp8 import token_multiple
 from megatron_wrap.errors import ConfigError, PlatformError
 from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.machine import Machine
 
 choose_platform("cpu").install()
 
@@ -33,6 +34,7 @@ class Gpu:
     """Stands for a platform with Transformer Engine that lacks nothing."""
 
     name, has_transformer_engine, device = "cuda", True, torch.device("cpu")
+    machine = Machine("cuda", (2, 20, 2))
 
     def missing_for_fp8(self, recipe: str) -> str | None:
         return None

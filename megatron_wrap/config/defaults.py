@@ -1,0 +1,235 @@
+"""Keys that the YAML leaves open (null), chosen from machine and layout: the only place of these choices and of their
+reasons. `megatron-wrap explain` prints them; a value in the YAML takes precedence."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.fp8 import fp8_settings
+from megatron_wrap.config.schema import SECTION_PATHS, ArchConfig, RunConfig
+from megatron_wrap.platform.machine import Machine
+
+OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
+OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable: queues of a GPU, in which kernels wait."""
+TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
+"""Before it, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
+PERMUTE_FUSION_FROM = (2, 1)
+"""The first version of Transformer Engine with the kernels of moe_permute_fusion (transformer_config.py)."""
+_SHIPPED_PROVIDERS = ("gpt_model", derived.VALUE_PROVIDER)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The value of a key here."""
+
+    key: str
+    """section.key of `RunConfig`, or the name of an environment variable."""
+    value: Any
+    reason: str
+
+    @property
+    def path(self) -> str:
+        """Dotted path in the YAML."""
+        section, dot, key = self.key.partition(".")
+        return f"{SECTION_PATHS[section]}.{key}" if dot else section
+
+    def __str__(self) -> str:
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.path} {value}: {self.reason}"
+
+
+def choices(
+    config: RunConfig, machine: Machine, shards: int, saved: Mapping[str, bool] | None = None
+) -> tuple[Choice, ...]:
+    """The keys that the configuration leaves open.
+
+    Args:
+        shards: processes that share a gradient, DP * CP.
+        saved: section.key -> value with which the checkpoint was saved that the run resumes from.
+    """
+    saved = saved or {}
+    distributed = _choose(config, "optimizer.use_distributed_optimizer", saved, *_distributed(config, machine, shards))
+    is_distributed = bool(_decided(config, distributed))
+    reduce = _choose(config, "ddp.overlap_grad_reduce", saved, *_overlapped_reduce(config, machine, shards))
+    is_overlapped = bool(_decided(config, reduce))
+    gather = _choose(
+        config, "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
+    )
+    found = [distributed, reduce, gather]
+    if config.ddp.ddp_bucket_size is None and is_overlapped:
+        size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
+        found.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
+    return tuple(choice for choice in found if _value(config, choice.key) is None)
+
+
+def all_choices(config: RunConfig, machine: Machine, shards: int, connections: str | None) -> tuple[Choice, ...]:
+    """All choices that a run makes on a machine, for `explain`; see `choices` and `cuda_connections`."""
+    layers = config.arch.transformer_impl
+    if layers == "auto":
+        layers = "torch" if machine.transformer_engine is None else "transformer_engine"
+    kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
+    open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
+    found = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
+    if machine.platform == "cuda":
+        found.append(cuda_connections(config, connections))
+    return tuple(found)
+
+
+def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> tuple[Choice, ...]:
+    """Fields of Megatron-Core's TransformerConfig that select fused kernels; a field in the YAML takes precedence.
+
+    Args:
+        transformer_engine: whether the layers use Transformer Engine.
+    """
+    return tuple(_kernel_choices(arch, machine, transformer_engine))
+
+
+def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
+    owner = "Transformer Engine has a kernel" if transformer_engine else "megatron-wrap has a kernel in Triton"
+    has_kernel = machine.platform == "cuda" and (transformer_engine or machine.triton)
+    no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
+    if arch.position_embedding_type == "rope":
+        # fusions/fused_mla_yarn_rope_apply.py
+        latent = "the kernel for latent attention has only YaRN, and not in fp32"
+        fused = has_kernel and not arch.multi_latent_attention
+        yield Choice("arch.apply_rope_fusion", fused, owner if fused else latent if has_kernel else no_kernel)
+    # fusions/fused_bias_gelu.py
+    reason = "SwiGLU has a fused kernel" if arch.swiglu else "the fused kernel of GELU is its tanh form"
+    yield Choice("arch.bias_activation_fusion", arch.swiglu, reason)
+    if machine.weight_gradients is not None:
+        can = "accumulate" if machine.weight_gradients else "do not accumulate"
+        reason = f"torch and the device {can} half-precision products in fp32"
+        yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
+    if arch.num_experts is not None:
+        yield from _expert_kernel_choices(arch, machine, transformer_engine)
+
+
+def _expert_kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
+    without = "the layers do not use Transformer Engine"
+    if arch.moe_grouped_gemm is None:
+        reason = "Transformer Engine multiplies all experts at once" if transformer_engine else without
+        yield Choice("arch.moe_grouped_gemm", transformer_engine, reason)
+    first, found = PERMUTE_FUSION_FROM, machine.transformer_engine or ()
+    fused = transformer_engine and found >= first and arch.moe_router_dtype != "fp64"
+    if fused:
+        reason = "Transformer Engine sorts tokens by expert in one kernel"
+    elif not transformer_engine:
+        reason = without
+    else:
+        reason = "its kernel has no fp64" if found >= first else f"it needs Transformer Engine {first[0]}.{first[1]}"
+    yield Choice("arch.moe_permute_fusion", fused, reason)
+
+
+def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
+    arch, parallel = config.arch, config.parallel
+    version = ".".join(map(str, machine.transformer_engine or ()))
+    if arch.transformer_impl == "auto":
+        found = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
+        reason = found if machine.platform == "cuda" else "Transformer Engine needs a GPU"
+        yield Choice("arch.transformer_impl", "transformer_engine" if version else "torch", reason)
+    if parallel.sequence_parallel is None:
+        size = parallel.tensor_model_parallel_size
+        yield Choice("parallel.sequence_parallel", size > 1, f"tensor_model_parallel_size is {size}")
+
+
+def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
+    """The configuration with the chosen values, also in `resolved` and `sources`, which a checkpoint records."""
+    sections: dict[str, dict[str, Any]] = {}
+    resolved, sources = copy.deepcopy(dict(config.resolved)), dict(config.sources)
+    for choice in chosen:
+        section, _, key = choice.key.partition(".")
+        sections.setdefault(section, {})[key] = choice.value
+        place: Any = resolved
+        for name in SECTION_PATHS[section].split("."):
+            place = place.setdefault(name, {})
+        place[key] = choice.value
+        sources[choice.path] = f"chosen: {choice.reason}"
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed, resolved=resolved, sources=sources)
+
+
+def cuda_connections(config: RunConfig, given: str | None) -> Choice:
+    """Value of `CUDA_DEVICE_MAX_CONNECTIONS`.
+
+    Args:
+        given: its value in the environment, which takes precedence; None: unset.
+    """
+    parallel = config.parallel
+    if given is not None:
+        return Choice(CONNECTIONS, given, "set in the environment")
+    shared = [
+        name
+        for name, size in (
+            ("tensor", parallel.tensor_model_parallel_size),
+            ("context", parallel.context_parallel_size),
+        )
+        if size > 1
+    ]
+    if shared:
+        # tensor_parallel/layers.py relies on it
+        reason = f"{' and '.join(shared)} parallelism overlap communication by the order in which kernels are queued"
+        return Choice(CONNECTIONS, "1", reason)
+    return Choice(CONNECTIONS, "32", "without tensor and context parallelism nothing relies on one queue")
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def _decided(config: RunConfig, choice: Choice) -> Any:
+    """The value in the YAML, else the chosen one."""
+    given = _value(config, choice.key)
+    return choice.value if given is None else given
+
+
+def _choose(config: RunConfig, name: str, saved: Mapping[str, bool], value: bool, reason: str, must: bool) -> Choice:
+    if name in saved and not must:
+        return Choice(name, saved[name], "as in the checkpoint from which the run resumes")
+    return Choice(name, value, reason)
+
+
+def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
+    """Value, reason, and whether another one would be refused."""
+    offload = config.optimizer.upstream.get("use_precision_aware_optimizer")
+    fp8 = fp8_settings(config)
+    if config.optimizer.optimizer == "sgd":
+        return False, "Megatron-Core's distributed optimizer takes adam, not sgd", True
+    if config.ddp.overlap_param_gather:
+        return True, "overlap_param_gather needs it", True
+    if fp8 is not None and fp8.param_gather:
+        return True, "fp8_param_gather needs it", True
+    if offload:
+        return True, "use_precision_aware_optimizer needs it", True
+    if machine.platform == "cpu":
+        return False, "on the CPU it saves no time", False
+    if shards == 1:
+        return False, "no other process has the same parameters", False
+    return True, f"optimizer states are shared by {shards} processes (data and context parallelism)", False
+
+
+def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
+    if config.ddp.overlap_param_gather:
+        return True, "overlap_param_gather needs it", True
+    if machine.platform == "cpu":
+        return False, "on the CPU gloo and the backward pass share the cores", False
+    if shards == 1:
+        return False, "no other process has the same parameters", False
+    return True, f"gradients of {shards} processes are reduced during the backward pass", False
+
+
+def _overlapped_gather(
+    config: RunConfig, machine: Machine, is_distributed: bool, is_overlapped: bool
+) -> tuple[bool, str, bool]:
+    if not is_distributed:
+        return False, "only the distributed optimizer gathers parameters", True
+    if not is_overlapped:
+        return False, "it needs overlap_grad_reduce", True
+    if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
+        return False, "a provider of your own may use parameters outside of their module's forward pass", False
+    return True, "parameters are gathered during the forward pass", False

@@ -1,0 +1,58 @@
+"""What this machine has, as far as defaults depend on it, without torch, so that `megatron-wrap explain` can use it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A process's hardware and packages."""
+
+    platform: str
+    """"cpu" or "cuda"."""
+    transformer_engine: tuple[int, ...] | None
+    """Version of Transformer Engine; None: not usable."""
+    triton: bool = False
+    """Kernels of Triton run."""
+    weight_gradients: bool | None = None
+    """torch and the GPU multiply half-precision matrices into an fp32 one; None: not tried."""
+
+
+def this_machine(platform: str) -> Machine:
+    """The machine from its files and its installed packages.
+
+    Args:
+        platform: `megatron_wrap.init.platform`; auto is cuda where there is a GPU, and torch is built for CUDA.
+    """
+    if platform == "auto":
+        torch = _version("torch")
+        platform = "cuda" if visible_gpus() and torch is not None and "+cpu" not in torch else "cpu"
+    if platform == "cpu":
+        return Machine(platform, None, weight_gradients=False)
+    return Machine(platform, transformer_engine_version(), triton=_version("triton") is not None)
+
+
+def visible_gpus() -> int:
+    """Number of GPUs of this node that processes may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
+
+
+def transformer_engine_version() -> tuple[int, ...] | None:
+    """The installed version, such as (2, 20, 2); None: not installed."""
+    version = _version("transformer_engine")
+    return None if version is None else tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

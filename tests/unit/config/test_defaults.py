@@ -1,0 +1,177 @@
+"""Keys that the YAML leaves open: values on mocked machines and layouts, and what takes precedence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.checks import check_values
+from megatron_wrap.config.defaults import all_choices, choices, cuda_connections, kernel_choices, with_choices
+from megatron_wrap.platform.machine import Machine
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+OPTIMIZER, DDP, PARALLEL = "megatron_lm.train.optimizer", "megatron_lm.misc.ddp", "megatron_lm.model.parallel"
+ARCH = "megatron_lm.model.arch"
+GPU = Machine("cuda", (2, 20, 2), triton=True, weight_gradients=True)
+PLAIN_GPU = Machine("cuda", None, triton=True, weight_gradients=True)
+OLD_GPU = Machine("cuda", None, triton=False, weight_gradients=False)
+CPU = Machine("cpu", None, weight_gradients=False)
+
+
+def load(*overrides: str, run: str = "tiny-llama-mock") -> RunConfig:
+    return load_run_config(CONFIGS / f"{run}.yaml", overrides)
+
+
+def values(config: RunConfig, machine: Machine, shards: int, **further: Any) -> dict[str, Any]:
+    check_values(config)
+    return {choice.key: choice.value for choice in choices(config, machine, shards, **further)}
+
+
+def data_parallel(config: RunConfig, machine: Machine, shards: int, **further: Any) -> tuple[Any, Any, Any]:
+    """Distributed optimizer, overlapped reduction, overlapped gather, given or chosen."""
+    found = with_choices(config, choices(config, machine, shards, **further))
+    check_values(found)
+    return found.optimizer.use_distributed_optimizer, found.ddp.overlap_grad_reduce, found.ddp.overlap_param_gather
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "shards", "expected"),
+    [
+        ((), GPU, 8, (True, True, True)),
+        ((), PLAIN_GPU, 2, (True, True, True)),
+        ((), GPU, 1, (False, False, False)),
+        ((), CPU, 8, (False, False, False)),
+        ((f"{PARALLEL}.pipeline_model_parallel_size=2",), GPU, 4, (True, True, True)),
+        (("megatron_lm.train.dtype.__select__=fp16",), GPU, 4, (True, True, True)),
+        ((f"{OPTIMIZER}.__select__=sgd",), GPU, 8, (False, True, False)),
+        ((f"{OPTIMIZER}.use_distributed_optimizer=false",), GPU, 8, (False, True, False)),
+        ((f"{OPTIMIZER}.use_distributed_optimizer=true",), CPU, 8, (True, False, False)),
+        ((f"{DDP}.overlap_grad_reduce=false",), GPU, 8, (True, False, False)),
+        ((f"{DDP}.overlap_param_gather=false",), GPU, 8, (True, True, False)),
+        ((f"{DDP}.overlap_param_gather=true",), CPU, 2, (True, True, True)),
+        ((f"{OPTIMIZER}.use_precision_aware_optimizer=true",), GPU, 1, (True, False, False)),
+        (("megatron_wrap.model_provider.provider_key=my_module:my_provider",), GPU, 8, (True, True, False)),
+    ],
+)
+def test_data_parallelism(
+    overrides: tuple[str, ...], machine: Machine, shards: int, expected: tuple[bool, bool, bool]
+) -> None:
+    assert data_parallel(load(*overrides), machine, shards) == expected
+
+
+@pytest.mark.parametrize(("shards", "size"), [(2, 40_000_000), (64, 64_000_000)])
+def test_buckets_have_the_size_of_megatron_core(shards: int, size: int) -> None:
+    assert values(load(), GPU, shards)["ddp.ddp_bucket_size"] == size
+    assert "ddp.ddp_bucket_size" not in values(load(f"{DDP}.ddp_bucket_size=7"), GPU, shards)
+    assert "ddp.ddp_bucket_size" not in values(load(), GPU, 1)  # nothing is overlapped
+
+
+def test_fp8_weights_need_the_distributed_optimizer() -> None:
+    fp8 = [f"megatron_lm.train.dtype.{text}" for text in ("__select__=bf16", "fp8=hybrid", "fp8_param_gather=true")]
+    assert data_parallel(load(*fp8, f"{ARCH}.ffn_hidden_size=768"), GPU, 1) == (True, False, False)
+
+
+def test_a_resumed_run_keeps_the_values_of_its_checkpoint() -> None:
+    before = {
+        "optimizer.use_distributed_optimizer": False,
+        "ddp.overlap_grad_reduce": False,
+        "ddp.overlap_param_gather": False,
+    }
+    assert data_parallel(load(), GPU, 8, saved=before) == (False, False, False)
+    only_kind = {"optimizer.use_distributed_optimizer": False}  # of a checkpoint on another layout
+    assert data_parallel(load(), GPU, 8, saved=only_kind) == (False, True, False)
+    assert data_parallel(load(), GPU, 1, saved={"optimizer.use_distributed_optimizer": True}) == (True, False, False)
+    given = load(f"{OPTIMIZER}.use_distributed_optimizer=true")
+    assert data_parallel(given, GPU, 8, saved=only_kind)[0] is True
+
+
+def test_the_resolved_tree_and_the_sources_have_the_values() -> None:
+    config = load()
+    found = with_choices(config, choices(config, GPU, 8))
+    assert found.resolved["megatron_lm"]["train"]["optimizer"]["use_distributed_optimizer"] is True
+    assert config.resolved["megatron_lm"]["train"]["optimizer"]["use_distributed_optimizer"] is None
+    assert "8 processes" in found.sources[f"{OPTIMIZER}.use_distributed_optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "expected"),
+    [
+        ({}, None, "32"),
+        ({"tensor_model_parallel_size": 2}, None, "1"),
+        ({"context_parallel_size": 2}, None, "1"),
+        ({"pipeline_model_parallel_size": 2}, None, "32"),
+        ({"tensor_model_parallel_size": 2}, "8", "8"),
+        ({}, "1", "1"),
+    ],
+)
+def test_queues_of_a_gpu(sizes: dict[str, int], given: str | None, expected: str) -> None:
+    config = load(*(f"{PARALLEL}.{name}={size}" for name, size in sizes.items()))
+    assert cuda_connections(config, given).value == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "overrides", "machine", "transformer_engine", "expected"),
+    [
+        ("tiny-llama-mock", (), GPU, True, {"rope": True, "activation": True, "gradient": True}),
+        ("tiny-llama-mock", (), PLAIN_GPU, False, {"rope": True, "activation": True, "gradient": True}),
+        ("tiny-llama-mock", (), OLD_GPU, False, {"rope": False, "activation": True, "gradient": False}),
+        ("tiny-llama-mock", (), CPU, False, {"rope": False, "activation": True, "gradient": False}),
+        (
+            "tiny-llama-mock",
+            (f"{ARCH}.swiglu=false", f"{ARCH}.position_embedding_type=learned_absolute"),
+            GPU,
+            True,
+            {"activation": False, "gradient": True},
+        ),
+        (
+            "tiny-mixtral-sft",
+            (),
+            GPU,
+            True,
+            {"rope": True, "activation": True, "gradient": True, "grouped": True, "permute": True},
+        ),
+        (
+            "tiny-mixtral-sft",
+            (f"{ARCH}.moe_router_dtype=fp64", f"{ARCH}.moe_grouped_gemm=false"),
+            GPU,
+            True,
+            {"rope": True, "activation": True, "gradient": True, "permute": False},
+        ),
+        (
+            "tiny-mixtral-sft",
+            (),
+            PLAIN_GPU,
+            False,
+            {"rope": True, "activation": True, "gradient": True, "grouped": False, "permute": False},
+        ),
+    ],
+)
+def test_fused_kernels(
+    run: str, overrides: tuple[str, ...], machine: Machine, transformer_engine: bool, expected: dict[str, bool]
+) -> None:
+    names = {
+        "arch.apply_rope_fusion": "rope",
+        "arch.bias_activation_fusion": "activation",
+        "arch.gradient_accumulation_fusion": "gradient",
+        "arch.moe_grouped_gemm": "grouped",
+        "arch.moe_permute_fusion": "permute",
+    }
+    found = kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine)
+    assert {names[choice.key]: choice.value for choice in found} == expected
+    assert all(choice.reason for choice in found)
+
+
+def test_old_transformer_engine_has_no_kernel_to_permute_tokens() -> None:
+    arch = load(run="tiny-mixtral-sft").arch
+    found = {choice.key: choice for choice in kernel_choices(arch, Machine("cuda", (2, 0, 1), triton=True), True)}
+    assert found["arch.moe_permute_fusion"].value is False
+    assert "2.1" in found["arch.moe_permute_fusion"].reason
+
+
+def test_explain_leaves_out_what_the_yaml_gives() -> None:
+    config = load(f"{ARCH}.apply_rope_fusion=false", f"{ARCH}.transformer_impl=torch")
+    keys = {choice.key for choice in all_choices(config, GPU, 8, None)}
+    assert "arch.transformer_impl" not in keys
+    assert "arch.apply_rope_fusion" not in keys
+    assert {"parallel.sequence_parallel", "ddp.overlap_grad_reduce", "CUDA_DEVICE_MAX_CONNECTIONS"} <= keys
