@@ -162,7 +162,7 @@ def measure(
 
 def search(task: Task, bare: Program, start: Flags, timeout: float) -> tuple[Flags, list[dict[str, Any]]]:
     """The bare loop's fastest flags, by fewer steps than a round has."""
-    short = Task(**{**task.as_json(), "warmup": 2, "steps": 3})
+    short = Task(**{**task.as_json(), "warmup": 1, "steps": 3})
 
     def seconds_of(name: str, flags: Flags) -> float | str:
         result = bare.run(short, {"flags": flags.as_json()}, timeout)
@@ -170,7 +170,7 @@ def search(task: Task, bare: Program, start: Flags, timeout: float) -> tuple[Fla
         return result["error"] if "error" in result else statistics.median(result["step_seconds"])
 
     try:
-        return fastest(start, changes(start, task.platform, task.world_size), seconds_of)
+        return fastest(start, changes(start, task.platform, task.world_size, task.seq_length), seconds_of)
     except RuntimeError as error:
         return start, [{"change": "default flags", "flags": start.as_json(), "error": str(error)}]
 

@@ -72,7 +72,7 @@ def test_the_search_keeps_what_is_faster_and_records_the_rest() -> None:
         )
 
     start = Flags("transformer_engine", rope_fusion=True)
-    best, records = fastest(start, changes(start, "cuda", 2), seconds_of)
+    best, records = fastest(start, changes(start, "cuda", 2, 2048), seconds_of)
     assert best == Flags("transformer_engine", cross_entropy="te", rope_fusion=True)
     assert records[0]["step_seconds"] == 2.0
     assert [record["change"] for record in records if "error" in record] == ["local layers"]

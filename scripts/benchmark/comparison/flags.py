@@ -55,7 +55,11 @@ def _has_apex_extension() -> bool:
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def changes(start: Flags, platform: str, world_size: int) -> list[tuple[str, dict[str, Any]]]:
+_LONGEST_LOCAL = 2048
+"""Megatron-Core's local attention stores all scores: tokens of a sequence up to which its layers are worth a trial."""
+
+
+def changes(start: Flags, platform: str, world_size: int, seq_length: int) -> list[tuple[str, dict[str, Any]]]:
     """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
     with_te = start.implementation == "transformer_engine"
     found: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
@@ -69,7 +73,7 @@ def changes(start: Flags, platform: str, world_size: int) -> list[tuple[str, dic
         found.append(("unfused rotary embedding", {"rope_fusion": False}))
     if platform == "cuda":
         found.append(("fused weight gradients", {"weight_gradient_fusion": not start.weight_gradient_fusion}))
-    if with_te:
+    if with_te and seq_length <= _LONGEST_LOCAL:
         found.append(("local layers", {"implementation": "local", "rope_fusion": False}))
     return found
 

@@ -13,12 +13,17 @@ class _Cycle:
         self.itself = self
 
 
+@collected_at_end()
+def _fail() -> None:
+    cycle = weakref.ref(_Cycle())
+    raise ValueError(gc.isenabled(), cycle() is None, cycle)
+
+
 def test_collection_waits_for_the_end_also_of_a_failure():
-    with pytest.raises(ValueError, match="stop"), collected_at_end():
-        assert not gc.isenabled()
-        cycle = weakref.ref(_Cycle())
-        assert cycle() is not None
-        raise ValueError("stop")
+    with pytest.raises(ValueError, match="False") as failure:
+        _fail()
+    enabled, collected, cycle = failure.value.args
+    assert (enabled, collected) == (False, False)
     assert gc.isenabled()
     assert cycle() is None
 
