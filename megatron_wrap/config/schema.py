@@ -536,7 +536,7 @@ class ProfileConfig:
     output_dir: str | None = None
     """Folder of the traces and tables; null: `profile` in the run's output folder."""
     memory_snapshot: bool = True
-    """Also record the allocations of each GPU, for https://pytorch.org/memory_viz."""
+    """Also record the allocations of the step before, on GPUs, for https://pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True, kw_only=True)

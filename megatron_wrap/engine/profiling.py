@@ -55,6 +55,7 @@ class StepProfiler:
             activities=activities, schedule=self._action, on_trace_ready=self._export
         )
         self._profile.start()
+        self._records_memory = False
         self._before_step(self._first + 1)
 
     def step_ends(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -69,6 +70,8 @@ class StepProfiler:
         if (iteration in self._steps) != (iteration + 1 in self._steps):
             self._state.platform.synchronize()  # a row begins and ends with an idle device
         now = time.perf_counter()
+        if self._records_memory:
+            self._write_memory(iteration)
         if iteration in self._steps:
             self._recorded.append((iteration, dict(metrics)))
         elif iteration + 1 not in self._steps:  # in that one the profiler gets ready
@@ -89,6 +92,8 @@ class StepProfiler:
             running, self._profile, self._trace = self._profile, None, None
             self._recorded = []
             running.stop()
+            if self._records_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _action(self, place: int) -> ProfilerAction:
         """What the profiler does in the step that is `place` after the first one of this run."""
@@ -98,42 +103,52 @@ class StepProfiler:
         return ProfilerAction.WARMUP if iteration + 1 in self._steps else ProfilerAction.NONE
 
     def _before_step(self, iteration: int) -> None:
-        if self._records_memory and iteration in self._steps and iteration - 1 not in self._steps:
+        """Record allocations in the step before a row, because that slows Python down; in the first step of a row that
+        has none before."""
+        begins = iteration + 1 in self._steps and iteration not in self._steps
+        begins = begins or (iteration == self._first + 1 and iteration in self._steps)
+        if begins and self._cuda and self._state.config.profile.memory_snapshot:
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_SNAPSHOT_ENTRIES)
+            self._records_memory = True
 
-    @property
-    def _records_memory(self) -> bool:
-        return self._cuda and self._state.config.profile.memory_snapshot
+    def _write_memory(self, iteration: int) -> None:
+        folder = self._row_folder(iteration if iteration in self._steps else iteration + 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{self._rank}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self._records_memory = False
 
     @property
     def _rank(self) -> int:
         return self._state.parallel.world.rank
 
+    def _row_folder(self, iteration: int) -> Path:
+        """Folder of the row of consecutive iterations that contains one."""
+        first = last = iteration
+        while first - 1 in self._steps and first - 1 > self._first:
+            first -= 1
+        while last + 1 in self._steps:
+            last += 1
+        return self._folder / f"iterations-{first}-{last}"
+
     def _export(self, finished: profile) -> None:
         if not self._recorded:
             return  # the run ended within a row
-        folder = self._row_folder()
+        folder = self._row_folder(self._recorded[-1][0])
         folder.mkdir(parents=True, exist_ok=True)
         self._trace = folder / f"trace-rank{self._rank}.json.gz"
         finished.export_chrome_trace(str(self._trace))
 
-    def _row_folder(self) -> Path:
-        iterations = [iteration for iteration, _ in self._recorded]
-        return self._folder / f"iterations-{iterations[0]}-{iterations[-1]}"
-
     def _report(self) -> None:
         """Compare all processes, keep the files of rank 0 and of the slowest rank, write and log the table."""
         assert self._trace is not None
-        folder, own = self._row_folder(), break_down(read_timeline(self._trace))
+        folder, own = self._row_folder(self._recorded[-1][0]), break_down(read_timeline(self._trace))
         shared: list[tuple[StepBreakdown, float]] = gather_objects((own, self._peak_gib()))
         ranks = tuple(step for step, _ in shared)
         kept = (0, slowest_rank(ranks))
-        if self._records_memory:
-            if self._rank in kept:
-                torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank{self._rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank not in kept:
             self._trace.unlink()
+            (folder / f"memory-rank{self._rank}.pickle").unlink(missing_ok=True)
         self.last_report = self._step_report(ranks, shared[0][1])
         if self._rank == 0:
             (folder / "profile.json").write_text(json.dumps(json_of(self.last_report), indent=1) + "\n")

@@ -81,7 +81,11 @@ def _train(task: Task, flags: Flags) -> Outcome:
         optimizer.step()
         clock.step_ends()
         losses.append(torch.stack([one["loss"] for one in reported]).mean())
-    return Outcome(clock.measured_seconds(), [float(loss) for loss in losses], flags.text())
+    outcome = Outcome(clock.measured_seconds(), [float(loss) for loss in losses], flags.text())
+    # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        vars(part).clear()
+    return outcome
 
 
 def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

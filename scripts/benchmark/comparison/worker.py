@@ -56,12 +56,15 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew (man proc_pid_clear_refs)
+    outcome: Outcome | None = None
     try:
-        outcome: Outcome = module.run(task, options)
+        outcome = module.run(task, options)
     except Exception as error:
         traceback.print_exc()
         first = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
-        return {"error": f"{type(error).__name__}: {first}", "left_gib": _release(cuda)}
+        problem = f"{type(error).__name__}: {first}"
+    if outcome is None:  # only now is the error gone, whose frames hold the model
+        return {"error": problem, "left_gib": _release(cuda)}
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else _peak_resident_gib()
     return {
         "step_seconds": outcome.step_seconds,
