@@ -159,8 +159,8 @@ def prepare_batch(
         seed: for the flow's random choices: the run's seed plus the index of the batch's first sample in the run.
         prepare: returns the prepared sample of an item of `batch`; default: the flow's `prepare_sample`.
     """
-    prepare = flow.prepare_sample if prepare is None else prepare
-    prepared = functools.cache(lambda place: prepare(batch[place]))
+    of_sample = _prepared_by(flow, batch) if prepare is None else lambda place: prepare(batch[place])
+    prepared = functools.cache(of_sample)
     micro_batches = _micro_batches(flow, len(batch), prepared, cut, seed, dp)
     further = _step_samples(flow, len(batch), prepared)
     if further is not None:
@@ -169,6 +169,18 @@ def prepare_batch(
             for micro_batch in _micro_batches(flow, len(batch), further.__getitem__, cut, seed, dp)
         ]
     return micro_batches
+
+
+def _prepared_by(flow: MegatronWrapTrainingFlowBase, batch: Sequence[Any]) -> Callable[[int], Any]:
+    """Place -> prepared sample; an error names the place."""
+
+    def prepared(place: int) -> Any:
+        try:
+            return flow.prepare_sample(batch[place])
+        except DataError as error:
+            raise DataError(f"sample {place} of a batch of {len(batch)}: {error}") from error
+
+    return prepared
 
 
 def _micro_batches(
