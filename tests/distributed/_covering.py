@@ -26,6 +26,14 @@ def named(case: Any) -> str:
     return getattr(case, "name", None) or getattr(case, "__name__", None) or str(case)
 
 
+def quick(cases: Iterable[str], chosen: Iterable[str]) -> list[Any]:
+    """The cases as parameters of a test; those that are not `chosen` carry the marker `matrix`. For cases whose factors
+    other tests have, too."""
+    names, chosen = list(cases), set(chosen)
+    assert chosen <= set(names), chosen - set(names)
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.matrix) for name in names]
+
+
 def covering(cases: Iterable[Any], factors: Callable[[Any], set[str]] = axes) -> list[Any]:
     """The cases as parameters of a test, with ids. A greedy choice of them has each factor at least once, evenly; the
     others carry the marker `matrix`.

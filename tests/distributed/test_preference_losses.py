@@ -169,7 +169,10 @@ def test_statistics_of_the_inputs_agree_on_each_cut(ranks):
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 
 
-@pytest.mark.parametrize(("name", "layouts"), [("aot", LAYOUTS), ("weighted", LAYOUTS[:4]), ("kto", LAYOUTS)])
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [pytest.param("aot", LAYOUTS, marks=pytest.mark.matrix), ("weighted", LAYOUTS[:4]), ("kto", LAYOUTS)],
+)
 def test_the_objective_does_not_depend_on_the_cut_or_the_layout(ranks, name, layouts):
     flow, options = PARITY[name]
     overrides = [*COPY, *overrides_of(options, flow)[:-1]]

@@ -9,7 +9,7 @@ import _reference_runs as seconds
 import numpy
 import pytest
 from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
-from _covering import covering
+from _covering import covering, quick
 from _dpo_runs import COPY, TRAIN
 from _reference_runs import REFERENCE
 
@@ -136,7 +136,7 @@ FOLLOWING = {
 }
 
 
-@pytest.mark.parametrize("name", covering(FOLLOWING))
+@pytest.mark.parametrize("name", quick(FOLLOWING, ("one-rank, copy", "one-rank, bf16, average")))
 def test_a_following_reference_resumes_bit_for_bit(tmp_path, name):
     processes, layout, given = FOLLOWING[name]
     overrides = (f"{REFERENCE}={given}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)

@@ -25,7 +25,7 @@ from _checkpoint_runs import (
     TP2,
     in_new_processes,
 )
-from _covering import covering
+from _covering import covering, quick
 
 from megatron_wrap.config import load_resolved
 
@@ -92,7 +92,7 @@ def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:
     assert saving == in_new_processes(2, runs.train, tmp_path / "b", overrides, 4)
 
 
-@pytest.mark.parametrize("name", covering(OTHER_LAYOUT))
+@pytest.mark.parametrize("name", quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1")))
 def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
     straight = in_new_processes(before, runs.train, tmp_path, saved, 10, (5,))[0]

@@ -44,6 +44,7 @@ def weights(folder: Path) -> Any:
     return model.state_dict()
 
 
+@pytest.mark.matrix
 def test_the_folder_that_comes_out_answers(tuned, command, tmp_path):
     import torch
     from transformers import AutoTokenizer, pipeline

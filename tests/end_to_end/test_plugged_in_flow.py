@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("flow", ["tiny_halved", "tiny_flows:Halved"])
+@pytest.mark.parametrize("flow", [pytest.param("tiny_halved", marks=pytest.mark.matrix), "tiny_flows:Halved"])
 def test_a_flow_of_an_installed_package_runs_with_its_own_keys(command, tmp_path, installed, flow):
     (tmp_path / "run.yaml").write_text(RUN.replace("FLOW", flow) + "      factor: 0.5\n")
     root = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "tiny-llama-mock.yaml"
 SMALL = ("megatron_lm.train.common.seq_length=32", "megatron_lm.train.common.global_batch_size=4")
 
 
+@pytest.mark.matrix
 def test_each_process_and_the_changes_are_reported(command, tmp_path):
     pipeline = "megatron_lm.model.parallel.pipeline_model_parallel_size=2"
     options = ("--steps", "2", "--warmup", "2", "--output", "out")

@@ -181,6 +181,7 @@ def test_megatron_lm_checkpoint_of_the_old_form(command, tmp_path):
     refused(command, tmp_path, run, "megatron_lm.train.common.load=old", words=["mp_rank_", "Hugging Face"])
 
 
+@pytest.mark.matrix
 def test_checkpoint_of_another_model(command, tmp_path):
     run = config(tmp_path, more_train="save: ckpt")
     assert command("megatron_wrap.cli.main", "train", run.name).code == 0
@@ -230,7 +231,10 @@ def test_the_summary_of_torchrun_has_the_message_as_root_cause(command, tmp_path
 
 @pytest.mark.parametrize(
     ("raised", "shown"),
-    [("DataError('train.jsonl:3: no role')", "error: train.jsonl:3: no role"), ("ValueError('a bug')", "in <module>")],
+    [
+        ("DataError('train.jsonl:3: no role')", "error: train.jsonl:3: no role"),
+        pytest.param("ValueError('a bug')", "in <module>", marks=pytest.mark.matrix),
+    ],
 )
 def test_the_root_cause_is_the_rank_that_failed_not_one_that_torchrun_ended(command, tmp_path, raised, shown):
     (tmp_path / "run.py").write_text(
