@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import time
@@ -188,7 +187,7 @@ class StepProfiler:
             device=torch.cuda.get_device_name(state.platform.device) if self._cuda else "",
             transformer_engine_layers=use_transformer_engine(state.config, state.platform),
             has_transformer_engine=state.platform.has_transformer_engine,
-            has_triton=importlib.util.find_spec("triton") is not None,
+            has_triton=state.platform.machine.triton,
             can_pack=not packing_refusal(type(state.flow)),
             dp_size=dp_size,
             num_microbatches=max(1, train.global_batch_size // (train.micro_batch_size * dp_size)),

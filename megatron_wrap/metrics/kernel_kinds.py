@@ -19,7 +19,7 @@ _KERNELS = _table(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
     # before the products: FlashAttention 3 is built from CUTLASS
     (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
-    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma"),
+    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul"),
     (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon"),
     (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|_normalizer_kernel|_gradient_kernel"),
     (COPIES, r"memcpy|memset|copy|fillfunctor"),

@@ -64,14 +64,20 @@ class Setting:
 
 
 def promising_changes(step: StepBreakdown, config: RunConfig, setting: Setting, count: int = 2) -> list[Change]:
-    """The changes that could save most, those first that leave the results as they are.
+    """The changes that could save most, those first that leave the results as they are. A key that the defaults chose
+    for this machine and layout is not among them: that choice has a reason.
 
     Args:
         step: of the slowest process.
         count: how many.
     """
     found = [change for rule in _RULES for change in rule(step, config, setting)]
-    worth = [change for change in found if change.saves_ms >= _LEAST_SHARE * step.step_ms]
+    worth = [
+        change
+        for change in found
+        if change.saves_ms >= _LEAST_SHARE * step.step_ms
+        and not config.sources.get(change.override.partition("=")[0], "").startswith("chosen: ")
+    ]
     return sorted(worth, key=lambda change: (change.changes_numbers, -change.saves_ms))[:count]
 
 

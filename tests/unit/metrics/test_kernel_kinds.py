@@ -11,6 +11,8 @@ TRANSFORMER_ENGINE = {
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTN": kinds.MATMUL,
     "nvjet_qqtst_128x256_128x4_2x1_v_bz_TNT": kinds.MATMUL,
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute": kinds.MATMUL,
+    "nvjet_hss_64x8_64x16_1x1_v_bz_splitK_NNT": kinds.MATMUL,
+    "matmul_kernel_tma_persistent": kinds.MATMUL,
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true>": kinds.MATMUL,
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0": kinds.ATTENTION,
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3_128x64x128_1x1x1_kernel0_0": kinds.ATTENTION,

@@ -11,8 +11,10 @@ import pytest
 from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.config import derived
 from megatron_wrap.config.checks import check_layout, check_values
+from megatron_wrap.config.defaults import choices, with_choices
 from megatron_wrap.metrics import kernel_kinds as kinds
 from megatron_wrap.metrics.step_profile import StepBreakdown, Work
+from megatron_wrap.platform.machine import Machine
 from megatron_wrap.report.profile_advice import Setting, promising_changes
 from megatron_wrap.report.profile_table import StepReport, json_of, text
 
@@ -126,6 +128,15 @@ def test_two_changes_the_larger_first_and_new_numbers_last() -> None:
     found = promising_changes(_step(data=30.0), config, SETTING)
     assert [change.changes_numbers for change in found] == [False, True]
     assert promising_changes(_step(data=9.0, on_gpu=False), config, SETTING) == []
+
+
+def test_what_the_defaults_chose_is_not_suggested() -> None:
+    setting, step = replace(SETTING, dp_size=2), _step(exposed={"reduce-scatter": 60.0})
+    config = read_run(LLAMA, [])
+    machine = Machine("cpu", None, triton=False, weight_gradients=None)
+    decided = with_choices(config, choices(config, machine, shards=2))
+    assert promising_changes(step, config, setting)[0].override.endswith("overlap_grad_reduce=true")
+    assert not any("overlap_grad_reduce" in change.override for change in promising_changes(step, decided, setting))
 
 
 def test_the_table_has_rank_0_and_the_slowest() -> None:
