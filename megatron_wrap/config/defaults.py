@@ -20,6 +20,9 @@ TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
 """Before it, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
 PERMUTE_FUSION_FROM = (2, 1)
 """The first version of Transformer Engine with the kernels of moe_permute_fusion (transformer_config.py)."""
+FP8_GATHER_FROM = (0, 19)
+"""The first Megatron-Core that computes the transposes of FP8 weights after a forced gather with overlap_param_gather
+(param_and_grad_buffer.py, start_param_sync)."""
 _SHIPPED_PROVIDERS = ("gpt_model", derived.VALUE_PROVIDER)
 
 
@@ -220,6 +223,9 @@ def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tupl
         return False, "on the CPU gloo and the backward pass share the cores", False
     if shards == 1:
         return False, "no other process has the same parameters", False
+    if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
+        # param_and_grad_buffer.py, finish_grad_sync
+        return False, "it fails for parameters without a gradient, which a provider of your own may have", False
     return True, f"gradients of {shards} processes are reduced during the backward pass", False
 
 
@@ -232,4 +238,7 @@ def _overlapped_gather(
         return False, "it needs overlap_grad_reduce", True
     if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
         return False, "a provider of your own may use parameters outside of their module's forward pass", False
+    fp8 = fp8_settings(config)
+    if fp8 is not None and fp8.param_gather and machine.megatron_core < FP8_GATHER_FROM:
+        return False, "Megatron-Core before 0.19 keeps old transposes of FP8 weights after an evaluation", True
     return True, "parameters are gathered during the forward pass", False

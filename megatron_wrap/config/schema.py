@@ -376,10 +376,11 @@ class DDPConfig:
     accumulate_allreduce_grads_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients while the backward pass runs; null: on GPUs with several data- or context-parallel processes."""
+    """Reduce gradients while the backward pass runs; null: on GPUs with data or context parallelism, for the shipped
+    model providers."""
     overlap_param_gather: bool | None = None
     """Gather updated parameters while the next forward pass runs; null: with use_distributed_optimizer and
-    overlap_grad_reduce, for the shipped model providers."""
+    overlap_grad_reduce."""
     ddp_bucket_size: int | None = key(None, at_least=1, null_means_off=True)
     """Parameters in one bucket of an overlapped reduction; null: 40 million, and at least a million for each data- and
     context-parallel process (Megatron-Core's rule)."""

@@ -13,6 +13,7 @@ from megatron_wrap.bridge.source import WeightSource
 from megatron_wrap.bridge.start import weight_source
 from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.config import derived
+from megatron_wrap.config.defaults import FP8_GATHER_FROM
 from megatron_wrap.config.fp8 import token_multiple
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.data.sources import first_training_samples
@@ -24,7 +25,7 @@ from megatron_wrap.engine.reduce import MetricReduction
 from megatron_wrap.engine.samples import SampleSharing
 from megatron_wrap.engine.schedule import Schedule
 from megatron_wrap.engine.state import TrainingState
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, PlatformError
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.config import decode_flow_config
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
@@ -35,7 +36,8 @@ from megatron_wrap.model.transformer import same_named, transformer_config, use_
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base import Platform
-from megatron_wrap.platform.versions import accepts
+from megatron_wrap.platform.machine import megatron_core_version
+from megatron_wrap.platform.versions import accepts, version
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -242,6 +244,11 @@ def wrap_chunks(
         **ddp.upstream,
     }
     ddp_config = DistributedDataParallelConfig(**accepts(DistributedDataParallelConfig, settings))
+    if model_config.fp8_param and ddp.overlap_param_gather and megatron_core_version() < FP8_GATHER_FROM:
+        raise PlatformError(
+            "megatron_lm.misc.ddp.overlap_param_gather: with fp8_param_gather it gives wrong gradients after an "
+            f"evaluation with megatron-core {version()}; write null or false, or install 0.19"
+        )
     # later chunks are not split into buckets: their reduction overlaps with the computation of the first chunk
     # (Megatron-LM, megatron/training/training.py, get_model)
     wrapped = [

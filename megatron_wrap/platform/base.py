@@ -10,7 +10,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import kernels as layer_kernels
 from megatron_wrap.platform import versions
 from megatron_wrap.platform.kernels import LayerKernels
-from megatron_wrap.platform.machine import Machine, transformer_engine_version
+from megatron_wrap.platform.machine import Machine, megatron_core_version, transformer_engine_version
 from megatron_wrap.platform.replacements import Replacements
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Platform(ABC):
     @property
     def machine(self) -> Machine:
         """What this machine has; imports Transformer Engine."""
-        return Machine(self.name, transformer_engine_version() if self.has_transformer_engine else None)
+        version = transformer_engine_version() if self.has_transformer_engine else None
+        return Machine(self.name, version, megatron_core_version())
 
     def install(self, environment: Mapping[str, str] | None = None) -> None:
         """Prepare Megatron-Core for this platform; a second call does nothing.

@@ -17,6 +17,8 @@ class Machine:
     """"cpu" or "cuda"."""
     transformer_engine: tuple[int, ...] | None
     """Version of Transformer Engine; None: not usable."""
+    megatron_core: tuple[int, ...] = ()
+    """Version of Megatron-Core."""
     triton: bool = False
     """Kernels of Triton run."""
     weight_gradients: bool | None = None
@@ -32,9 +34,11 @@ def this_machine(platform: str) -> Machine:
     if platform == "auto":
         torch = _version("torch")
         platform = "cuda" if visible_gpus() and torch is not None and "+cpu" not in torch else "cpu"
+    megatron_core = megatron_core_version()
     if platform == "cpu":
-        return Machine(platform, None, weight_gradients=False)
-    return Machine(platform, transformer_engine_version(), triton=_version("triton") is not None)
+        return Machine(platform, None, megatron_core, weight_gradients=False)
+    triton = _version("triton") is not None
+    return Machine(platform, transformer_engine_version(), megatron_core, triton=triton)
 
 
 def visible_gpus() -> int:
@@ -48,7 +52,16 @@ def visible_gpus() -> int:
 def transformer_engine_version() -> tuple[int, ...] | None:
     """The installed version, such as (2, 20, 2); None: not installed."""
     version = _version("transformer_engine")
-    return None if version is None else tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return None if version is None else _numbers(version)
+
+
+def megatron_core_version() -> tuple[int, ...]:
+    """The installed version, such as (0, 19, 2); empty: not installed."""
+    return _numbers(_version("megatron-core") or "")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _version(package: str) -> str | None:

@@ -1,5 +1,6 @@
 """Keys that the YAML leaves open: values on mocked machines and layouts, and what takes precedence."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from megatron_wrap.platform.machine import Machine
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 OPTIMIZER, DDP, PARALLEL = "megatron_lm.train.optimizer", "megatron_lm.misc.ddp", "megatron_lm.model.parallel"
 ARCH = "megatron_lm.model.arch"
-GPU = Machine("cuda", (2, 20, 2), triton=True, weight_gradients=True)
-PLAIN_GPU = Machine("cuda", None, triton=True, weight_gradients=True)
+GPU = Machine("cuda", (2, 20, 2), (0, 19, 2), triton=True, weight_gradients=True)
+PLAIN_GPU = Machine("cuda", None, (0, 19, 2), triton=True, weight_gradients=True)
 OLD_GPU = Machine("cuda", None, triton=False, weight_gradients=False)
 CPU = Machine("cpu", None, weight_gradients=False)
 
@@ -51,7 +52,7 @@ def data_parallel(config: RunConfig, machine: Machine, shards: int, **further: A
         ((f"{DDP}.overlap_param_gather=false",), GPU, 8, (True, True, False)),
         ((f"{DDP}.overlap_param_gather=true",), CPU, 2, (True, True, True)),
         ((f"{OPTIMIZER}.use_precision_aware_optimizer=true",), GPU, 1, (True, False, False)),
-        (("megatron_wrap.model_provider.provider_key=my_module:my_provider",), GPU, 8, (True, True, False)),
+        (("megatron_wrap.model_provider.provider_key=my_module:my_provider",), GPU, 8, (True, False, False)),
     ],
 )
 def test_data_parallelism(
@@ -69,7 +70,11 @@ def test_buckets_have_the_size_of_megatron_core(shards: int, size: int) -> None:
 
 def test_fp8_weights_need_the_distributed_optimizer() -> None:
     fp8 = [f"megatron_lm.train.dtype.{text}" for text in ("__select__=bf16", "fp8=hybrid", "fp8_param_gather=true")]
-    assert data_parallel(load(*fp8, f"{ARCH}.ffn_hidden_size=768"), GPU, 1) == (True, False, False)
+    config = load(*fp8, f"{ARCH}.ffn_hidden_size=768")
+    assert data_parallel(config, GPU, 1) == (True, False, False)
+    assert data_parallel(config, GPU, 8) == (True, True, True)
+    older = dataclasses.replace(GPU, megatron_core=(0, 16, 1))
+    assert data_parallel(config, older, 8) == (True, True, False)
 
 
 def test_a_resumed_run_keeps_the_values_of_its_checkpoint() -> None:
