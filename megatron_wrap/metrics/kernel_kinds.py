@@ -27,7 +27,7 @@ _KERNELS = _table(
         ELEMENTWISE,
         r"elementwise|reduce_kernel|norm|rope|rotary|rotate|silu|gelu|relu|swiglu|geglu|act_kernel|gated|dropout"
         r"|triton_|embedding|index|gather|scatter|scan|sort|topk|cast|quantize|transpose|arange|philox|distribution"
-        r"|where|mask|permute|amax|_forward_kernel|_backward_kernel|_split_kernel|aten|native::",
+        r"|where|mask|permute|amax|aten|native::",
     ),
 )
 """(kind, names) of GPU kernels; the first that matches is taken. Names are those of cuBLAS (nvjet, xmma, gemm),

@@ -17,7 +17,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
-def _forward_kernel(x, gamma, y, scale, columns, eps, zero_centered: tl.constexpr, block: tl.constexpr):
+def _rms_norm_forward_kernel(x, gamma, y, scale, columns, eps, zero_centered: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     inside = place < columns
@@ -31,7 +31,7 @@ def _forward_kernel(x, gamma, y, scale, columns, eps, zero_centered: tl.constexp
 
 
 @triton.jit
-def _backward_kernel(
+def _rms_norm_backward_kernel(
     x, gamma, scale, grad_y, grad_x, grad_gamma, rows, columns, zero_centered: tl.constexpr, block: tl.constexpr
 ):
     program = tl.program_id(0)
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool) -> tuple
     rows, columns = x.shape
     y = torch.empty(rows, columns, dtype=gamma.dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _forward_kernel[(rows,)](x, gamma, y, scale, columns, eps, zero_centered=zero_centered, **_launch(columns))
+    _rms_norm_forward_kernel[(rows,)](x, gamma, y, scale, columns, eps, zero_centered=zero_centered, **_launch(columns))
     return y, scale
 
 
@@ -78,7 +78,7 @@ def rms_norm_gradients(
     programs = min(rows, processors * _PROGRAMS_PER_PROCESSOR)
     grad_x = torch.empty_like(x)
     parts = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
+    _rms_norm_backward_kernel[(programs,)](
         x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=zero_centered, **_launch(columns)
     )
     return grad_x, parts.sum(dim=0).to(gamma.dtype)

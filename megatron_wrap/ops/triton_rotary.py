@@ -16,7 +16,7 @@ MAX_HEADS = 64
 
 
 @triton.jit
-def _rotate_kernel(
+def _rotary_kernel(
     tensor,
     cos,
     sin,
@@ -74,7 +74,7 @@ def _store_parts(q, k, v, q_place, kv_place, offset, is_q, is_k, is_v, inside, v
 
 
 @triton.jit
-def _split_kernel(
+def _split_rotary_kernel(
     mixed,
     q,
     k,
@@ -153,7 +153,7 @@ def rotate(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse:
     tokens, batch, heads, width = tensor.shape
     half = cos.shape[1]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    _rotate_kernel[(tokens * batch,)](
+    _rotary_kernel[(tokens * batch,)](
         tensor,
         cos,
         sin,
@@ -216,7 +216,7 @@ def _launch_split(
 ) -> None:
     tokens, batch, groups, width = key.shape
     half = cos.shape[1]
-    _split_kernel[(tokens * batch,)](
+    _split_rotary_kernel[(tokens * batch,)](
         mixed,
         query,
         key,

@@ -15,7 +15,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _forward_kernel(gates, out, columns, block: tl.constexpr):
+def _swiglu_forward_kernel(gates, out, columns, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < columns
@@ -27,7 +27,7 @@ def _forward_kernel(gates, out, columns, block: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(gates, grad_out, grad, columns, block: tl.constexpr):
+def _swiglu_backward_kernel(gates, grad_out, grad, columns, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < columns
@@ -47,7 +47,7 @@ def swiglu_forward(gates: Tensor) -> Tensor:
     """silu(first half) * second half of each row: contiguous [N, 2F] -> [N, F] in the same dtype."""
     rows, columns = gates.shape[0], gates.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gates.dtype, device=gates.device)
-    _forward_kernel[(rows, triton.cdiv(columns, BLOCK))](gates, out, columns, block=BLOCK, num_warps=8)
+    _swiglu_forward_kernel[(rows, triton.cdiv(columns, BLOCK))](gates, out, columns, block=BLOCK, num_warps=8)
     return out
 
 
@@ -55,5 +55,7 @@ def swiglu_backward(gates: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient with respect to the gates: contiguous [N, 2F] and [N, F] -> [N, 2F] in the gates' dtype."""
     rows, columns = grad_out.shape
     grad = torch.empty_like(gates)
-    _backward_kernel[(rows, triton.cdiv(columns, BLOCK))](gates, grad_out, grad, columns, block=BLOCK, num_warps=8)
+    _swiglu_backward_kernel[(rows, triton.cdiv(columns, BLOCK))](
+        gates, grad_out, grad, columns, block=BLOCK, num_warps=8
+    )
     return grad

@@ -60,7 +60,7 @@ TORCH = {
     "triton_poi_fused_mul_silu_0": kinds.ELEMENTWISE,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": kinds.COPIES,
     "_normalizer_kernel": kinds.LOSS,
-    "_rotate_kernel": kinds.ELEMENTWISE,
+    "_split_rotary_kernel": kinds.ELEMENTWISE,
     "Memcpy DtoD (Device -> Device)": kinds.COPIES,
     "Memset (Device)": kinds.COPIES,
 }
