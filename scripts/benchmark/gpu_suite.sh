@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
-#   bash scripts/benchmark/gpu_suite.sh one|two|both|four|packing [OUTPUT_FOLDER]
-# one GPU, the layouts of two, both, those of four, or sequences of unequal length on one
+#   bash scripts/benchmark/gpu_suite.sh one|two|both|four|packing|speed|choices [OUTPUT_FOLDER]
+# one GPU, the layouts of two, both, those of four; on one: sequences of unequal length, other programs on the same work, or
+# kernels, FP8, recomputation, offloading and second models
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
@@ -58,6 +59,24 @@ packing() {  # a mix of lengths, beside transformers' Trainer
     run trainer-$name-$size timeout 300 python3 scripts/benchmark/packing_trainer.py $name --micro-batch-size $size \
       --accumulate $accumulate
   done
+}
+speed() {  # beside other programs; each comparison is a run of its own
+  local torch="ours-torch: $arch.transformer_impl=torch" dtype=megatron_lm.train.dtype
+  run speed-1.5b timeout 560 python3 scripts/benchmark/compare.py 1.5b-4096 --output "$out/1.5b-4096" --rounds 2 --steps 8 \
+    --warmup 3 --variant "$torch" --variant "ours-fp8: $dtype.fp8=hybrid $dtype.fp8_recipe=delayed"
+  run speed-8b timeout 400 python3 scripts/benchmark/compare.py 8b-layers-4096 --output "$out/8b-layers" --rounds 2 --steps 6 \
+    --against trainer,bare-best --variant "$torch"
+  run speed-32k timeout 400 python3 scripts/benchmark/compare.py 1.5b-32768 --output "$out/1.5b-32768" --rounds 2 --steps 4 \
+    --against trainer,bare-best --variant "$torch"
+  run overhead timeout 150 python3 scripts/benchmark/overhead.py scripts/benchmark/llama-1b.yaml $train.micro_batch_size=4 --pairs 8
+}
+choices() {
+  run kernel-tests timeout 120 python3 -m pytest -q tests/gpu/test_fused_gpu.py tests/gpu/test_log_probs_gpu.py
+  run fp8-tests timeout 300 python3 -m pytest -q tests/gpu/test_fp8_gpu.py
+  run fp8-loss timeout 300 python3 scripts/benchmark/fp8_loss.py
+  run kernels timeout 120 python3 scripts/benchmark/kernels.py
+  run memory timeout 400 python3 scripts/benchmark/memory_choices.py
+  run second-models timeout 300 python3 scripts/benchmark/second_models.py
 }
 four() {
   [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null
