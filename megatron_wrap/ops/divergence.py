@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -36,6 +37,7 @@ def kl_divergence(
     kind: DivergenceKind = "forward",
     temperature: float = 1.0,
     group: ProcessGroup | None = None,
+    mixture: float = 0.5,
 ) -> Tensor:
     """Divergence at each token, in nats; fp32 (float64 for float64 logits).
 
@@ -43,7 +45,8 @@ def kl_divergence(
 
     - forward: KL(p || q) = sum p (log p - log q)
     - reverse: KL(q || p) = sum q (log q - log p)
-    - jensen_shannon: (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2 (Lin 1991, doi 10.1109/18.61115); at most log 2
+    - jensen_shannon: b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q, with b = mixture (Agarwal et al. 2023,
+      arXiv:2306.13649, equation 1); for b = 1/2 at most log 2 (Lin 1991, doi 10.1109/18.61115)
 
     For teacher logits, p = softmax(teacher / temperature) over the whole vocabulary; the teacher gets a gradient if it
     requires one. For a `TopK` teacher, p = softmax(values / temperature) over its k ids and 0 elsewhere (logits and
@@ -59,20 +62,24 @@ def kl_divergence(
             distinct within a token and inside the vocabulary, equal on all tensor-parallel ranks.
         temperature: divides the logits of both, > 0.
         group: the tensor-parallel group; default: the current layout's.
+        mixture: of jensen_shannon: the teacher's share of m, between 0 and 1.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.
 
     Raises:
-        FlowError: unknown kind, non-positive temperature, mismatched shapes, or a TopK that requires a gradient.
+        FlowError: unknown kind, non-positive temperature, mixture outside (0, 1), mismatched shapes, or a TopK that
+            requires a gradient.
     """
     if kind not in get_args(DivergenceKind):
         raise FlowError(f"kl_divergence has no kind {kind!r}; choose one of {', '.join(get_args(DivergenceKind))}")
     check_temperature(temperature)
+    if not 0 < mixture < 1:
+        raise FlowError(f"mixture {mixture} is not between 0 and 1; use kind forward for 0 and reverse for 1")
     check_logits("student_logits", student_logits)
     group = group or tensor_parallel_group()
     if isinstance(teacher, TopK):
-        return top_k_divergence(student_logits, teacher, kind, temperature, group)
+        return top_k_divergence(student_logits, teacher, kind, temperature, group, mixture)
     if not isinstance(teacher, Tensor):
         raise FlowError(f"the teacher is a {type(teacher).__name__}; pass its logits or a TopK(values, ids)")
     if teacher.shape != student_logits.shape:
@@ -82,13 +89,16 @@ def kl_divergence(
         )
     check_logits("teacher logits", teacher)
     first, second = (student_logits, teacher) if kind == "reverse" else (teacher, student_logits)
-    formula = _JENSEN_SHANNON if kind == "jensen_shannon" else _KULLBACK_LEIBLER
+    formula = _jensen_shannon(mixture) if kind == "jensen_shannon" else _KULLBACK_LEIBLER
     return _Divergence.apply(first, second, formula, temperature, group)
 
 
 class _Formula(NamedTuple):
-    """A divergence of two distributions f and s: the mean of its sums. The functions may overwrite their inputs."""
+    """A divergence of two distributions f and s: the weighted total of its sums. The functions may overwrite their
+    inputs."""
 
+    weights: tuple[float, ...]
+    """Of the sums."""
     sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     """(log f [n, C], log s [n, C]) -> this rank's part of each sum over the vocabulary, [n]."""
     gradients: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
@@ -109,23 +119,27 @@ def _kl_gradient_second(log_own: Tensor, log_other: Tensor, divergence: Tensor) 
     return log_own.exp_().sub_(log_other.exp_())
 
 
-def _log_mixture(log_first: Tensor, log_second: Tensor) -> Tensor:
-    return torch.logaddexp(log_first, log_second).sub_(math.log(2))
+_KULLBACK_LEIBLER = _Formula((1.0,), _kl_sums, (_kl_gradient_first, _kl_gradient_second))
 
 
-def _js_sums(log_first: Tensor, log_second: Tensor) -> tuple[Tensor, ...]:
-    log_mixture = _log_mixture(log_first, log_second)
-    sum_first = log_first.exp().mul_(log_first.sub_(log_mixture)).sum(dim=-1)
-    return sum_first, log_second.exp().mul_(log_second.sub_(log_mixture)).sum(dim=-1)
+def _jensen_shannon(mixture: float) -> _Formula:
+    weights = (mixture, 1 - mixture)
+    logs = (math.log(mixture), math.log1p(-mixture))
 
+    def log_mixture(log_own: Tensor, log_other: Tensor, index: int) -> Tensor:
+        return torch.logaddexp(log_own, log_other + (logs[1 - index] - logs[index])).add_(logs[index])
 
-def _js_gradient(log_own: Tensor, log_other: Tensor, own_sum: Tensor) -> Tensor:
-    excess = _log_mixture(log_own, log_other).neg_().add_(log_own).sub_(own_sum)
-    return log_own.exp_().mul_(excess).mul_(0.5)
+    def sums(log_first: Tensor, log_second: Tensor) -> tuple[Tensor, ...]:
+        of_both = log_mixture(log_first, log_second, 0)
+        sum_first = log_first.exp().mul_(log_first.sub_(of_both)).sum(dim=-1)
+        return sum_first, log_second.exp().mul_(log_second.sub_(of_both)).sum(dim=-1)
 
+    def gradient(log_own: Tensor, log_other: Tensor, own_sum: Tensor, index: int) -> Tensor:
+        # the derivative through the mixture cancels
+        excess = log_mixture(log_own, log_other, index).neg_().add_(log_own).sub_(own_sum)
+        return log_own.exp_().mul_(excess).mul_(weights[index])
 
-_KULLBACK_LEIBLER = _Formula(_kl_sums, (_kl_gradient_first, _kl_gradient_second))
-_JENSEN_SHANNON = _Formula(_js_sums, (_js_gradient, _js_gradient))
+    return _Formula(weights, sums, (partial(gradient, index=0), partial(gradient, index=1)))
 
 
 class _Divergence(torch.autograd.Function):
@@ -147,7 +161,7 @@ class _Divergence(torch.autograd.Function):
         ctx.formula, ctx.temperature = formula, temperature
         if not sums:  # no tokens
             return torch.empty_like(normalizers[0])
-        return torch.stack(sums).mean(dim=0)
+        return torch.stack([total * weight for total, weight in zip(sums, formula.weights, strict=True)]).sum(dim=0)
 
     @staticmethod
     @once_differentiable

@@ -3,11 +3,12 @@
 With p = softmax(values / T) over the ids K, x the student's logits at these ids divided by T, and Z the normalizer of
 the student's softmax over the whole vocabulary:
 
-    forward          sum_K p (log p - log q)                        q = exp(x - log Z)
-    jensen_shannon   log 2 + 1/2 sum_K [p (log p - l) + q (log q - l)]    l = log(p + q)
-    reverse          sum_K q (log q - log p)                        q = softmax of x over K
+    forward          sum_K p (log p - log q)                                     q = exp(x - log Z)
+    jensen_shannon   c + sum_K [b p (log p - l) + (1 - b) q (log q - l)]         l = log(b / (1 - b) p + q)
+    reverse          sum_K q (log q - log p)                                     q = softmax of x over K
 
-In jensen_shannon, each q outside K contributes q (log 2) / 2, which the constant log 2 includes.
+In jensen_shannon b is the teacher's share of the mixture and c = -log(1 - b); each q outside K contributes
+(1 - b) q c, which the constant c includes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NUMBERS_PER_ID = 12  # 8-byte numbers per known id: index, masks, log-probabili
 
 
 def top_k_divergence(
-    student_logits: Tensor, teacher: TopK, kind: str, temperature: float, group: ProcessGroup
+    student_logits: Tensor, teacher: TopK, kind: str, temperature: float, group: ProcessGroup, mixture: float = 0.5
 ) -> Tensor:
     """`kl_divergence` for a TopK teacher, after validation of kind and temperature; same arguments and errors."""
     values, ids = teacher
@@ -47,13 +48,20 @@ def top_k_divergence(
         raise FlowError(f"the teacher's values {list(values.shape)} and ids {list(ids.shape)} differ in shape")
     if values.requires_grad:
         raise FlowError("a TopK teacher cannot get a gradient; detach its values, or pass the teacher's whole logits")
-    return _TopKDivergence.apply(student_logits, values, ids, kind, temperature, group)
+    return _TopKDivergence.apply(student_logits, values, ids, kind, temperature, group, mixture)
 
 
 class _TopKDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, values: Tensor, ids: Tensor, kind: str, temperature: float, group: ProcessGroup
+        ctx: Any,
+        logits: Tensor,
+        values: Tensor,
+        ids: Tensor,
+        kind: str,
+        temperature: float,
+        group: ProcessGroup,
+        mixture: float,
     ) -> Tensor:
         dtype = compute_dtype(logits, values)
         normalizer_of_all = log_normalizer(logits, dtype, temperature, group) if kind != "reverse" else None
@@ -70,10 +78,10 @@ class _TopKDivergence(torch.autograd.Function):
                 normalizer[block] = log_q.logsumexp(dim=-1)
             clamp_log_probs(log_q.sub_(normalizer[block].unsqueeze(-1)))
             log_p = _teacher_log_probs(values[block], dtype, temperature)
-            result[block], mean[block] = _value_and_mean(kind, log_q, log_p)
+            result[block], mean[block] = _value_and_mean(kind, log_q, log_p, mixture)
             del indices, owned, log_q, log_p  # free the memory before the next block
         ctx.save_for_backward(logits, values, ids, normalizer, mean)
-        ctx.kind, ctx.temperature, ctx.group = kind, temperature, group
+        ctx.kind, ctx.temperature, ctx.group, ctx.mixture = kind, temperature, group, mixture
         return result
 
     @staticmethod
@@ -87,12 +95,13 @@ class _TopKDivergence(torch.autograd.Function):
             log_q = owned_logits(logits[block], indices, owned, dtype).div_(ctx.temperature)
             clamp_log_probs(log_q.sub_(normalizer[block].unsqueeze(-1)))
             log_p = _teacher_log_probs(values[block], dtype, ctx.temperature)
-            known = _gradient_of_known(ctx.kind, log_q, log_p, mean[block].unsqueeze(-1)).masked_fill_(~owned, 0.0)
-            part = _gradient_of_all(ctx.kind, logits, block, normalizer, mean, ctx.temperature)
+            of_known = _gradient_of_known(ctx.kind, log_q, log_p, mean[block].unsqueeze(-1), ctx.mixture)
+            known = of_known.masked_fill_(~owned, 0.0)
+            part = _gradient_of_all(ctx.kind, logits, block, normalizer, mean, ctx.temperature, ctx.mixture)
             part.scatter_add_(-1, indices, known)
             grad[block] = part.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
-            del indices, owned, log_q, log_p, known, part
-        return grad, None, None, None, None, None
+            del indices, owned, log_q, log_p, of_known, known, part
+        return grad, None, None, None, None, None, None
 
 
 def _known_bytes(ids: Tensor) -> int:
@@ -103,7 +112,7 @@ def _teacher_log_probs(values: Tensor, dtype: torch.dtype, temperature: float) -
     return clamp_log_probs((values.to(dtype) / temperature).log_softmax(dim=-1))
 
 
-def _value_and_mean(kind: str, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_mean(kind: str, log_q: Tensor, log_p: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
     """Divergence [n], and the mean under q of its derivative with respect to log q [n], for the backward."""
     if kind == "forward":
         value = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
@@ -111,23 +120,28 @@ def _value_and_mean(kind: str, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Te
     if kind == "reverse":
         value = (log_q.exp() * (log_q - log_p)).sum(dim=-1)
         return value, value
-    log_sum = torch.logaddexp(log_p, log_q)
-    part_p = math.log(2) + (log_p.exp() * (log_p - log_sum)).sum(dim=-1)
-    part_q = math.log(2) + (log_q.exp() * (log_q - log_sum)).sum(dim=-1)
-    return (part_p + part_q) / 2, part_q
+    log_sum, constant = _log_sum(log_q, log_p, mixture), -math.log1p(-mixture)
+    part_p = constant + (log_p.exp() * (log_p - log_sum)).sum(dim=-1)
+    part_q = constant + (log_q.exp() * (log_q - log_sum)).sum(dim=-1)
+    return mixture * part_p + (1 - mixture) * part_q, part_q
 
 
-def _gradient_of_known(kind: str, log_q: Tensor, log_p: Tensor, mean: Tensor) -> Tensor:
+def _log_sum(log_q: Tensor, log_p: Tensor, mixture: float) -> Tensor:
+    """log(b / (1 - b) p + q)."""
+    return torch.logaddexp(log_p + (math.log(mixture) - math.log1p(-mixture)), log_q)
+
+
+def _gradient_of_known(kind: str, log_q: Tensor, log_p: Tensor, mean: Tensor, mixture: float) -> Tensor:
     """[n, K]: the additional gradient at the known ids, to be added to `_gradient_of_all`."""
     if kind == "forward":
         return log_p.exp().neg_()
     if kind == "reverse":
         return log_q.exp() * (log_q - log_p - mean)
-    return log_q.exp() * (log_q - torch.logaddexp(log_p, log_q)) / 2
+    return log_q.exp() * (log_q - _log_sum(log_q, log_p, mixture)) * (1 - mixture)
 
 
 def _gradient_of_all(
-    kind: str, logits: Tensor, block: Block, normalizer: Tensor, mean: Tensor, temperature: float
+    kind: str, logits: Tensor, block: Block, normalizer: Tensor, mean: Tensor, temperature: float, mixture: float
 ) -> Tensor:
     """[n, C]: the gradient with respect to the scaled logits if no column were a known id."""
     if kind == "reverse":
@@ -135,4 +149,4 @@ def _gradient_of_all(
     probability = block_log_probs(logits[block], normalizer[block], temperature).exp_()
     if kind == "forward":
         return probability
-    return probability.mul_((math.log(2) - mean[block]).unsqueeze(-1) / 2)
+    return probability.mul_((-math.log1p(-mixture) - mean[block]).unsqueeze(-1) * (1 - mixture))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,9 @@ def operations(tokens, columns, dtype, k=3):
     for kind in KINDS:
         table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 1.5, ONE), 2)
         table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, teacher, kind, 1.5, ONE), 1)
+    skewed = partial(ops.kl_divergence, kind="jensen_shannon", temperature=1.5, group=ONE, mixture=0.2)
+    table["jensen_shannon of 0.2"] = (skewed, 2)
+    table["jensen_shannon of 0.2 of top-k"] = (lambda x: skewed(x, teacher), 1)
     return table
 
 
@@ -116,15 +120,15 @@ def test_the_entropy_beside_the_log_probs_has_no_gradient_and_no_masked_columns(
     assert not entropies.requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mixture"), [*((kind, 0.5) for kind in KINDS), ("jensen_shannon", 0.1)])
 @pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
-def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, temperature):
+def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, mixture, temperature):
     torch.manual_seed(3)
     student, teacher = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
     a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
-    whole = ops.kl_divergence(a, teacher, kind, temperature, ONE)
+    whole = ops.kl_divergence(a, teacher, kind, temperature, ONE, mixture)
     shifted = teacher.log_softmax(-1)  # log-probabilities give the same result as logits
-    of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE), kind, temperature, ONE)
+    of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE), kind, temperature, ONE, mixture)
     whole.sum().backward()
     of_top_k.sum().backward()
     torch.testing.assert_close(of_top_k, whole, rtol=1e-12, atol=1e-12)
