@@ -1,6 +1,7 @@
 """`megatron-wrap explain CONFIG [KEY] [a.b.c=value ...]`."""
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
 from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.config.explain import explain
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, LayoutError
 from megatron_wrap.platform.machine import this_machine
 
 EXAMPLES = (
@@ -55,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     """What `megatron-wrap train` would choose, with the processes that it would start on this machine."""
-    nodes = nodes_of(processes_needed(config), config.init.platform)
+    processes = processes_needed(config)
+    with contextlib.suppress(LayoutError):  # the environment of a node describes no run
+        processes = nodes_of(processes, config.init.platform).world_size
     parallel = config.parallel
-    shards = nodes.world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    shards = processes // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     machine = this_machine(config.init.platform)
     return all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))

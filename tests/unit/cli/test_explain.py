@@ -123,6 +123,8 @@ def test_values_that_the_machine_and_the_layout_choose(explain: Explain, monkeyp
     unset = explain("megatron_lm.model.arch.apply_rope_fusion", on_gpus)
     assert re.search(r"apply_rope_fusion is not set\n(.*\n)*  here: (true|false), because ", unset)
     assert "overlap_grad_reduce = null (here true)" in explain("megatron_lm.misc.ddp", on_gpus)
+    monkeypatch.setenv("GPUS_PER_NODE", "many")
+    assert "here: false, because no other process " in explain(optimizer, on_gpus)
 
 
 def test_the_last_part_is_enough_where_it_is_unique(explain: Explain) -> None:
