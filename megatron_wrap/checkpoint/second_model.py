@@ -1,4 +1,4 @@
-"""The configuration of the second model of `megatron_wrap.models.reference`: the run's, with its own architecture.
+"""The configuration of the second model of `megatron_wrap.models`: the run's, with its own architecture.
 
 Needs neither torch nor Megatron-Core, and is checked before any process starts.
 """
@@ -24,7 +24,6 @@ from megatron_wrap.config.schema import SECTION_PATHS, ArchConfig, ModelsConfig,
 from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.errors import CheckpointError, ConfigError, LayoutError, MegatronWrapError
 
-KEY = f"{SECTION_PATHS['models']}.reference"
 _OF_THE_RUN = (
     *("make_vocab_size_divisible_by", "transformer_impl", "attention_softmax_in_fp32", "moe_grouped_gemm"),
     *("moe_token_dispatcher_type", *sorted(TRAINING_KEYS)),
@@ -39,7 +38,7 @@ def reference_config(config: RunConfig) -> RunConfig | None:
         ConfigError, LayoutError: the model does not fit the run's layout, or cannot follow the policy.
         CheckpointError: a folder is missing, or its weights are incomplete.
     """
-    settings = config.models.reference
+    settings = config.models.second
     if settings is None or settings.precomputed is not None:
         return None
     return _with_source(config, settings)
@@ -52,7 +51,7 @@ def precompute_config(config: RunConfig) -> RunConfig:
     Raises:
         MegatronWrapError: as `reference_config`.
     """
-    settings = config.models.reference or SecondModelConfig(copy=True)
+    settings = config.models.second or SecondModelConfig(copy=True)
     found = _with_source(config, settings)
     train = dataclasses.replace(config.train, save=None, save_interval=None, finetune=config.train.load is not None)
     if settings.source != "copy":
@@ -71,7 +70,7 @@ def check_tokenizer(config: RunConfig, second: RunConfig, tokenizer: Any) -> Non
     Raises:
         ConfigError: they differ.
     """
-    settings = config.models.reference
+    settings = config.models.second
     if settings is None or settings.source == "copy":
         return
     folder = _tokenizer_folder(settings)
@@ -82,16 +81,16 @@ def check_tokenizer(config: RunConfig, second: RunConfig, tokenizer: Any) -> Non
         if ours != theirs:
             token = next(token for token in sorted(ours.keys() | theirs.keys()) if ours.get(token) != theirs.get(token))
             raise ConfigError(
-                f"{KEY}: {settings.source} {getattr(settings, settings.source)} has another tokenizer than the run: "
-                f"token {token!r} has the id {theirs.get(token)} there and {ours.get(token)} here; use a reference "
-                "with the run's tokenizer"
+                f"{config.models.path}: {settings.source} {getattr(settings, settings.source)} has another tokenizer "
+                f"than the run: token {token!r} has the id {theirs.get(token)} there and {ours.get(token)} here; use a "
+                f"{config.models.role} with the run's tokenizer"
             )
         return
     size, own = config.arch.vocab_size or (len(tokenizer) if tokenizer is not None else None), second.arch.vocab_size
     if size is not None and own is not None and size != own:
         raise ConfigError(
-            f"{KEY}: {settings.source} {getattr(settings, settings.source)} has a vocabulary of {own} entries and the "
-            f"run one of {size}; use a reference with the run's tokenizer"
+            f"{config.models.path}: {settings.source} {getattr(settings, settings.source)} has a vocabulary of {own} "
+            f"entries and the run one of {size}; use a {config.models.role} with the run's tokenizer"
         )
 
 
@@ -106,11 +105,12 @@ def _with_source(config: RunConfig, settings: SecondModelConfig) -> RunConfig:
         check_values(found)
         check_hugging_face(found)
     except MegatronWrapError as error:
-        raise type(error)(f"{KEY}: {str(error).removeprefix(f'{HF_PATH}: ')}") from error
+        raise type(error)(f"{config.models.path}: {str(error).removeprefix(f'{HF_PATH}: ')}") from error
     if derived.virtual_pipeline_size(found) != derived.virtual_pipeline_size(config):
         raise LayoutError(
-            f"{KEY}: the model has {found.arch.num_layers} layers, which is another number of virtual pipeline stages "
-            f"than the policy's with {config.arch.num_layers}; set num_layers_per_virtual_pipeline_stage to null"
+            f"{config.models.path}: the model has {found.arch.num_layers} layers, which is another number of virtual "
+            f"pipeline stages than the policy's with {config.arch.num_layers}; set "
+            "num_layers_per_virtual_pipeline_stage to null"
         )
     if settings.update_interval is not None:
         _refuse_another_architecture(config, found)
@@ -170,8 +170,8 @@ def _refuse_another_architecture(config: RunConfig, second: RunConfig) -> None:
         before, now = getattr(theirs, field.name), getattr(ours, field.name)
         if field.name not in skipped and before != now:
             raise ConfigError(
-                f"{KEY}: refresh_interval and ema_decay need a reference of the policy's architecture, but "
-                f"{field.name} is {before} there and {now} here; delete them, or use such a reference"
+                f"{config.models.path}: refresh_interval and ema_decay need a {config.models.role} of the policy's "
+                f"architecture, but {field.name} is {before} there and {now} here; delete them, or use such a reference"
             )
 
 

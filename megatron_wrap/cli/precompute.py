@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Validates, starts the processes, and returns their exit code."""
     config = read_run(arguments.config, arguments.overrides)
-    reference = config.models.reference
+    reference = config.models.second
     folder = arguments.output or (None if reference is None else reference.precomputed)
     if folder is None:
         raise ConfigError(
-            "precompute needs a folder to write; give --output FOLDER, or megatron_wrap.models.reference.precomputed"
+            f"precompute needs a folder to write; give --output FOLDER, or {config.models.path}.precomputed"
         )
     check_run(config)
     precompute_config(config)
@@ -82,7 +82,7 @@ def precompute_samples(wrap: Any, config: RunConfig, folder: str) -> int:
     """
     from megatron_wrap.engine.precomputed import precompute
 
-    return precompute(wrap.state, _samples(config), folder, config.data.on_bad_sample == "skip")
+    return precompute(wrap.state, _samples(config), folder, config.models.role, config.data.on_bad_sample == "skip")
 
 
 def _samples(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ _SOURCES: dict[tuple[str, str], Callable[[Node, str], Any]] = {
     ("data", "train"): decode_sources,
     ("data", "validation"): decode_evaluation_sets,
     ("models", "reference"): decode_second_model,
+    ("models", "teacher"): decode_second_model,
 }
 _SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
 

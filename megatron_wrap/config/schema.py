@@ -459,6 +459,24 @@ class ModelsConfig:
     """copy: a frozen copy of the starting policy, for flows such as gpt_dpo; its calculate_outputs reach the loss as
     reference_*. A mapping with the keys below: other weights, where they are kept, how they follow the policy, or
     outputs computed before. null: none."""
+    teacher: SecondModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
+    """The model that gpt_distill learns from, with the same keys; its outputs reach the loss as teacher_*. A run has a
+    reference or a teacher. null: none."""
+
+    @property
+    def role(self) -> str:
+        """The second model's key, reference or teacher, which is the prefix of its outputs."""
+        return "reference" if self.teacher is None else "teacher"
+
+    @property
+    def second(self) -> SecondModelConfig | None:
+        """The reference or the teacher."""
+        return self.reference if self.teacher is None else self.teacher
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the second model's key in the YAML."""
+        return f"{SECTION_PATHS['models']}.{self.role}"
 
 
 @dataclass(frozen=True, kw_only=True)

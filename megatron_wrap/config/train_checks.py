@@ -24,6 +24,7 @@ def check_training(config: RunConfig) -> None:
     check_fp8(config)
     _check_recompute(config)
     _check_intervals(config)
+    _check_models(config)
     check_data(config)
 
 
@@ -279,7 +280,13 @@ def _check_intervals(config: RunConfig) -> None:
     if train.sample_prompts is not None:
         _check_sample_prompts(config)
     _check_best_metric(config)
+    _check_models(config)
     _check_profile(config)
+
+
+def _check_models(config: RunConfig) -> None:
+    if config.models.reference is not None and config.models.teacher is not None:
+        refuse(config, ["models.reference", "models.teacher"], "a run has one second model; set this or models.teacher to null")
 
 
 def _check_profile(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Builds the second model of `megatron_wrap.models.reference`."""
+"""Builds the second model of `megatron_wrap.models`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def build_reference(
         tokenizer: the run's Hugging Face tokenizer, or None.
         policy_vocab_size: without padding.
     """
-    settings = config.models.reference
-    assert settings is not None, "only called with a reference model"
+    settings = config.models.second
+    assert settings is not None, "only called with a second model"
     vocab_size = policy_vocab_size if config.arch.vocab_size is None else resolve_vocab_size(config, tokenizer)
     model_config = transformer_config(config, parallel, platform, training=False)
     source = weight_source(config) if settings.source == "hf_path" else None

@@ -11,17 +11,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema import ModelsConfig, RunConfig
 from megatron_wrap.data.precomputed import PrecomputedOutputs, PrecomputedWriter, sample_hash
 from megatron_wrap.engine.forward import forward
-from megatron_wrap.engine.reference import PREFIX
 from megatron_wrap.engine.state import TrainingState
 from megatron_wrap.engine.tokenized import tokenizer_key
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.parallel.agreement import on_rank_0
-
-_KEY = f"{SECTION_PATHS['models']}.reference"
 
 
 def use_precomputed(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> None:
@@ -31,7 +28,7 @@ def use_precomputed(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> No
     Raises:
         DataError: there are no outputs. ConfigError: they were computed for another flow, tokenizer or sequence length.
     """
-    settings = config.models.reference
+    settings = config.models.second
     if settings is None or settings.precomputed is None:
         return
     stored = PrecomputedOutputs(settings.precomputed)
@@ -39,10 +36,11 @@ def use_precomputed(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> No
     for name, value in facts.items():
         if stored.facts.get(name) != value:
             raise ConfigError(
-                f"{_KEY}: the outputs in {stored.folder} were computed with another {name}: {stored.facts.get(name)} "
-                f"there and {value} here; run megatron-wrap precompute with this configuration, or set {name} back"
+                f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
+                f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"configuration, or set {name} back"
             )
-    flow.prepare_sample = _with_outputs(stored, flow.prepare_sample)  # type: ignore[assignment, method-assign]
+    flow.prepare_sample = _with_outputs(stored, flow.prepare_sample, config.models)  # type: ignore[assignment, method-assign]
 
 
 def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str,
 
 
 def precompute(
-    state: TrainingState, samples: Iterable[tuple[str, Any]], folder: str | os.PathLike[str], skip_bad: bool
+    state: TrainingState, samples: Iterable[tuple[str, Any]], folder: str | os.PathLike[str], role: str, skip_bad: bool
 ) -> int:
     """Store the outputs of the flow's `calculate_outputs` for each sample, with the weights of `state`. Collective.
 
@@ -63,6 +61,7 @@ def precompute(
         samples: (FILE:ROW, sample or the DataError of a row that cannot be read), the same on every rank; one that
             comes again is computed once.
         folder: on a file system that rank 0 sees.
+        role: "reference" or "teacher", the prefix of the names.
         skip_bad: leave rows out that cannot be used.
 
     Returns:
@@ -80,22 +79,22 @@ def precompute(
     for item in _distinct(state.flow.prepare_sample, samples, skip_bad):
         batch.append(item)
         if len(batch) == state.config.train.global_batch_size:
-            count += _store(state, batch, writer)
+            count += _store(state, batch, writer, role)
             batch = []
     if batch:
-        count += _store(state, batch, writer)
+        count += _store(state, batch, writer, role)
     if not count:
         raise DataError("there is no sample to precompute; give megatron_wrap.data.train or validation")
     on_rank_0(lambda: writer[0].close())
     return count
 
 
-def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[PrecomputedWriter]) -> int:
+def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[PrecomputedWriter], role: str) -> int:
     outputs = forward(state, [sample for _, sample in batch])
 
     def add() -> None:
         for (key, _), row in zip(batch, outputs, strict=True):
-            named = {PREFIX + name: tensor for name, tensor in row.items()}
+            named = {f"{role}_{name}": tensor for name, tensor in row.items()}
             writer[0].add(key, {name: _array(tensor) for name, tensor in named.items()})
 
     on_rank_0(add)
@@ -129,7 +128,9 @@ def _distinct(
         yield key, sample
 
 
-def _with_outputs(stored: PrecomputedOutputs, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_outputs(
+    stored: PrecomputedOutputs, prepare: Callable[[Any], Any], models: ModelsConfig
+) -> Callable[[Any], Any]:
     """`prepare` for samples to which the stored outputs are added."""
 
     def prepare_with_outputs(sample: Any) -> Any:
@@ -137,14 +138,14 @@ def _with_outputs(stored: PrecomputedOutputs, prepare: Callable[[Any], Any]) -> 
         if found is None:
             prepare(sample)  # its own mistake comes first
             raise DataError(
-                f"{stored.folder} has no output of the reference model for the sample {_shown(sample)}; run "
+                f"{stored.folder} has no output of the {models.role} model for the sample {_shown(sample)}; run "
                 "megatron-wrap precompute with the data of this run"
             )
         both = sorted(found.keys() & sample.keys())
         if both:
             raise DataError(
-                f"the sample contains {', '.join(both)}, which {_KEY}.precomputed adds; remove them from the samples, "
-                f"or set {_KEY} to null"
+                f"the sample contains {', '.join(both)}, which {models.path}.precomputed adds; remove them from the "
+                f"samples, or set {models.path} to null"
             )
         return prepare({**sample, **{name: _value(value) for name, value in found.items()}})
 

@@ -1,4 +1,5 @@
-"""The reference model: a second model without gradients, whose outputs the flow compares with those of the policy."""
+"""The reference model, or the teacher: a second model without gradients, whose outputs the flow compares with those of
+the policy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.config.schema import ModelsConfig, RunConfig
 from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.engine.localize import PADDING_MASK
 from megatron_wrap.engine.micro_batch import MicroBatch
@@ -22,9 +23,6 @@ from megatron_wrap.model.chunks import bare_model
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-PREFIX = "reference_"
-"""Prefix of the names of the reference model's outputs among the loss inputs."""
 
 
 @dataclass
@@ -46,9 +44,9 @@ class ReferenceModel:
 
     @property
     def settings(self) -> SecondModelConfig:
-        """Of `megatron_wrap.models.reference`."""
-        assert self.config.models.reference is not None, "the run has a reference model"
-        return self.config.models.reference
+        """Of `megatron_wrap.models.reference`, or `teacher`."""
+        assert self.config.models.second is not None, "the run has a second model"
+        return self.config.models.second
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -157,8 +155,8 @@ def with_reference_outputs(
     reference: ReferenceModel, flow: MegatronWrapTrainingFlowBase, schedule: Schedule, local: list[MicroBatch]
 ) -> list[MicroBatch]:
     """Run the reference model forward over all micro-batches, without a graph, and add the outputs of the flow's
-    `calculate_outputs` to their loss inputs as `reference_NAME`, on the last pipeline stage. Collective over the
-    replica.
+    `calculate_second_model_outputs` to their loss inputs as `reference_NAME` (or `teacher_NAME`), on the last pipeline
+    stage. Collective over the replica.
 
     Args:
         local: from `Schedule.localize`; all with the same number of sequences.
@@ -166,11 +164,11 @@ def with_reference_outputs(
     Raises:
         FlowError: the loss inputs already contain such a name.
     """
-    one_token = torch.ones((), dtype=torch.int)
+    one_token, models = torch.ones((), dtype=torch.int), reference.config.models
 
     def outputs(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        named = flow.calculate_outputs(micro_batch.loss_inputs, output)
-        return output.new_zeros(()), one_token, {PREFIX + name: tensor for name, tensor in named.items()}
+        named = flow.calculate_second_model_outputs(micro_batch.loss_inputs, output)
+        return output.new_zeros(()), one_token, {f"{models.role}_{name}": tensor for name, tensor in named.items()}
 
     seen = local
     if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts
@@ -179,7 +177,7 @@ def with_reference_outputs(
         stored = schedule.run(reference.chunks, seen, outputs, forward_only=True)
     if not stored:  # not the last pipeline stage
         return local
-    return [_with_loss_inputs(micro_batch, named) for micro_batch, named in zip(local, stored, strict=True)]
+    return [_with_loss_inputs(micro_batch, named, models) for micro_batch, named in zip(local, stored, strict=True)]
 
 
 def _without_padding_mask(micro_batch: MicroBatch) -> MicroBatch:
@@ -187,12 +185,11 @@ def _without_padding_mask(micro_batch: MicroBatch) -> MicroBatch:
     return replace(micro_batch, model_inputs=inputs)
 
 
-def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor]) -> MicroBatch:
+def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor], models: ModelsConfig) -> MicroBatch:
     both = sorted(outputs.keys() & micro_batch.loss_inputs.keys())
     if both:
         raise FlowError(
-            f"the samples contain {', '.join(both)}, which the reference model of megatron_wrap.models.reference "
-            "computes too; set megatron_wrap.models.reference to null to use the samples' values, or remove them from "
-            "the samples"
+            f"the samples contain {', '.join(both)}, which the model of {models.path} computes too; set {models.path} "
+            "to null to use the samples' values, or remove them from the samples"
         )
     return replace(micro_batch, loss_inputs={**micro_batch.loss_inputs, **outputs})

@@ -138,7 +138,7 @@ def _flow_key(flow: MegatronWrapTrainingFlowBase) -> dict[str, Any]:
 
 def _precomputed_key(config: RunConfig) -> dict[str, Any]:
     """The precomputed outputs of a reference model that prepared samples contain; empty without them."""
-    reference = config.models.reference
+    reference = config.models.second
     if reference is None or reference.precomputed is None:
         return {}
     return {"precomputed": _file_key(os.path.join(reference.precomputed, MANIFEST))}

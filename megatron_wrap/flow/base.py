@@ -188,6 +188,13 @@ class MegatronWrapTrainingFlowBase(ABC):
             "define it"
         )
 
+    def calculate_second_model_outputs(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor
+    ) -> dict[str, Tensor]:
+        """What the loss inputs contain of the reference model's (or the teacher's) forward pass over this micro-batch,
+        as this rank's shards, without a graph. Default: `calculate_outputs`, which `precompute` stores."""
+        return self.calculate_outputs(loss_inputs, model_forward_output)
+
     def get_step_samples(self, samples: Sequence[Any]) -> Sequence[Any] | None:
         """The prepared samples that `calculate_step_values` gets, collated like others: as many as the batch has, in
         its order; None, the default: those of the batch. Called on every rank with all prepared samples of the global

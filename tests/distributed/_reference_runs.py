@@ -35,7 +35,7 @@ def precompute(overrides: Sequence[str], samples: Sequence[Any], folder: str | P
     with MegatronWrap(precompute_config(config)) as wrap:
         wrap.initialize()
         wrap.setup_model()
-        return store(wrap.state, [("here", sample) for sample in samples], folder, skip_bad=False)
+        return store(wrap.state, [("here", sample) for sample in samples], folder, config.models.role, skip_bad=False)
 
 
 def weights(overrides: Sequence[str], samples: Sequence[Any], steps: int) -> list[tuple[Any, Any]]:

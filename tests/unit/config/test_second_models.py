@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.config import load_run_config
+from megatron_wrap.config.checks import check_values
 from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.errors import ConfigError
 
@@ -49,3 +50,13 @@ def test_refusals(given, message):
     with pytest.raises(ConfigError) as refused:
         load_run_config(CONFIG, [f"{KEY}={given}"])
     assert message in str(refused.value)
+
+
+def test_a_teacher_is_the_second_model_of_a_run_without_a_reference():
+    both = [f"{KEY}=null", "megatron_wrap.models.teacher={hf_path: a, offload: true}"]
+    models = load_run_config(CONFIG, both).models
+    assert models.second == SecondModelConfig(hf_path="a", offload=True)
+    assert (models.role, models.path) == ("teacher", "megatron_wrap.models.teacher")
+    assert load_run_config(CONFIG, []).models.role == "reference"
+    with pytest.raises(ConfigError, match="one second model"):
+        check_values(load_run_config(CONFIG, both[1:]))

@@ -1,0 +1,156 @@
+"""Distillation: a student learns the next-token distributions of a teacher."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow.base import LossOutput
+from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
+from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Metric
+from megatron_wrap.ops.divergence import DivergenceKind, kl_divergence
+from megatron_wrap.ops.log_probs import token_log_probs
+from megatron_wrap.ops.ranking import TopK, top_k
+
+VALUES, IDS = "top_k_logits", "top_k_ids"
+TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS = f"teacher_{VALUES}", f"teacher_{IDS}", "teacher_logits"
+
+
+class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
+    """Mean over the tokens with `loss_mask` of a divergence between the teacher's and the student's distribution of the
+    next token: with p the teacher's and q the student's, and b = `beta`, the generalized Jensen-Shannon divergence
+    b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (Agarwal et al. 2023, arXiv:2306.13649, equation 1); beta 0
+    is the forward KL(p || q), beta 1 the reverse KL(q || p). Samples are those of `gpt_sft`.
+
+    The teacher is the model of `megatron_wrap.models.teacher`, or the samples contain its `top_k` largest logits in
+    `teacher_top_k_logits` and `teacher_top_k_ids`, [tokens, K] each, one row for each token that is predicted.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MegatronWrapGPTModelTextFlow.Config):
+        """Keys of `megatron_wrap.flow`."""
+
+        beta: float = 0.0
+        """The teacher's share of the mixture: 0 is the forward KL, 1 the reverse KL (trl's GKDConfig.beta)."""
+        temperature: float = 1.0
+        """Divides the logits of both models; the loss is not multiplied by its square."""
+        label_weight: float = 0.0
+        """Coefficient of the cross-entropy of the labels, which is added."""
+        top_k: int | None = None
+        """Take only the teacher's K largest logits of each token, as a distribution over these ids; null: all, which
+        are in memory for a whole step."""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.beta <= 1:
+                raise ValueError(f"beta is {self.beta}; it must be from 0 to 1")
+            if self.temperature <= 0:
+                raise ValueError(f"temperature is {self.temperature}; it must be larger than 0")
+            if self.label_weight < 0:
+                raise ValueError(f"label_weight is {self.label_weight}; it must be at least 0")
+            if self.top_k is not None and self.top_k < 1:
+                raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
+
+    supports_packing = True
+
+    @property
+    def _kind(self) -> DivergenceKind:
+        beta = self.flow_config.beta
+        return "forward" if beta == 0 else "reverse" if beta == 1 else "jensen_shannon"
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """Those of gpt_sft, and the teacher's and this model's outputs."""
+        own = (VALUES, IDS, TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS)
+        return {**super().get_fields_and_seqdims(), **dict.fromkeys(own, 1)}
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """As gpt_sft; the teacher's logits, where the samples contain them, are [B, S, K].
+
+        Raises:
+            DataError: only some samples contain them, or their number of rows is not that of the predicted tokens.
+        """
+        samples = list(itertools.islice(iterator, self.micro_batch_size))
+        model_forward_inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
+        return model_forward_inputs, {**loss_inputs, **self._given_teacher(samples, loss_inputs["labels"].shape[1])}
+
+    def _given_teacher(self, samples: list[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
+        given = [sample for sample in samples if TEACHER_IDS in sample]
+        if not given:
+            return {}
+        if len(given) < len(samples):
+            raise DataError(f"{len(given)} of {len(samples)} samples contain {TEACHER_IDS}; give it in all or in none")
+        columns: dict[str, Tensor] = {}
+        for name, dtype in ((TEACHER_VALUES, torch.float32), (TEACHER_IDS, torch.long)):
+            rows = [torch.as_tensor(sample[name], dtype=dtype) for sample in samples]
+            columns[name] = torch.zeros(len(rows), width, rows[0].shape[-1], dtype=dtype)
+            for place, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+                tokens = len(self._encoded(sample).input_ids) - 1
+                if row.dim() != 2 or len(row) not in (tokens, min(tokens, self.seq_length)):
+                    raise DataError(
+                        f"{name} of sample {place + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
+                        f"predicts {tokens} tokens; give [{tokens}, K]"
+                    )
+                columns[name][place, : len(row[:width])] = row[:width]
+        return columns
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the sum over the tokens with `loss_mask`.
+
+        Raises:
+            DataError: there is no teacher.
+        """
+        options, mask = self.flow_config, loss_inputs["loss_mask"]
+        teacher = _teacher(loss_inputs)
+        if isinstance(teacher, Tensor) and teacher.shape != model_forward_output.shape:
+            raise FlowError(
+                f"gpt_distill: the teacher's logits {list(teacher.shape)} and the student's "
+                f"{list(model_forward_output.shape)} differ; the vocabularies have other sizes, so set "
+                "megatron_wrap.flow.top_k"
+            )
+        mixture = options.beta if self._kind == "jensen_shannon" else 0.5
+        per_token = kl_divergence(model_forward_output, teacher, self._kind, options.temperature, mixture=mixture)
+        loss_sum = self.token_mean(per_token, mask)
+        metrics: dict[str, Metric] = {"divergence": (loss_sum.detach(), mask.sum())}
+        if options.label_weight:
+            nll = self.token_mean(-token_log_probs(model_forward_output, loss_inputs["labels"]), mask)
+            metrics["nll_loss"] = (nll.detach(), mask.sum())
+            loss_sum = loss_sum + options.label_weight * nll
+        return LossOutput(loss_sum, metrics)
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """Those of gpt_sft; with `top_k` also `top_k_logits` and `top_k_ids` [B, S, K], which a student can learn
+        from."""
+        outputs = super().calculate_outputs(loss_inputs, model_forward_output)
+        return outputs if self.flow_config.top_k is None else {**outputs, **self._largest(model_forward_output)}
+
+    def calculate_second_model_outputs(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor
+    ) -> dict[str, Tensor]:
+        """`logits` [B, S/cp, V/tp], or with `top_k` the largest ones [B, S/cp, K]."""
+        if self.flow_config.top_k is None:
+            return {"logits": model_forward_output.detach()}
+        return self._largest(model_forward_output)
+
+    def _largest(self, logits: Tensor) -> dict[str, Tensor]:
+        count = self.flow_config.top_k
+        if count > self.vocab_size:
+            raise FlowError(f"megatron_wrap.flow.top_k {count} is larger than the vocabulary of {self.vocab_size}")
+        best = top_k(logits, count)
+        return {VALUES: best.values, IDS: best.ids}
+
+
+def _teacher(loss_inputs: Mapping[str, Tensor]) -> Tensor | TopK:
+    if TEACHER_IDS in loss_inputs:
+        return TopK(loss_inputs[TEACHER_VALUES], loss_inputs[TEACHER_IDS])
+    if TEACHER_LOGITS in loss_inputs:
+        return loss_inputs[TEACHER_LOGITS]
+    raise DataError(
+        "gpt_distill needs a teacher: set megatron_wrap.models.teacher, for instance to {hf_path: FOLDER}, or give "
+        f"samples with {TEACHER_VALUES} and {TEACHER_IDS}"
+    )
