@@ -286,7 +286,8 @@ def _check_intervals(config: RunConfig) -> None:
 
 def _check_models(config: RunConfig) -> None:
     if config.models.reference is not None and config.models.teacher is not None:
-        refuse(config, ["models.reference", "models.teacher"], "a run has one second model; set this or models.teacher to null")
+        keys = ["models.reference", "models.teacher"]
+        refuse(config, keys, "a run has one second model; set this or models.teacher to null")
 
 
 def _check_profile(config: RunConfig) -> None:
