@@ -1,0 +1,32 @@
+"""The self-attention that GPUs use, which splits and rotates in one operation, beside Megatron-Core's."""
+
+from __future__ import annotations
+
+import _fused_runs as runs
+import numpy
+import pytest
+from _checkpoint_runs import CP2, PP2, TP2
+from _covering import quick
+
+PACKED = ("megatron_wrap.flow.packing=true",)
+LAYOUTS = {"one-rank": (1, ()), "packed": (1, PACKED), "tp2": (2, TP2), "cp2": (2, CP2), "pp2": (2, PP2)}
+INTERLEAVED = ("megatron_lm.model.arch.rotary_interleaved=true", "megatron_lm.model.arch.rotary_percent=0.5")
+
+
+def samples() -> list[dict[str, list[int]]]:
+    generator = numpy.random.default_rng(2)
+    return [
+        {"input_ids": generator.integers(3, 500, 40 - 3 * place).tolist(), "loss_mask": [1] * (40 - 3 * place)}
+        for place in range(8)
+    ]
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("one-rank", "tp2")))
+def test_training_and_generation_are_those_of_megatron_core(ranks, name):
+    processes, overrides = LAYOUTS[name]
+    overrides = (*overrides, *(INTERLEAVED if name == "one-rank" else ()))
+    steps, completions, _ = ranks(processes).run(runs.train_and_generate, overrides, samples(), False)[0]
+    found, own, changed = ranks(processes).run(runs.train_and_generate, overrides, samples(), True)[0]
+    assert changed > 0
+    assert numpy.array(found) == pytest.approx(numpy.array(steps), rel=1e-6)
+    assert own == completions
