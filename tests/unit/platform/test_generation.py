@@ -1,4 +1,4 @@
-"""`left_padded` with Megatron-Core's rotary embedding."""
+"""`left_padded` with Megatron-Core's rotary embedding; passes without FP8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_wrap.platform import choose_platform
-from megatron_wrap.platform.generation import left_padded
+from megatron_wrap.platform.generation import left_padded, without_fp8
 
 
 @pytest.fixture
@@ -47,3 +47,14 @@ def test_padded_rows_get_the_angles_of_unpadded_rows_and_the_model_is_restored(i
     assert torch.equal(rotary(12), unpadded)
     assert attention.core_attention is core
     assert attention.config.apply_rope_fusion
+
+
+def test_a_pass_without_fp8_leaves_no_trace():
+    linear = torch.nn.Linear(1, 1)
+    linear.config = SimpleNamespace(fp8="hybrid")
+    linear.fp8_meta, linear.fp8, linear.fp8_initialized = {"fp8_checkpoint": True}, True, True
+    with without_fp8([torch.nn.ModuleList([linear, torch.nn.Identity()])]):
+        assert linear.config.fp8 is None
+        linear.fp8_meta["fp8_checkpoint"] = linear.fp8 = linear.fp8_initialized = False  # as Transformer Engine does
+    assert (linear.config.fp8, linear.fp8, linear.fp8_initialized) == ("hybrid", True, True)
+    assert linear.fp8_meta == {"fp8_checkpoint": True}
