@@ -15,6 +15,7 @@ from megatron_wrap.config.schema import ModelsConfig, RunConfig
 from megatron_wrap.data.precomputed import PrecomputedOutputs, PrecomputedWriter, sample_hash
 from megatron_wrap.engine.forward import forward
 from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.step_values import PREFIX as STEP_PREFIX
 from megatron_wrap.engine.tokenized import tokenizer_key
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -90,7 +91,13 @@ def precompute(
 
 
 def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[PrecomputedWriter], role: str) -> int:
-    outputs = forward(state, [sample for _, sample in batch])
+    samples = [sample for _, sample in batch]
+    outputs = forward(state, samples)
+    others = state.flow.get_samples_to_precompute([state.flow.prepare_sample(sample) for sample in samples])
+    if others is not None:
+        of_others = forward(state, [other for other, _ in others])
+        for row, (_, kept), found in zip(outputs, others, of_others, strict=True):
+            row.update({f"{STEP_PREFIX}{name}": tensor for name, tensor in {**kept, **found}.items()})
 
     def add() -> None:
         for (key, _), row in zip(batch, outputs, strict=True):

@@ -201,6 +201,13 @@ class MegatronWrapTrainingFlowBase(ABC):
         batch in order, so a sample may use its neighbor. Used only with `step_values_from`."""
         return None
 
+    def get_samples_to_precompute(self, samples: Sequence[Any]) -> Sequence[tuple[Any, Mapping[str, Tensor]]] | None:
+        """For outputs computed before training (`megatron-wrap precompute`): for each of some prepared samples, in
+        their order, another prepared sample whose outputs are stored, too, as `reference_step_NAME`, and further
+        tensors to store as `reference_step_NAME`. Training finds both in the sample, for `get_step_samples`. None, the
+        default: nothing but the samples' own outputs."""
+        return None
+
     def calculate_step_values(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
     ) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ _ARGUMENTS = {
     "calculate_loss": ("loss_inputs", "model_forward_output"),
     "calculate_outputs": ("loss_inputs", "model_forward_output"),
     "get_step_samples": ("samples",),
+    "get_samples_to_precompute": ("samples",),
     "calculate_step_values": ("loss_inputs", "model_forward_output"),
     "reduce_step_values": ("values",),
     "validate_model_forward_inputs": ("model_forward_inputs",),

@@ -18,6 +18,11 @@ from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Difference, Metric, Total
 
 REFERENCE_FIELD = "reference_answer_log_probs"
+STEP_REFERENCE, STEP_IDS, STEP_MASK = (
+    f"reference_step_{name}" for name in ("answer_log_probs", "answer_ids", "answer_mask")
+)
+"""Of a sample with precomputed outputs: what its prompt is joined with in the KL estimate, and the reference's
+log-probability of that."""
 
 
 class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
@@ -114,17 +119,45 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         return encoded
 
     def get_step_samples(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """Each prompt with the answer of the sample before it: the samples of the KL estimate. An answer begins with
-        its first token with a loss."""
+        """The samples of the KL estimate: each prompt with the answer of the sample before it, or with the one that is
+        stored with precomputed outputs. An answer begins with its first token with a loss."""
         encoded = [self._encoded(sample) for sample in samples]
+        stored = [sample for sample in samples if STEP_IDS in sample]
+        if stored and len(stored) < len(samples):
+            raise DataError(f"only some samples contain {STEP_IDS}; precompute the outputs of all of them")
+        if stored:
+            return [
+                {
+                    "label": True,
+                    ENCODED: self._joined(tokens, _numbers(sample[STEP_IDS]), _numbers(sample[STEP_MASK])),
+                    REFERENCE_FIELD: sample[STEP_REFERENCE],
+                }
+                for tokens, sample in zip(encoded, samples, strict=True)
+            ]
+        answers = [_answer(encoded[place - 1]) for place in range(len(encoded))]
         return [
-            {"label": True, ENCODED: self._joined(tokens, encoded[place - 1])} for place, tokens in enumerate(encoded)
+            {"label": True, ENCODED: self._joined(tokens, *answer)}
+            for tokens, answer in zip(encoded, answers, strict=True)
         ]
 
-    def _joined(self, prompt_of: ChatTokens, answer_of: ChatTokens) -> ChatTokens:
-        first, start = _answer_start(prompt_of), _answer_start(answer_of)
-        ids = prompt_of.input_ids[:first] + answer_of.input_ids[start:]
-        mask = [0] * first + answer_of.loss_mask[start:]
+    def get_samples_to_precompute(self, samples: Sequence[Any]) -> list[tuple[Any, dict[str, Tensor]]] | None:
+        """Those of the KL estimate, with the answer of each: a sample keeps it in every step of training."""
+        if self.step_values_from is None:
+            return None
+        encoded = [self._encoded(sample) for sample in samples]
+        answers = [_answer(encoded[place - 1]) for place in range(len(encoded))]
+        return [
+            (
+                {"label": True, ENCODED: self._joined(tokens, ids, mask)},
+                {"answer_ids": torch.tensor(ids), "answer_mask": torch.tensor(mask)},
+            )
+            for tokens, (ids, mask) in zip(encoded, answers, strict=True)
+        ]
+
+    def _joined(self, prompt_of: ChatTokens, answer_ids: list[int], answer_mask: list[int]) -> ChatTokens:
+        first = _answer_start(prompt_of)
+        ids = prompt_of.input_ids[:first] + answer_ids
+        mask = [0] * first + answer_mask
         kept = self.seq_length + 1 if self.flow_config.truncation == "refuse" else len(ids)
         return replace(prompt_of, input_ids=ids[:kept], loss_mask=mask[:kept])
 
@@ -198,3 +231,14 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
 def _answer_start(tokens: ChatTokens) -> int:
     """Place of the first token with a loss; the number of tokens if there is none."""
     return tokens.loss_mask.index(1) if 1 in tokens.loss_mask else len(tokens)
+
+
+def _answer(tokens: ChatTokens) -> tuple[list[int], list[int]]:
+    """Ids and loss mask from the first token with a loss on."""
+    start = _answer_start(tokens)
+    return list(tokens.input_ids[start:]), list(tokens.loss_mask[start:])
+
+
+def _numbers(values: Any) -> list[int]:
+    """A stored tensor or list as integers."""
+    return [int(value) for value in values]

@@ -80,6 +80,29 @@ def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tm
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
 
 
+@pytest.mark.parametrize("name", covering(("one-rank", "tp2-sp", "packed")))
+def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, name):
+    """In the order of the batches in which they were computed they equal the live model; in another order each prompt
+    keeps its answer."""
+    processes, layout = LAYOUTS[name]
+    given = [
+        {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"], "label": place % 3 > 0}
+        for place, pair in enumerate(runs.pairs(8))
+    ]
+    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *seconds.SMALLER, *layout, ONE_EACH)
+    live = (f"{REFERENCE}={{hf_path: {first_weights}}}", *overrides)
+    stored = (f"{REFERENCE}={{hf_path: {first_weights}, precomputed: {tmp_path}/outputs}}", *overrides)
+    assert ranks(processes).run(seconds.precompute, stored, given, tmp_path / "outputs") == [8] * processes
+    expected = ranks(processes).run(runs.train, live, given, 2)[0]
+    found = ranks(processes).run(runs.train, stored, given, 2)[0]
+    assert expected[0]["kl"] > 1e-3
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=10 * ROUNDING)
+    batches = (given[:4], [given[place] for place in (2, 0, 3, 1)])
+    in_order, other_order = (ranks(processes).run(runs.train, stored, batch, 1)[0][0]["kl"] for batch in batches)
+    assert other_order == pytest.approx(in_order, rel=1e-4)
+
+
 def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
     given = (f"{REFERENCE}={{precomputed: {tmp_path}/outputs}}",)
     assert "no precomputed outputs" in ranks(1).run(runs.refusal, given)[0]

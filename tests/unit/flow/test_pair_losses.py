@@ -161,6 +161,27 @@ def test_kto_estimates_kl_on_each_prompt_with_the_answer_before():
     assert float(made.reduce_step_values({"ratios": -torch.ones(2), "weights": torch.ones(2)})["kl"]) == 0
 
 
+def test_kto_keeps_the_answer_that_is_stored_with_precomputed_outputs():
+    made = flow(MegatronWrapGPTModelKTOFlow)
+    prepared = [made.prepare_sample(sample) for sample in (answer([1, 2], [5]), answer([3], [6, 7]), answer([4], [8]))]
+    stored = made.get_samples_to_precompute(prepared)
+    assert [one["encoded"] for one, _ in stored] == [one["encoded"] for one in made.get_step_samples(prepared)]
+    with_outputs = [
+        {
+            **sample,
+            "reference_step_answer_log_probs": -1.0 - place,
+            **{f"reference_step_{key}": kept[key] for key in kept},
+        }
+        for place, (sample, (_, kept)) in enumerate(zip(prepared, stored, strict=True))
+    ]
+    found = made.get_step_samples([with_outputs[place] for place in (2, 0, 1)])
+    assert [one["encoded"].input_ids for one in found] == [[4, 6, 7], [1, 2, 8], [3, 5]]
+    assert [one["reference_answer_log_probs"] for one in found] == [-3.0, -1.0, -2.0]
+    with pytest.raises(DataError, match="only some samples contain reference_step_answer_ids"):
+        made.get_step_samples([with_outputs[0], prepared[1]])
+    assert flow(MegatronWrapGPTModelKTOFlow, loss_type="apo_zero_unpaired").get_samples_to_precompute(prepared) is None
+
+
 def test_an_empty_answer_is_refused():
     for kind, sample in ((MegatronWrapGPTModelDPOFlow, pair(2, 0)), (MegatronWrapGPTModelKTOFlow, answer([1], []))):
         with pytest.raises(DataError, match="has no tokens"):
