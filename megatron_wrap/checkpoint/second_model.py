@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.choose import complete
 from megatron_wrap.bridge.hub import read_run
@@ -23,6 +23,9 @@ from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_huggi
 from megatron_wrap.config.schema import SECTION_PATHS, ArchConfig, ModelsConfig, RunConfig
 from megatron_wrap.config.second_models import SecondModelConfig
 from megatron_wrap.errors import CheckpointError, ConfigError, LayoutError, MegatronWrapError
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.state import TrainingState
 
 _OF_THE_RUN = (
     *("make_vocab_size_divisible_by", "transformer_impl", "attention_softmax_in_fp32", "moe_grouped_gemm"),
@@ -92,6 +95,26 @@ def check_tokenizer(config: RunConfig, second: RunConfig, tokenizer: Any) -> Non
             f"{config.models.path}: {settings.source} {getattr(settings, settings.source)} has a vocabulary of {own} "
             f"entries and the run one of {size}; use a {config.models.role} with the run's tokenizer"
         )
+
+
+def add_second_model(state: TrainingState, second: RunConfig, tokenizer: Any) -> None:
+    """Build the second model of a run; `RunCheckpoints.restore` loads the weights that are not in a Hugging Face
+    folder.
+
+    Args:
+        state: of the run; gets the model.
+        second: from `reference_config`.
+        tokenizer: the run's, or None.
+
+    Raises:
+        ConfigError: its tokenizer is not the run's.
+    """
+    from megatron_wrap.engine.build_reference import build_reference
+
+    config = state.config
+    check_tokenizer(config, second, tokenizer)
+    second = dataclasses.replace(second, optimizer=config.optimizer, ddp=config.ddp)
+    state.reference = build_reference(second, state.platform, state.parallel, tokenizer, state.shape.vocab_size)
 
 
 def _with_source(config: RunConfig, settings: SecondModelConfig) -> RunConfig:

@@ -14,7 +14,7 @@ from megatron_wrap.utils.progress import ProgressBar, format_step
 
 if TYPE_CHECKING:
     from megatron_wrap.engine.profiling import StepProfiler
-    from megatron_wrap.engine.state import StepReport
+    from megatron_wrap.engine.state import StepReport, TrainingState
 
 
 class RunRecords:
@@ -98,3 +98,14 @@ class RunRecords:
         if self._progress_bar is not None:
             self._progress_bar.close()
         self._metric_loggers.close()
+
+
+def describe_model(state: TrainingState) -> None:
+    """Log the flow and the size of the model, and each weight with `show_weight_details`."""
+    local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
+    logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
+    if state.config.model_provider.show_weight_details:
+        from megatron_wrap.model.chunks import weight_lines
+
+        for line in weight_lines(state.chunks):
+            logger.info_all_ranks(line)

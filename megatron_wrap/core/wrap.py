@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.bridge.hub import read_run
 from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
 from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.checkpoint.second_model import check_tokenizer, reference_config
+from megatron_wrap.checkpoint.second_model import add_second_model, reference_config
 from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.checks import check_layout, check_run
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
@@ -22,7 +21,7 @@ from megatron_wrap.core.fit import FitVerbs
 from megatron_wrap.core.hugging_face import HuggingFaceVerbs
 from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.core.loading import LoadingVerbs
-from megatron_wrap.core.records import RunRecords
+from megatron_wrap.core.records import RunRecords, describe_model
 from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
@@ -158,25 +157,16 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
             from_hugging_face=from_hugging_face,
             training=training,
         )
-        if training:
-            self._add_reference(parallel)
+        if training and self._reference_config is not None:
+            add_second_model(self._state, self._reference_config, self.tokenizer)
         self._started_from_hugging_face = from_hugging_face
-        self._describe_model()
+        describe_model(self._state)
         if from_hugging_face:
             logger.info_rank_0(f"loaded weights from {self.config.model_provider.hf_path}")
             for text in weights_left_out(self.config):
                 logger.warning_rank_0(text)
         self._checkpoints = RunCheckpoints(self._state)
         self._resumed_from = self._checkpoints.restore(weights_only=not training)
-
-    def _add_reference(self, parallel: ParallelState) -> None:
-        config, state = self._reference_config, self._ready()
-        if config is not None:
-            from megatron_wrap.engine.build_reference import build_reference
-
-            check_tokenizer(self.config, config, self.tokenizer)
-            config = replace(config, optimizer=self.config.optimizer, ddp=self.config.ddp)
-            state.reference = build_reference(config, self.platform, parallel, self.tokenizer, state.shape.vocab_size)
 
     def close(self) -> None:
         """End the processes that load data, close loggers, destroy the process groups that this object created, and
@@ -349,13 +339,3 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         from megatron_wrap.engine.profiling import step_profiler
 
         return step_profiler(self._ready(), self.output_dir)
-
-    def _describe_model(self) -> None:
-        state = self._ready()
-        local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
-        logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
-        if self.config.model_provider.show_weight_details:
-            from megatron_wrap.model.chunks import weight_lines
-
-            for line in weight_lines(state.chunks):
-                logger.info_all_ranks(line)
