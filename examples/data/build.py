@@ -1,8 +1,8 @@
 """Makes the example's data set and tokenizer: `python examples/data/build.py [--output FOLDER] [--force]`.
 
-Writes train.jsonl, validation.jsonl, preference pairs of both, tokenizer/ and manifest.json, which is written last: a
-folder with a manifest is whole. A whole folder is left as it is, also by another Python, so that a run that resumes
-finds the data it began with.
+Writes train.jsonl, validation.jsonl, preference pairs and single answers of both, tokenizer/ and manifest.json, which
+is written last: a folder with a manifest is whole. A whole folder is left as it is, also by another Python, so that a
+run that resumes finds the data it began with.
 """
 
 import argparse
@@ -21,13 +21,15 @@ import bpe  # noqa: E402
 import conversations  # noqa: E402
 import preferences  # noqa: E402
 
-BUILD_VERSION = 2
+BUILD_VERSION = 3
 """Goes up when the builder makes something else of the same Python; a folder of another version is made anew."""
 FILES = (
     "train.jsonl",
     "validation.jsonl",
     "preference-train.jsonl",
     "preference-validation.jsonl",
+    "answers-train.jsonl",
+    "answers-validation.jsonl",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
     "tokenizer/chat_template.jinja",
@@ -46,7 +48,9 @@ def build(output: Path, force: bool = False) -> tuple[dict, bool]:
         folder = Path(temporary)
         for name, samples in (("train", train), ("validation", validation)):
             write_jsonl(folder / f"{name}.jsonl", samples)
-            write_jsonl(folder / f"preference-{name}.jsonl", preferences.make_pairs(samples))
+            pairs = preferences.make_pairs(samples)
+            write_jsonl(folder / f"preference-{name}.jsonl", pairs)
+            write_jsonl(folder / f"answers-{name}.jsonl", preferences.make_answers(pairs))
         texts = (message["content"] for sample in train for message in sample["messages"])
         vocabulary_size = bpe.train_tokenizer(texts, folder / "tokenizer")
         manifest = {
@@ -101,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"conversations, from the docstrings of Python {manifest['python']}"
     )
     print("  preference-train.jsonl and preference-validation.jsonl: the same with a worse answer beside each good one")
+    print("  answers-train.jsonl and answers-validation.jsonl: one of the two answers, with a label")
     print(f"  tokenizer/ byte-level BPE, {manifest['vocabulary_size']} entries, with a chat template")
     return 0
 

@@ -1,4 +1,4 @@
-"""Preference pairs made from the conversations: a docstring, and the same words in random order."""
+"""Preference pairs and single answers made from the conversations: a docstring, and the same words in random order."""
 
 import hashlib
 
@@ -11,6 +11,14 @@ def make_pairs(conversations: list[dict]) -> list[dict]:
         worse = {**answer, "content": disordered(answer["content"])}
         pairs.append({"prompt": [question], "chosen": [answer], "rejected": [worse]})
     return pairs
+
+
+def make_answers(pairs: list[dict]) -> list[dict]:
+    """`{"prompt", "completion", "label"}` for each pair: its chosen answer, or its rejected one, in turn."""
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
+        for place, pair in enumerate(pairs)
+    ]
 
 
 def disordered(text: str) -> str:

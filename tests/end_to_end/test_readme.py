@@ -221,6 +221,24 @@ def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sa
     assert (tmp_path / "outputs/tiny-llama-dpo/checkpoints/reference/iter_0000000/metadata.json").is_file()
 
 
+@pytest.mark.documentation
+@pytest.mark.parametrize("flow", ["kto", "cpo", "orpo", "reward"])
+def test_the_examples_of_preferences_start_from_the_fine_tuned_folder(tmp_path, sample_data, flow):
+    (tmp_path / "examples" / "data").mkdir(parents=True)
+    for name in ("configs", "examples/preference"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "examples/data/generated").symlink_to(sample_data)
+    few = [f"megatron_lm.train.common.{key}" for key in ("train_iters=2", "global_batch_size=4", "eval_iters=1")]
+    few.append("megatron_lm.train.common.sample_prompts=null")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/preference/train.py"]
+    done = run([*command, flow, *few], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loaded weights from outputs/tiny-llama-sft/hf" in done.stderr
+    shown = re.findall(r"([\w/]+): (-?[\d.]+) before, (-?[\d.]+) after 2 iterations", done.stderr)
+    assert len(shown) == (2 if flow == "reward" else 3)
+    assert any(before != after for _, before, after in shown)
+
+
 def test_both_languages_show_the_same_code():
     def code(page: str) -> list[str]:
         return re.findall(r"^```\w*\n.*?^```$", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)

@@ -53,6 +53,8 @@ def test_two_runs_write_the_same_bytes(data, tmp_path):
         "validation.jsonl",
         "preference-train.jsonl",
         "preference-validation.jsonl",
+        "answers-train.jsonl",
+        "answers-validation.jsonl",
         "manifest.json",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
