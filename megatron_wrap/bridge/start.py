@@ -18,14 +18,14 @@ def check_hugging_face(config: RunConfig) -> None:
     downloaded and validated when the model is built.
 
     Raises:
-        ConfigError, CheckpointError: as `weight_source`.
+        ConfigError, CheckpointError: as `hugging_face_source`.
     """
     path = config.model_provider.hf_path
     if path is not None and os.path.isdir(os.path.expanduser(path)):
-        weight_source(config)
+        hugging_face_source(config)
 
 
-def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
+def hugging_face_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
     """The family and the weights of `hf_path`, validated but not read; None if the run has no hf_path.
 
     Raises:
@@ -47,5 +47,5 @@ def weight_source(config: RunConfig) -> tuple[Family, WeightSource] | None:
 
 def weights_left_out(config: RunConfig) -> list[str]:
     """Warnings about weights of `hf_path` that are not read."""
-    found = weight_source(config)
+    found = hugging_face_source(config)
     return [] if found is None else found[1].left_out(found[0], config.arch)

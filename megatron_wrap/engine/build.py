@@ -10,7 +10,7 @@ import torch
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import WeightSource
-from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.start import hugging_face_source
 from megatron_wrap.bridge.transfer import load_weights
 from megatron_wrap.config import derived
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
@@ -72,7 +72,7 @@ def build_training_state(
         )
         try_flow(flow, head, config.train.seed)
     model_config = transformer_config(config, parallel, platform, training)
-    hugging_face = weight_source(config) if from_hugging_face else None
+    hugging_face = hugging_face_source(config) if from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, hugging_face=hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.start import hugging_face_source
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.engine.build import build_chunks, resolve_vocab_size
 from megatron_wrap.engine.reference import ReferenceModel
@@ -28,7 +28,7 @@ def build_reference(
     assert settings is not None, "only called with a second model"
     vocab_size = policy_vocab_size if config.arch.vocab_size is None else resolve_vocab_size(config, tokenizer)
     model_config = transformer_config(config, parallel, platform, training=False)
-    source = weight_source(config) if settings.source == "hf_path" else None
+    source = hugging_face_source(config) if settings.source == "hf_path" else None
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, source)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)

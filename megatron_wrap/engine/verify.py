@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_wrap.bridge.family import Family
 from megatron_wrap.bridge.source import WeightSource
-from megatron_wrap.bridge.start import weight_source
+from megatron_wrap.bridge.start import hugging_face_source
 from megatron_wrap.bridge.stream import WeightStream
 from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
@@ -166,7 +166,7 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
 
 
 def _starting_folder(config: RunConfig) -> tuple[Family, WeightSource]:
-    found = weight_source(config)
+    found = hugging_face_source(config)
     if found is None:
         raise CheckpointError(
             "there is no model to compare with: megatron_wrap.model_provider.hf_path is null; set it to the folder"

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from megatron_wrap.bridge.choose import choose_family, complete, config_json
 from megatron_wrap.bridge.source import INDEX, SINGLE
-from megatron_wrap.bridge.start import check_hugging_face, weight_source, weights_left_out
+from megatron_wrap.bridge.start import check_hugging_face, hugging_face_source, weights_left_out
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def checked_source(folder: Path, *overrides: str) -> Any:
     config = load_run_config("run.yaml", [f"{HF_PATH}={folder}", *overrides])
     check_hugging_face(config)
-    found = weight_source(config)
+    found = hugging_face_source(config)
     assert found is not None
     return found[1]
 
