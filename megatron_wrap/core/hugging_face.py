@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from megatron_wrap.bridge.family import Family
+    from megatron_wrap.bridge.rollout_weights import RolloutWeights
     from megatron_wrap.bridge.stream import WeightStream
     from megatron_wrap.config import RunConfig
     from megatron_wrap.config.schema import ArchConfig
@@ -71,13 +72,11 @@ class HuggingFaceVerbs:
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
         """
-        from megatron_wrap.bridge.choose import choose_family, config_json
+        from megatron_wrap.bridge.choose import config_json
         from megatron_wrap.bridge.export import save_pretrained
-        from megatron_wrap.bridge.value_model import family_of_model
 
         state, hf_path = self._ready(), self.config.model_provider.hf_path
-        arch = self._complete_arch()
-        chosen = family_of_model(self.config, choose_family(arch, hf_path, family))
+        chosen, arch = self._family_and_arch(family)
         stream = self._weight_stream(chosen, arch, dtype)
         values = config_json(chosen, arch, stream.dtype_name, hf_path)
         target = save_pretrained(stream, values, state.parallel, folder, hf_path, self.tokenizer, max_shard_size)
@@ -91,13 +90,29 @@ class HuggingFaceVerbs:
 
         Collective: every rank must iterate over all of them. For example to update an inference engine during training.
         """
-        from megatron_wrap.bridge.choose import choose_family
         from megatron_wrap.bridge.export import export_weights
-        from megatron_wrap.bridge.value_model import family_of_model
 
-        arch = self._complete_arch()
-        chosen = family_of_model(self.config, choose_family(arch, self.config.model_provider.hf_path, family))
+        chosen, arch = self._family_and_arch(family)
         yield from export_weights(self._weight_stream(chosen, arch, dtype))
+
+    def weight_source(self, dtype: str | torch.dtype | None = None, family: str | None = None) -> RolloutWeights:
+        """The weights for an engine that rolls out: their names, dtypes and shapes, and passes over the tensors, as
+        `save_pretrained` would write them. Collective.
+
+        The object stays valid in the whole run; each pass has the weights of its time. docs/weights.md has the adapters
+        for vLLM and SGLang.
+
+        Args:
+            dtype, family: as for `save_pretrained`.
+
+        Raises:
+            UnsupportedModel: no family can express the architecture.
+        """
+        from megatron_wrap.bridge.rollout_weights import RolloutWeights
+
+        chosen, arch = self._family_and_arch(family)
+        is_sender = self._ready().parallel.world.rank == 0
+        return RolloutWeights(lambda: self._weight_stream(chosen, arch, dtype), is_sender)
 
     def push_to_hub(
         self,
@@ -125,11 +140,14 @@ class HuggingFaceVerbs:
         message = commit_message or f"{self.config.name}, iteration {self._ready().progress.iteration}"
         return upload(target, repo_id, private, message)
 
-    def _complete_arch(self) -> ArchConfig:
-        from megatron_wrap.bridge.choose import complete
+    def _family_and_arch(self, family: str | None) -> tuple[Family, ArchConfig]:
+        from megatron_wrap.bridge.choose import choose_family, complete
+        from megatron_wrap.bridge.value_model import family_of_model
 
         # vocab_size of the configuration may be null; the state has the tokenizer's
-        return complete(self.config.arch, self.config.train.seq_length, self._ready().shape.vocab_size)
+        arch = complete(self.config.arch, self.config.train.seq_length, self._ready().shape.vocab_size)
+        chosen = choose_family(arch, self.config.model_provider.hf_path, family)
+        return family_of_model(self.config, chosen), arch
 
     def _weight_stream(self, family: Family, arch: ArchConfig, dtype: str | torch.dtype | None) -> WeightStream:
         from megatron_wrap.bridge.export import weight_stream
