@@ -18,11 +18,6 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: queues of a GPU, in which kernels wait."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
 """Before it, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
-PERMUTE_FUSION_FROM = (2, 1)
-"""The first version of Transformer Engine with the kernels of moe_permute_fusion (transformer_config.py)."""
-FP8_GATHER_FROM = (0, 19)
-"""The first Megatron-Core that computes the transposes of FP8 weights after a forced gather with overlap_param_gather
-(param_and_grad_buffer.py, start_param_sync)."""
 _SHIPPED_PROVIDERS = ("gpt_model", derived.VALUE_PROVIDER)
 
 
@@ -109,23 +104,14 @@ def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool
         reason = f"torch and the device {can} half-precision products in fp32"
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
     if arch.num_experts is not None:
-        yield from _expert_kernel_choices(arch, machine, transformer_engine)
+        yield from _expert_kernel_choices(arch, transformer_engine)
 
 
-def _expert_kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
-    without = "the layers do not use Transformer Engine"
+def _expert_kernel_choices(arch: ArchConfig, transformer_engine: bool) -> Iterator[Choice]:
     if arch.moe_grouped_gemm is None:
+        without = "the layers do not use Transformer Engine"
         reason = "Transformer Engine multiplies all experts at once" if transformer_engine else without
         yield Choice("arch.moe_grouped_gemm", transformer_engine, reason)
-    first, found = PERMUTE_FUSION_FROM, machine.transformer_engine or ()
-    fused = transformer_engine and found >= first and arch.moe_router_dtype != "fp64"
-    if fused:
-        reason = "Transformer Engine sorts tokens by expert in one kernel"
-    elif not transformer_engine:
-        reason = without
-    else:
-        reason = "its kernel has no fp64" if found >= first else f"it needs Transformer Engine {first[0]}.{first[1]}"
-    yield Choice("arch.moe_permute_fusion", fused, reason)
 
 
 def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:

@@ -134,21 +134,21 @@ def test_queues_of_a_gpu(sizes: dict[str, int], given: str | None, expected: str
             (),
             GPU,
             True,
-            {"rope": True, "activation": True, "gradient": True, "grouped": True, "permute": True},
+            {"rope": True, "activation": True, "gradient": True, "grouped": True},
         ),
         (
             "tiny-mixtral-sft",
             (f"{ARCH}.moe_router_dtype=fp64", f"{ARCH}.moe_grouped_gemm=false"),
             GPU,
             True,
-            {"rope": True, "activation": True, "gradient": True, "permute": False},
+            {"rope": True, "activation": True, "gradient": True},
         ),
         (
             "tiny-mixtral-sft",
             (),
             PLAIN_GPU,
             False,
-            {"rope": True, "activation": True, "gradient": True, "grouped": False, "permute": False},
+            {"rope": True, "activation": True, "gradient": True, "grouped": False},
         ),
     ],
 )
@@ -160,18 +160,10 @@ def test_fused_kernels(
         "arch.bias_activation_fusion": "activation",
         "arch.gradient_accumulation_fusion": "gradient",
         "arch.moe_grouped_gemm": "grouped",
-        "arch.moe_permute_fusion": "permute",
     }
     found = kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine)
     assert {names[choice.key]: choice.value for choice in found} == expected
     assert all(choice.reason for choice in found)
-
-
-def test_old_transformer_engine_has_no_kernel_to_permute_tokens() -> None:
-    arch = load(run="tiny-mixtral-sft").arch
-    found = {choice.key: choice for choice in kernel_choices(arch, Machine("cuda", (2, 0, 1), triton=True), True)}
-    assert found["arch.moe_permute_fusion"].value is False
-    assert "2.1" in found["arch.moe_permute_fusion"].reason
 
 
 def test_explain_leaves_out_what_the_yaml_gives() -> None:
