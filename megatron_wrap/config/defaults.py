@@ -18,6 +18,9 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: queues of a GPU, in which kernels wait."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
 """Before it, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
+FP8_GATHER_FROM = (0, 19)
+"""The first Megatron-Core that computes the transposes of FP8 weights after a forced gather with overlap_param_gather
+(param_and_grad_buffer.py, start_param_sync)."""
 _SHIPPED_PROVIDERS = ("gpt_model", derived.VALUE_PROVIDER)
 
 
