@@ -48,16 +48,19 @@ def step_values(state: TrainingState, groups: Sequence[list[MicroBatch]], num_sa
         if not parallel.is_last_stage:
             return {}
         names = sorted(rows[0])
-        table = torch.zeros(len(names), num_samples, device=state.platform.device)
+        widths = [rows[0][name].shape[1:].numel() for name in names]
+        table = torch.zeros(num_samples, sum(widths), device=state.platform.device)
         for micro_batch, named in zip(micro_batches, rows, strict=True):
             if micro_batch.counted:
-                stacked = torch.stack([_row(flow, name, named, micro_batch.num_samples) for name in names])
-                table[:, list(micro_batch.places)] = stacked
+                found = [_row(flow, name, named, rows[0][name].shape[1:], micro_batch.num_samples) for name in names]
+                table[list(micro_batch.places)] = torch.cat(found, dim=1)
         # bit for bit the same on all ranks, so that a sort of close values is, too; each place has one summand
         for axis in (parallel.tp, parallel.cp):
             broadcast_on(table, 0, axis.group)
         reduce_in_place(table, "sum", parallel.dp.group)
-        reduced = flow.reduce_step_values(dict(zip(names, table, strict=True)))
+        columns = zip(names, table.split(widths, dim=1), strict=True)
+        shapes = {name: (num_samples, *rows[0][name].shape[1:]) for name in names}
+        reduced = flow.reduce_step_values({name: column.reshape(shapes[name]) for name, column in columns})
     name = f"{type(flow).__name__}.reduce_step_values"
     if not isinstance(reduced, Mapping) or not all(isinstance(value, Tensor) for value in reduced.values()):
         raise FlowError(f"{name} must return a dictionary of tensors; return {{name: tensor}}")
@@ -99,12 +102,19 @@ def _rows(state: TrainingState, groups: Sequence[list[MicroBatch]]) -> list[dict
     return [named for group_rows in stored for named in group_rows]
 
 
-def _row(flow: MegatronWrapTrainingFlowBase, name: str, named: Mapping[str, Tensor], num_samples: int) -> Tensor:
+def _row(
+    flow: MegatronWrapTrainingFlowBase,
+    name: str,
+    named: Mapping[str, Tensor],
+    row_shape: Sequence[int],
+    num_samples: int,
+) -> Tensor:
+    """[n, K], the K numbers of each sample in fp32."""
     row = named.get(name)
-    if row is None or tuple(row.shape) != (num_samples,):
+    if row is None or tuple(row.shape) != (num_samples, *row_shape):
         found = "is missing in one micro-batch" if row is None else f"has shape {tuple(row.shape)}"
         raise FlowError(
-            f"{type(flow).__name__}.calculate_step_values: {name!r} {found}; return one number for each of the "
-            f"{num_samples} samples, with the same names for every micro-batch"
+            f"{type(flow).__name__}.calculate_step_values: {name!r} {found}; return one row for each of the "
+            f"{num_samples} samples, with the same names and shapes for every micro-batch"
         )
-    return row.float()
+    return row.float().reshape(num_samples, -1)

@@ -211,9 +211,9 @@ class MegatronWrapTrainingFlowBase(ABC):
     def calculate_step_values(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
     ) -> dict[str, Tensor]:
-        """Named rows [n] of one micro-batch of n samples, without a graph, for the statistics of the whole step;
-        complete and equal on every context-parallel rank. Called before the step on the last pipeline stage; the loss
-        inputs contain the reference model's outputs. See `step_values_from`.
+        """Named rows [n] of one micro-batch of n samples, or [n, K] with one K for the whole step, without a graph, for
+        the statistics of the whole step; complete and equal on every context-parallel rank. Called before the step on
+        the last pipeline stage; the loss inputs contain the reference model's outputs. See `step_values_from`.
 
         Args:
             model_forward_output: [B, S/cp, V/tp]; None with `step_values_from = "inputs"`.
@@ -224,9 +224,10 @@ class MegatronWrapTrainingFlowBase(ABC):
         )
 
     def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics of the whole step, from the rows of all micro-batches and replicas, fp32 [N] in the order of the
-        global batch's N samples, equal on every rank. The loss inputs of every micro-batch contain each result as
-        `step_NAME`, and `step_places` [n], the places of its samples in the global batch. Default: the rows."""
+        """Statistics of the whole step, from the rows of all micro-batches and replicas, fp32 [N] or [N, K] in the
+        order of the global batch's N samples, equal on every rank. The loss inputs of every micro-batch contain each
+        result as `step_NAME`, and `step_places` [n], the places of its samples in the global batch. Default: the
+        rows."""
         return values
 
     def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:  # noqa: B027
