@@ -9,7 +9,7 @@ from megatron_wrap.config.refusal import divisors, refuse
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import LayoutError
 
-FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo")
+FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_grpo")
 """Flows that compute log-probabilities of tokens."""
 
 

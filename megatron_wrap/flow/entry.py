@@ -17,6 +17,7 @@ SHIPPED: Mapping[str, str] = {
     "gpt_cpo": "megatron_wrap.flow.cpo:MegatronWrapGPTModelCPOFlow",
     "gpt_orpo": "megatron_wrap.flow.orpo:MegatronWrapGPTModelORPOFlow",
     "gpt_distill": "megatron_wrap.flow.distill:MegatronWrapGPTModelDistillFlow",
+    "gpt_grpo": "megatron_wrap.flow.grpo:MegatronWrapGPTModelGRPOFlow",
     "gpt_reward": "megatron_wrap.flow.reward:MegatronWrapGPTModelRewardFlow",
 }
 """Flows of this package, by key. `make config-docs` writes a file of the tree with the options of each."""

@@ -1,0 +1,310 @@
+"""Group relative policy optimization (GRPO) and its family, of a GPT model on given rollouts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.base import FlowContext, LossOutput
+from megatron_wrap.flow.grpo_config import CLIPPED_LOSSES, SEQUENCE_LOSSES, GRPOConfig
+from megatron_wrap.flow.policy_losses import (
+    cispo,
+    clipped,
+    group_advantages,
+    highest_values,
+    kl_estimates,
+    rollout_weights,
+    sapo,
+)
+from megatron_wrap.flow.policy_metrics import (
+    PolicyTerms,
+    clip_metrics,
+    completion_metrics,
+    reward_metrics,
+    rollout_metrics,
+)
+from megatron_wrap.flow.rollouts import (
+    ADVANTAGES,
+    GROUP,
+    LOG_PROBS,
+    OLD,
+    REFERENCE,
+    REWARD,
+    ROLLOUT,
+    Rollout,
+    check_groups,
+    common_keys,
+    encode_rollout,
+)
+from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.metrics.metric import Metric, Total
+from megatron_wrap.ops.entropies import entropy
+from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
+
+_POLICY, _ENTROPY = "policy", "entropy"
+"""Terms, with an entropy bonus."""
+_ROLLOUT = "rollout"
+"""Key of a prepared sample's `Rollout`."""
+_GROUPS = ("group_0", "group_1", "group_2")
+
+
+class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
+    """Policy optimization on responses that a rollout engine generated (GRPO: Shao et al., 2024, arXiv:2402.03300). The
+    loss of a token is that of `loss_type` (`policy_py`) with its advantage, plus `beta` times an estimate of the
+    KL divergence from a reference model; docs/policy.md has the formulas and conventions.
+
+    A sample is a prompt with one response (see `megatron_wrap.flow.rollouts.encode_rollout`). Advantages come from the
+    sample, or from the rewards of all responses of its group in the step, whatever the cut; so all responses of a group
+    must be in one batch. The ratio's denominator is `old_log_probs` of the sample; without them it is the policy
+    itself, and the ratio is 1.
+    """
+
+    Config = GRPOConfig
+    supports_packing = True
+
+    def __init__(self, flow_config: Any, context: FlowContext) -> None:
+        super().__init__(flow_config, context)
+        self.step_values_from = "outputs" if flow_config.top_entropy_quantile < 1 else "inputs"
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with its `ChatTokens` as `encoded`, and its `Rollout`.
+
+        Raises:
+            DataError: a key is missing or its value is wrong, or it is longer than `truncation: refuse` allows.
+        """
+        rollout = self._encoded(sample)
+        self.check_length(rollout.tokens)
+        return {**sample, ENCODED: rollout.tokens, _ROLLOUT: rollout}
+
+    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
+        """That of the sequence, see `length_of`."""
+        return [self.length_of(self._encoded(sample).tokens)]
+
+    def _encoded(self, sample: Mapping[str, Any]) -> Rollout:
+        if _ROLLOUT in sample:
+            rollout: Rollout = sample[_ROLLOUT]
+            return rollout
+        config = self.flow_config
+        return encode_rollout(
+            self.context.tokenizer, sample, config.loss_on, self.seq_length + 1, config.truncation == "left"
+        )
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B samples, prepared or not, as [B, S].
+
+        Loss inputs, beside those of `collate_tokens`: [B, S], the values per token that the samples have, 0 elsewhere,
+        and `rows` and `columns`, the place of the token's sequence and its place therein; [B], `rewards`, the group's
+        parts, `given`, `response_lengths` (tokens with a loss) and `truncated_responses`.
+        """
+        rollouts = [self._encoded(sample) for sample in itertools.islice(iterator, self.micro_batch_size)]
+        model_forward_inputs, loss_inputs = self.collate_tokens([rollout.tokens for rollout in rollouts])
+        mask = loss_inputs["loss_mask"]
+        cut = loss_inputs["truncated"] if self.flow_config.truncation == "right" else torch.zeros(len(rollouts))
+        flags = torch.tensor([float(rollout.truncated) for rollout in rollouts])
+        loss_inputs["truncated_responses"] = torch.maximum(flags, cut)
+        loss_inputs["response_lengths"] = mask.sum(dim=1)
+        if self.flow_config.mask_truncated_completions:
+            loss_inputs["loss_mask"] = mask * (1 - loss_inputs["truncated_responses"])[:, None]
+        for name in (*LOG_PROBS, ADVANTAGES):
+            if any(name in rollout.per_token for rollout in rollouts):
+                loss_inputs[name] = self._per_token(name, rollouts, mask)
+        loss_inputs["rows"] = torch.arange(len(rollouts))[:, None].expand(mask.shape)
+        loss_inputs["columns"] = torch.arange(mask.shape[1]).expand(mask.shape)
+        loss_inputs["given"] = torch.tensor([float(rollout.given) for rollout in rollouts])
+        loss_inputs["rewards"] = torch.tensor([rollout.reward for rollout in rollouts]).nan_to_num(0.0)
+        for part, name in enumerate(_GROUPS):
+            loss_inputs[name] = torch.tensor([float((rollout.group or (0, 0, 0))[part]) for rollout in rollouts])
+        return model_forward_inputs, loss_inputs
+
+    def _per_token(self, name: str, rollouts: list[Rollout], mask: Tensor) -> Tensor:
+        """[B, S] fp32: the values of the labels, truncated as the tokens are."""
+        values, kept = torch.zeros_like(mask), self.seq_length + 1
+        for row, rollout in enumerate(rollouts):
+            own = rollout.per_token.get(name, [0.0] * len(rollout.tokens))
+            own = own[-kept:] if self.flow_config.truncation == "left" else own[:kept]
+            values[row, : len(own) - 1] = torch.tensor(own[1:])
+        return torch.where(mask != 0, values, 0.0)
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """The base class's fields, the values per token, `rows`, `columns`, and the output `log_probs`."""
+        fields = (*LOG_PROBS, ADVANTAGES, "rows", "columns", "log_probs")
+        return {**super().get_fields_and_seqdims(), **dict.fromkeys(fields, 1)}
+
+    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
+        """Sequences (grpo, sapo), sequences * `max_completion_length` (dr_grpo), or tokens with a loss; with an entropy
+        bonus also the tokens, as its own term."""
+        mask, config = loss_inputs["loss_mask"], self.flow_config
+        weight = tokens = float(mask.sum())
+        if config.loss_type in SEQUENCE_LOSSES:
+            weight = float(len(loss_inputs["given"]))
+        elif config.loss_type == "dr_grpo":
+            weight = float(len(loss_inputs["given"])) * config.max_completion_length
+        return {_POLICY: weight, _ENTROPY: tokens} if config.entropy_coefficient else weight
+
+    def get_loss_coefficients(self) -> dict[str, float]:
+        """Minus `entropy_coefficient` for the entropy's term."""
+        return {_ENTROPY: -self.flow_config.entropy_coefficient} if self.flow_config.entropy_coefficient else {}
+
+    def calculate_step_values(
+        self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Rewards, groups, and what the samples contain, [B]; with `top_entropy_quantile` also the entropy of each
+        token with a loss by its place in the sequence, -1 elsewhere, [B, seq_length]."""
+        rows = {name: loss_inputs[name] for name in ("given", "rewards", *_GROUPS)}
+        if model_forward_output is not None:
+            rows["entropies"] = self._by_place(entropy(model_forward_output), loss_inputs)
+        return rows
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`advantages` [N] and `reward`, `reward_std`, `zero_std` of the step, if the samples have rewards with groups;
+        with `top_entropy_quantile` `high_entropy` [N, seq_length], 1 on tokens of high entropy.
+
+        Raises:
+            DataError: some samples have a key that others lack, or a group has one response.
+        """
+        device = values["given"].device
+        given, rewards, *parts = (values[name].double().cpu() for name in ("given", "rewards", *_GROUPS))
+        has = common_keys(given.long())
+        results: dict[str, Tensor] = {}
+        if REWARD in has and GROUP in has:
+            groups = torch.unique(torch.stack(parts), dim=1, return_inverse=True)[1]
+            scale = self.flow_config.scale_rewards
+            if ADVANTAGES not in has:
+                check_groups(groups, scale)
+            advantages, deviations = group_advantages(rewards, groups, scale)
+            std = rewards.std() if len(rewards) > 1 else torch.zeros(())
+            zero = torch.isclose(deviations, torch.zeros_like(deviations)).double().mean()
+            results = {"advantages": advantages, "reward": rewards.mean(), "reward_std": std, "zero_std": zero}
+        results = {name: value.float().to(device) for name, value in results.items()}
+        if "entropies" in values:
+            entropies = values["entropies"]
+            high = highest_values(entropies, entropies >= 0, self.flow_config.top_entropy_quantile)
+            results["high_entropy"] = high.float()
+            results["entropy_share"] = high.sum() / (entropies >= 0).sum().clamp(min=1)
+        return results
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        """This rank's share of the sum; docs/policy.md lists the metrics.
+
+        Raises:
+            DataError: reference or rollout log-probabilities are missing.
+        """
+        config, mask = self.flow_config, loss_inputs["loss_mask"]
+        log_probs, entropies = self._log_probs_and_entropies(loss_inputs, model_forward_output)
+        terms = self._terms(loss_inputs, log_probs)
+        per_token = self._policy_loss(terms)
+        kept = self._own_high_entropy(loss_inputs) if config.top_entropy_quantile < 1 else torch.ones_like(mask)
+        per_token = per_token * kept
+        metrics: dict[str, Metric] = {}
+        weights = self._rollout_weights(loss_inputs, terms)
+        if weights is not None:
+            per_token = per_token * weights
+        if config.beta:
+            kl = self._kl(loss_inputs, terms)
+            metrics["kl"] = (self.token_mean(kl.detach(), mask), mask.sum())
+            per_token = per_token + config.beta * (
+                kl * weights if weights is not None and config.rollout_correction_of_kl else kl
+            )
+        metrics["entropy"] = (self.token_mean(entropies.detach(), mask), mask.sum())
+        metrics |= clip_metrics(self, terms, loss_inputs) | completion_metrics(self, loss_inputs)
+        metrics |= reward_metrics(self, loss_inputs) | rollout_metrics(self, terms, loss_inputs, weights)
+        metrics["truncated_samples"] = Total(self.sequence_mean(loss_inputs["truncated"]))
+        if config.loss_type in SEQUENCE_LOSSES:
+            means = self.sum_per_sequence(per_token * mask, loss_inputs) / terms.lengths.clamp(min=1)
+            policy = self.sequence_mean(means)
+        else:
+            policy = self.token_mean(per_token, mask)
+        if not config.entropy_coefficient:
+            return LossOutput(policy, metrics)
+        bonus = self.token_mean(entropies * kept, mask)
+        if config.top_entropy_quantile < 1:  # the mean over the tokens that are kept; the weight has all of them
+            bonus = bonus / loss_inputs["step_entropy_share"].clamp(min=torch.finfo(torch.float32).tiny)
+        return LossOutput({_POLICY: policy, _ENTROPY: bonus}, metrics)
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`log_probs` [B, S/cp]: of each token with a loss given those before it, 0 elsewhere. As `old_log_probs` or
+        `reference_log_probs` of a sample they are accepted as they are."""
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
+        return {"log_probs": torch.where(loss_inputs["loss_mask"] != 0, log_probs, 0.0)}
+
+    def _log_probs_and_entropies(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the labels, 0 where there is no loss; with a gradient of the entropies if they have a term."""
+        labels, counted = loss_inputs["labels"], loss_inputs["loss_mask"] != 0
+        if self.flow_config.entropy_coefficient:
+            log_probs, entropies = token_log_probs(logits, labels), entropy(logits)
+        else:
+            log_probs, entropies = log_probs_and_entropy(logits, labels)
+        return torch.where(counted, log_probs, 0.0), torch.where(counted, entropies, 0.0)
+
+    def _terms(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> PolicyTerms:
+        mask = loss_inputs["loss_mask"]
+        old = torch.where(mask != 0, loss_inputs.get(OLD, log_probs.detach()), 0.0)
+        log_ratios, lengths = log_probs - old, self.sum_per_sequence(mask, loss_inputs)
+        per_sequence = None
+        if self.flow_config.importance_sampling_level == "sequence":
+            per_sequence = self.sum_per_sequence(log_ratios * mask, loss_inputs) / lengths.clamp(min=1)
+            log_ratios = self._spread(per_sequence, loss_inputs)
+        advantages = loss_inputs.get(ADVANTAGES)
+        if advantages is None:
+            advantages = self._spread(loss_inputs["step_advantages"][loss_inputs["step_places"]], loss_inputs)
+        return PolicyTerms(log_probs, old, torch.exp(log_ratios), advantages, lengths, per_sequence is not None)
+
+    def _policy_loss(self, terms: PolicyTerms) -> Tensor:
+        """[B, S/cp]"""
+        config, ratios, advantages = self.flow_config, terms.ratios, terms.advantages
+        low, high = config.clip_range
+        if config.loss_type in CLIPPED_LOSSES:
+            return clipped(ratios, advantages, low, high, config.delta, config.clip_ratio_c)
+        if config.loss_type == "cispo":
+            return cispo(ratios, advantages, terms.log_probs, low, high)
+        return sapo(ratios, advantages, config.sapo_temperature_pos, config.sapo_temperature_neg)
+
+    def _kl(self, loss_inputs: Mapping[str, Tensor], terms: PolicyTerms) -> Tensor:
+        config = self.flow_config
+        if REFERENCE not in loss_inputs:
+            raise DataError(
+                f"beta is {config.beta} and there are no log-probabilities of a reference model: set "
+                f"megatron_wrap.models.reference: copy, add {REFERENCE} to each sample, or set beta to 0"
+            )
+        reference = torch.where(loss_inputs["loss_mask"] != 0, loss_inputs[REFERENCE], 0.0)
+        kl = kl_estimates(terms.log_probs, reference, config.kl_estimator, config.kl_clamp)
+        return kl * terms.ratios if config.use_bias_correction_kl else kl
+
+    def _rollout_weights(self, loss_inputs: Mapping[str, Tensor], terms: PolicyTerms) -> Tensor | None:
+        """[B, S/cp] without a gradient; None without a correction."""
+        config, mask = self.flow_config, loss_inputs["loss_mask"]
+        if config.rollout_correction == "none":
+            return None
+        if ROLLOUT not in loss_inputs:
+            raise DataError(
+                f"rollout_correction is {config.rollout_correction} and the samples have no {ROLLOUT}; add them, or "
+                "set it to none"
+            )
+        differences = torch.where(mask != 0, terms.old - loss_inputs[ROLLOUT], 0.0).nan_to_num(nan=0.0)
+        if config.rollout_correction.startswith("sequence"):
+            differences = self._spread(self.sum_per_sequence(differences, loss_inputs), loss_inputs)
+        limits = config.rollout_correction_minimum, config.rollout_correction_threshold
+        return rollout_weights(differences, config.rollout_correction, *limits)
+
+    def _spread(self, per_sequence: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+        """[B] -> the value of each token's sequence, [B, S/cp] or [1, S/cp]."""
+        return per_sequence[loss_inputs["rows"]]
+
+    def _by_place(self, entropies: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+        """[B, S/cp] or [1, S/cp] -> [B, seq_length] on every context-parallel rank; -1 where there is no loss."""
+        counted, rows = loss_inputs["loss_mask"] != 0, loss_inputs["rows"]
+        table = entropies.new_zeros(2, len(loss_inputs["given"]), self.seq_length)
+        places = (rows[counted], loss_inputs["columns"][counted])
+        table[0][places] = entropies[counted].to(table.dtype)
+        table[1][places] = 1.0
+        values, found = self.sum_on_cp_group(table)
+        return torch.where(found != 0, values, -1.0)
+
+    def _own_high_entropy(self, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+        own = loss_inputs["step_high_entropy"][loss_inputs["step_places"]]
+        return own[loss_inputs["rows"], loss_inputs["columns"]]
