@@ -1,0 +1,199 @@
+"""Rollouts for the tests of `gpt_grpo`, and trl's GRPOTrainer on them, as an oracle."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _dpo_runs import CONFIG, DPO, TRAIN
+from _started import started
+
+from megatron_wrap.config import RunConfig
+
+BATCH, GROUP, STEPS, EOS = 8, 4, 10, 1
+GRPO = (*DPO, "megatron_wrap.flow.__select__=gpt_grpo", f"{TRAIN}.global_batch_size={BATCH}")
+"""Steps of two groups of four responses."""
+
+
+def rollouts(count: int = BATCH * STEPS) -> list[dict[str, Any]]:
+    """Responses of unequal lengths with a part that the policy did not generate; every third is truncated. One group
+    has equal rewards."""
+    generator = random.Random(7)
+    samples = []
+    for place in range(count):
+        if place % GROUP == 0:
+            prompt = [generator.randrange(3, 500) for _ in range(generator.randint(2, 12))]
+        response = [generator.randrange(3, 500) for _ in range(generator.randint(3, 20))]
+        response = response if place % 3 == 0 else [*response, EOS]
+        start = generator.randrange(1, len(response))
+        mask = [int(not start <= token < start + 2) for token in range(len(response))]
+        samples.append(
+            {
+                "prompt_ids": prompt,
+                "response_ids": response,
+                "response_mask": mask,
+                "reward": 1.0 if place // GROUP == 3 else round(generator.gauss(0, 1), 3),
+                "group": place // GROUP,
+                "truncated": response[-1] != EOS,
+            }
+        )
+    return samples
+
+
+def with_log_probs(samples: Sequence[dict[str, Any]], model: Any, noise: dict[str, float]) -> list[dict[str, Any]]:
+    """The samples with a transformers model's log-probabilities of the responses plus noise, by key."""
+    generator, added = torch.Generator().manual_seed(3), []
+    for sample in samples:
+        ids = torch.tensor([sample["prompt_ids"] + sample["response_ids"]])
+        with torch.no_grad():
+            of_ids = model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        own = of_ids[len(sample["prompt_ids"]) - 1 :]
+        noisy = {key: (own + size * torch.randn(own.shape, generator=generator)) for key, size in noise.items()}
+        added.append({**sample, **{key: value.clamp(max=-1e-3).tolist() for key, value in noisy.items()}})
+    return added
+
+
+def train(overrides: Sequence[str], samples: Sequence[Any], until: int = STEPS) -> list[dict[str, float]]:
+    """Train to iteration `until`; returns the metrics of each step."""
+    taken = []
+    with started(CONFIG, [*GRPO, *overrides]) as wrap:
+        while wrap.iteration < until:
+            taken.append(dict(wrap.train(samples[wrap.iteration * BATCH : (wrap.iteration + 1) * BATCH])))
+    return taken
+
+
+def initial_weights(overrides: Sequence[str]) -> dict[str, Any]:
+    """Unsharded weights before the first step."""
+    from megatron_wrap.testing.gradients import gather_weights
+
+    with started(CONFIG, [*GRPO, *overrides]) as wrap:
+        return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
+
+
+def several_updates(overrides: Sequence[str], samples: Sequence[Any]) -> list[dict[str, float]]:
+    """Two updates on one rollout, whose log-probabilities come from `wrap.forward` before them."""
+    with started(CONFIG, [*GRPO, *overrides]) as wrap:
+        batch = list(samples[:BATCH])
+        for sample, outputs in zip(batch, wrap.forward(batch), strict=True):
+            sample["old_log_probs"] = outputs["log_probs"]
+        return [dict(wrap.train(batch)) for _ in range(2)]
+
+
+def steps_of_trl(
+    config: RunConfig,
+    model: Any,
+    samples: Sequence[dict[str, Any]],
+    folder: Path,
+    reference: Any = None,
+    beta: float = 0.0,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """The metrics of each step of trl's GRPOTrainer, which gets the responses by its `rollout_func` and computes
+    advantages, masks, weights and losses itself, with the whole step in one micro-batch.
+
+    Args:
+        options: of GRPOConfig. With `vllm_importance_sampling_mode` the responses have the samples'
+            `rollout_log_probs`, and trl computes the old ones.
+    """
+    from trl import GRPOConfig
+    from trl.trainer.utils import add_fused_lm_head
+
+    corrected = "vllm_importance_sampling_mode" in options
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=BATCH,
+        num_generations=GROUP,
+        max_steps=len(samples) // BATCH,
+        learning_rate=config.learning_rate.lr,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=config.optimizer.clip_grad,
+        shuffle_dataset=False,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        **options,
+    )
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    trainer = _trainer(samples, model, arguments, config.arch.vocab_size or 0)
+    if reference is not None:  # as the trainer's own, which an argument would load from the hub
+        add_fused_lm_head(reference, temperature=trainer.temperature)
+        trainer.beta, trainer.ref_model = beta, reference
+    if corrected:
+        trainer.use_vllm, trainer._last_loaded_step = True, 0
+        trainer.vllm_generation = _NoWeights()
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    return [{**entry, "loss": loss} for entry, loss in zip(steps, trainer.losses, strict=True)]
+
+
+class _NoWeights:
+    """In place of the engine that trl sends weights to."""
+
+    def sync_weights(self) -> None:
+        pass
+
+
+def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, vocab_size: int) -> Any:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import SequentialSampler
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOTrainer
+
+    class Given(GRPOTrainer):  # type: ignore[misc]
+        losses: list[float] = []
+
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            own = [samples[int(row["prompt"])] for row in inputs]
+            if "old_log_probs" in own[0]:
+                rows = [torch.tensor(sample["old_log_probs"]) for sample in own]
+                output["old_per_token_logps"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            return output
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            self.losses.append(float(loss.detach()))
+            return loss
+
+    def given(prompts: list[str], *_: Any) -> dict[str, Any]:
+        own = [samples[int(prompt)] for prompt in prompts]
+        known = {"prompt_ids": "prompt_ids", "completion_ids": "response_ids", "env_mask": "response_mask"}
+        known |= {"logprobs": "rollout_log_probs"} if "rollout_log_probs" in own[0] else {}
+        return {"logprobs": None} | {name: [sample[key] for sample in own] for name, key in known.items()}
+
+    words = {str(number): number for number in range(vocab_size)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token=str(EOS)
+    )
+    return Given(
+        model=model,
+        reward_funcs=lambda prompts, **_: [samples[int(prompt)]["reward"] for prompt in prompts],
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": str(place)} for place in range(len(samples))]),
+        processing_class=tokenizer,
+        rollout_func=given,
+    )
+
+
+def refusal(overrides: Sequence[str], samples: Sequence[Any]) -> str:
+    """The message of the error that the first step raises."""
+    from megatron_wrap.errors import MegatronWrapError
+
+    try:
+        train(overrides, samples, 1)
+    except MegatronWrapError as error:
+        return str(error)
+    return "no error"
