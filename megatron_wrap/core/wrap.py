@@ -22,7 +22,8 @@ from megatron_wrap.core.hugging_face import HuggingFaceVerbs
 from megatron_wrap.core.layout_view import LayoutView
 from megatron_wrap.core.loading import LoadingVerbs
 from megatron_wrap.core.records import RunRecords, describe_model
-from megatron_wrap.errors import CheckpointError, MegatronWrapError, TrainingError
+from megatron_wrap.core.training import TrainingVerbs
+from megatron_wrap.errors import CheckpointError, MegatronWrapError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import LoggerSession
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
+class MegatronWrap(LoadingVerbs, FitVerbs, TrainingVerbs, HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -198,45 +199,6 @@ class MegatronWrap(LoadingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # ---- training ----
-
-    def train(self, batch: Sequence[Any] | None = None) -> dict[str, float]:
-        """One optimizer step, and a save at each `save_interval`. Collective.
-
-        Args:
-            batch: `global_batch_size` samples, on every rank or only on global rank 0 while the others pass None.
-
-        Returns:
-            The step's metrics, the same on every rank; docs/metrics.md has their names and units.
-
-        Raises:
-            TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,
-                and no state was changed.
-            DataError: the batch has another size.
-        """
-        state = self._trainable()
-        if self.iteration >= self.train_iters:
-            raise TrainingError(
-                f"iteration {self.iteration} of megatron_lm.train.common.train_iters {self.train_iters} is done; write "
-                "the loop as `while wrap.iteration < wrap.train_iters`, or raise train_iters"
-            )
-        from megatron_wrap.engine.step import train_step
-
-        report = train_step(state, batch)
-        if state.reference is not None:
-            state.reference.follow(state.chunks, self.iteration)
-        self._records.step_taken(report)
-        interval = self.config.train.save_interval
-        if interval and self.config.train.save and self.iteration % interval == 0:
-            # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
-            self._records.write_last()
-            self.save()
-        return dict(report.metrics)
-
-    def log_last_metrics(self) -> None:
-        """Pass the last step's metrics to the metric loggers, and print a line each `log_interval` iterations."""
-        self._records.log_last()
 
     # ---- checkpoints ----
 

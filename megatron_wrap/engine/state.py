@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megatron_wrap.config.schema import RunConfig
     from megatron_wrap.engine.cut import BatchCut
+    from megatron_wrap.engine.open_step import OpenStep
     from megatron_wrap.engine.reduce import MetricReduction
     from megatron_wrap.engine.reference import ReferenceModel
     from megatron_wrap.engine.samples import SampleSharing
@@ -127,6 +128,8 @@ class TrainingState:
     progress: Progress = field(default_factory=Progress)
     offered: PreparedBatch | None = None
     """The last batch that `wrap.batches` yielded in this process."""
+    open_step: OpenStep | None = None
+    """A step of which `wrap.forward_backward` has computed parts."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
 

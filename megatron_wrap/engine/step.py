@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.loss import NormalizedLoss
 from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, count_step
+from megatron_wrap.engine.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.parameters import parameter_square_sum
 from megatron_wrap.engine.prepared import PreparedBatch, batch_key
 from megatron_wrap.engine.reduce import ReducedMetrics
@@ -50,40 +53,81 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
             and counters are unchanged.
     """
     started = time.perf_counter()
-    progress, parallel, device = state.progress, state.parallel, state.platform.device
     with phase(DATA):
         batch = state.sharing.share(batch, "train")
-    expected_size = state.global_batch_size
-    by_tokens = state.config.train.global_batch_tokens is not None
-    if len(batch) != expected_size and not (by_tokens and len(batch)):
-        raise DataError(f"wrap.train takes a batch of global_batch_size = {expected_size} samples, got {len(batch)}")
+    check_size(state, len(batch), "wrap.train takes a batch")
     micro_batches, for_step_values = split_step_values(_micro_batches(state, batch))
-    counts = count_step(state.flow, micro_batches, parallel.dp_on_host)
-    learning_rate = state.scheduler.get_lr({})
-
-    sums, update = MetricSums(device), Update()
+    counts = count_step(state.flow, micro_batches, state.parallel.dp_on_host)
+    step = OpenStep(StepWeights(counts, len(micro_batches)), MetricSums(state.platform.device), started, batch)
     # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
     with restored_on_error(router_biases(state.chunks)):
-        reset_router_losses(state.config.arch)
+        begin_step(state)
         if counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
-            local = _local(state, micro_batches, for_step_values, len(batch))
-            compute_gradients(state, local, counts.weights, sums)
-        with phase(OPTIMIZER):
-            square_sums = state.optimizer.prepare(device) if counts.has_weight else []
-        # before the update, because a non-finite loss prevents it. While the device updates, the host goes on
-        local_router_losses = router_losses(state.config.arch, len(micro_batches), parallel.dp.size, device)
-        reduced = state.reduction.reduce(sums, "train", local_router_losses, copied=square_sums)
-        if counts.has_weight:
-            update = _update(state, reduced)
+            local = localized(state, micro_batches)
+            values = whole_step_values(state, [local], for_step_values, len(batch))
+            add_gradients(state, with_step_values(local, values), step.weights, step.sums)
+        return finish_step(state, step)
+
+
+def begin_step(state: TrainingState) -> None:
+    """Zero the gradients and the routers' losses."""
+    reset_router_losses(state.config.arch)
+    for chunk in state.chunks:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+
+
+def add_gradients(state: TrainingState, local: list[MicroBatch], step_weights: StepWeights, sums: MetricSums) -> None:
+    """Forward and backward: add the gradient of micro-batches' share of the objective to the gradient buffers, reduced
+    over all ranks unless in `deferred_reduction`. Collective.
+
+    Args:
+        local: this process's micro-batches, from `localized`.
+        step_weights: of the whole step.
+        sums: receives the metrics.
+    """
+    cp_size, dp_size = state.parallel.cp.size, state.parallel.dp.size
+    weights, count = step_weights.counts.weights, step_weights.num_microbatches
+    loss = NormalizedLoss(state.flow, cp_size, dp_size, weights, count, sums)
+    state.schedule.run(state.chunks, local, loss, forward_only=False)
+
+
+def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
+    """Reduce the metrics, update the parameters, advance schedule and counters, and report. Collective.
+
+    Args:
+        step: its gradients are in the buffers, reduced over all ranks.
+
+    Raises:
+        TrainingError: as `train_step`.
+    """
+    progress, parallel, device, counts = state.progress, state.parallel, state.platform.device, step.weights.counts
+    learning_rate, update = state.scheduler.get_lr({}), Update()
+    expected_size = state.global_batch_size
+    with phase(OPTIMIZER):
+        square_sums = state.optimizer.prepare(device) if counts.has_weight else []
+    # before the update, because a non-finite loss prevents it. While the device updates, the host goes on
+    local_router_losses = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
+    reduced = state.reduction.reduce(step.sums, "train", local_router_losses, copied=square_sums)
+    if counts.has_weight:
+        update = _update(state, reduced)
 
     progress.iteration += 1
-    progress.consume(batch, state.offered)
+    progress.consume(step.samples, state.offered)
     progress.consumed_tokens += counts.tokens
     progress.skipped_iterations += not update.applied
     if update.applied:
         state.scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
-    metrics = _metrics(state, reduced, counts, update, learning_rate, started)
+    metrics = _metrics(state, reduced, counts, update, learning_rate, step.started)
     return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
+
+
+def check_size(state: TrainingState, num_samples: int, what: str) -> None:
+    """Raise a DataError if a step of this number of samples is not the next one."""
+    expected_size = state.global_batch_size
+    by_tokens = state.config.train.global_batch_tokens is not None
+    if num_samples != expected_size and not (by_tokens and num_samples):
+        raise DataError(f"{what} of global_batch_size = {expected_size} samples, got {num_samples}")
 
 
 def _micro_batches(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatch]:
@@ -96,42 +140,23 @@ def _micro_batches(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatc
         return prepare_batch(state.flow, batch, state.cut, seed, dp)
 
 
-def _local(
-    state: TrainingState, micro_batches: list[MicroBatch], for_step_values: list[MicroBatch], num_samples: int
-) -> list[MicroBatch]:
-    """This process's micro-batches for the loss: with the reference model's outputs and the statistics of the whole
-    step. Collective."""
-
-    def localized(some: list[MicroBatch]) -> list[MicroBatch]:
-        local = state.schedule.localize(some, state.extra_padding)
-        if state.reference is None:
-            return local
-        return with_reference_outputs(state.reference, state.flow, state.schedule, local)
-
-    local = localized(micro_batches)
-    if state.flow.step_values_from is None:
+def localized(state: TrainingState, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """This process's micro-batches for the loss, with the reference model's outputs. Collective."""
+    local = state.schedule.localize(micro_batches, state.extra_padding)
+    if state.reference is None:
         return local
+    return with_reference_outputs(state.reference, state.flow, state.schedule, local)
+
+
+def whole_step_values(
+    state: TrainingState, groups: list[list[MicroBatch]], for_step_values: list[MicroBatch], num_samples: int
+) -> dict[str, Tensor]:
+    """The statistics of the whole step, from `groups`, or from micro-batches for them alone; empty if the flow has
+    none. Collective."""
+    if state.flow.step_values_from is None:
+        return {}
     with evaluation_mode(state):
-        source = localized(for_step_values) if for_step_values else local
-        return with_step_values(local, step_values(state, [source], num_samples))
-
-
-def compute_gradients(
-    state: TrainingState, local: list[MicroBatch], step_weights: dict[str, float], sums: MetricSums
-) -> None:
-    """Compute the gradient of the objective into the gradient buffers, reduced over all ranks. Collective.
-
-    Args:
-        local: this process's micro-batches, from `Schedule.localize`.
-        step_weights: weight of each loss term over the whole step, all ranks.
-        sums: receives the metrics.
-    """
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
-    cp_size, dp_size = state.parallel.cp.size, state.parallel.dp.size
-    loss = NormalizedLoss(state.flow, cp_size, dp_size, step_weights, len(local), sums)
-    state.schedule.run(state.chunks, local, loss, forward_only=False)
+        return step_values(state, [localized(state, for_step_values)] if for_step_values else groups, num_samples)
 
 
 def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[MicroBatch]:
@@ -145,8 +170,11 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> list[Micro
     prepared = prepare_batch(state.flow, batch, state.cut, state.config.train.seed, parallel.dp)
     micro_batches, for_step_values = split_step_values(prepared)
     counts = count_step(state.flow, micro_batches, parallel.dp_on_host)
-    local = _local(state, micro_batches, for_step_values, len(batch))
-    compute_gradients(state, local, counts.weights, MetricSums(state.platform.device))
+    begin_step(state)
+    local = localized(state, micro_batches)
+    values = whole_step_values(state, [local], for_step_values, len(batch))
+    weights = StepWeights(counts, len(micro_batches))
+    add_gradients(state, with_step_values(local, values), weights, MetricSums(state.platform.device))
     return micro_batches
 
 

@@ -21,7 +21,7 @@ def gather_weights(state: TrainingState) -> dict[str, Tensor]:
 def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
     """Global name -> unsharded gradient; see `gather_parameters`. Collective.
 
-    Call it between `compute_gradients` and the optimizer step.
+    Call it between `gradients_of_batch` and the optimizer step.
     """
     if state.config.optimizer.use_distributed_optimizer:
         for chunk in state.chunks:

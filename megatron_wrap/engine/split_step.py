@@ -1,0 +1,200 @@
+"""A step in parts: `count_weights`, several times `forward_backward`, `optimizer_step`; equal to `train_step` of the
+whole batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_wrap.engine.cut import prepare_batch
+from megatron_wrap.engine.garbage import collected_at_end
+from megatron_wrap.engine.micro_batch import MicroBatch, count_step
+from megatron_wrap.engine.open_step import OpenStep, StepWeights
+from megatron_wrap.engine.state import StepReport, TrainingState
+from megatron_wrap.engine.step import add_gradients, begin_step, check_size, finish_step, localized, whole_step_values
+from megatron_wrap.engine.step_values import split_step_values, with_step_values
+from megatron_wrap.errors import DataError, TrainingError
+from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.metrics.phases import DATA, phase
+from megatron_wrap.model.chunks import restored_on_error, router_biases
+
+
+def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
+    """Loss weights, and the statistics that the flow declares, of a step whose batch is passed in parts. Collective.
+
+    Args:
+        batches: the parts in their order, `state.global_batch_size` samples together; on every rank, or on global rank
+            0 alone.
+
+    Raises:
+        DataError, FlowError: a part or the flow is wrong.
+    """
+    with phase(DATA):
+        batches = state.sharing.share(batches, "count_weights")
+    if not batches or not all(len(batch) for batch in batches):
+        raise DataError("wrap.count_weights takes a list of batches, each with at least one sample")
+    _check_parts(state, [len(batch) for batch in batches])
+    samples = [sample for batch in batches for sample in batch]
+    check_size(state, len(samples), "wrap.count_weights takes the parts of a batch")
+    parts, start = [], 0
+    for batch in batches:
+        parts.append(_part(state, batch, start))
+        start += len(batch)
+    counts = count_step(state.flow, [one for part in parts for one in part], state.parallel.dp_on_host)
+    values: dict[str, Tensor] = {}
+    if state.flow.step_values_from is not None and counts.has_weight:
+        seed = state.config.train.seed + state.progress.consumed_samples
+        # the flow chooses samples for its statistics among those of the whole step
+        whole = prepare_batch(state.flow, samples, state.cut, seed, state.parallel.dp)
+        _, for_step_values = split_step_values(whole)
+        groups = [] if for_step_values else [localized(state, part) for part in parts]
+        values = whole_step_values(state, groups, for_step_values, len(samples))
+    sizes = tuple(len(batch) for batch in batches)
+    return StepWeights(counts, sum(map(len, parts)), values, sizes, state.progress.iteration)
+
+
+@collected_at_end()
+def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights: StepWeights) -> None:
+    """Add the gradients of the next part of a step, without a reduction over replicas. Collective over the replica.
+
+    Args:
+        batch: a part, as `count_weights` got it.
+        weights: from `count_weights`.
+
+    Raises:
+        TrainingError: the weights are of another step. DataError: the part has another size. After an error the step
+            has to begin again.
+    """
+    started = time.perf_counter()
+    step, state.open_step = state.open_step, None  # stays so after an error
+    _check_weights(state, step, weights)
+    with phase(DATA):
+        batch = state.sharing.share(batch, "forward_backward")
+    part = 0 if step is None else step.parts
+    if part >= len(weights.sizes) or len(batch) != weights.sizes[part]:
+        raise DataError(
+            f"wrap.forward_backward: part {part + 1} of the step has {len(batch)} samples, but wrap.count_weights got "
+            f"parts of {list(weights.sizes)}; pass the same parts in the same order"
+        )
+    if step is None:
+        begin_step(state)
+        step = OpenStep(weights, MetricSums(state.platform.device), started, [])
+    if weights.counts.has_weight:
+        micro_batches = _part(state, batch, len(step.samples))
+        local = with_step_values(localized(state, micro_batches), weights.values)
+        with deferred_reduction(state, len(local) / weights.num_microbatches):
+            add_gradients(state, local, weights, step.sums)
+    step.samples = [*step.samples, *batch]
+    step.parts += 1
+    state.open_step = step
+
+
+@collected_at_end()
+def optimizer_step(state: TrainingState) -> StepReport:
+    """Reduce the gradients of all parts over replicas, and update. Collective.
+
+    Returns:
+        The report of `train_step`; its time begins with the first part.
+
+    Raises:
+        TrainingError: a part is missing; or as `train_step`.
+    """
+    step = state.open_step
+    if step is None:
+        raise TrainingError("wrap.optimizer_step: there are no gradients; call wrap.forward_backward first")
+    missing = len(step.weights.sizes) - step.parts
+    if missing:
+        raise TrainingError(
+            f"wrap.optimizer_step: {missing} of {len(step.weights.sizes)} parts of the step are missing; call "
+            "wrap.forward_backward for each"
+        )
+    state.open_step = None
+    with restored_on_error(router_biases(state.chunks)):
+        if step.weights.counts.has_weight:
+            _reduce_gradients(state)
+        return finish_step(state, step)
+
+
+def refuse_open_step(state: TrainingState, caller: str) -> None:
+    """Raise a TrainingError in the middle of a step in parts."""
+    if state.open_step is not None:
+        raise TrainingError(f"{caller}: a step in parts is open; call wrap.optimizer_step first")
+
+
+@contextmanager
+def deferred_reduction(state: TrainingState, share: float) -> Iterator[None]:
+    """Runs of the schedule leave the gradients of this rank in its buffers, as between micro-batches.
+
+    Args:
+        share: micro-batches of the run, as a share of those of the step. The schedule divides losses, and those of the
+            routers, by the micro-batches of a run (schedules.py, forward_step_calc_loss).
+    """
+    config = state.transformer_config
+    before = config.finalize_model_grads_func, config.no_sync_func, config.grad_sync_func, config.grad_scale_func
+    scale = config.grad_scale_func
+
+    def scaled(loss: Tensor) -> Tensor:
+        return (loss if scale is None else scale(loss)) * share
+
+    try:
+        config.finalize_model_grads_func = lambda *arguments, **keywords: None
+        config.no_sync_func = config.grad_sync_func = None
+        config.grad_scale_func = scaled
+        with ExitStack() as stack:
+            for chunk in state.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        finalize, no_sync, grad_sync, grad_scale = before
+        config.finalize_model_grads_func = finalize
+        config.no_sync_func, config.grad_sync_func, config.grad_scale_func = no_sync, grad_sync, grad_scale
+
+
+def _reduce_gradients(state: TrainingState) -> None:
+    """What the schedule does after its last micro-batch (schedules.py, finalize_model_grads_func). Collective."""
+    if state.config.ddp.overlap_grad_reduce:
+        for chunk in state.chunks:
+            chunk.start_grad_sync()
+    state.transformer_config.finalize_model_grads_func(state.chunks, None)
+
+
+def _part(state: TrainingState, batch: Sequence[Any], start: int) -> list[MicroBatch]:
+    """This replica's micro-batches of a part that begins at place `start` of the global batch."""
+    seed = state.config.train.seed + state.progress.consumed_samples + start
+    with phase(DATA):
+        prepared = prepare_batch(state.flow, batch, state.cut, seed, state.parallel.dp)
+    micro_batches, _ = split_step_values(prepared)
+    return [replace(one, places=tuple(place + start for place in one.places)) for one in micro_batches]
+
+
+def _check_parts(state: TrainingState, sizes: list[int]) -> None:
+    """The pipeline takes micro-batches of one size, and an interleaved one a multiple of its stages."""
+    if state.cut.capacity is not None:
+        return
+    unit = state.flow.micro_batch_size * state.parallel.dp.size * state.cut.rounds
+    wrong = [place for place, size in enumerate(sizes) if size % unit]
+    if wrong:
+        raise DataError(
+            f"wrap.count_weights: part {wrong[0] + 1} has {sizes[wrong[0]]} samples, which is not a multiple of {unit} "
+            f"(micro_batch_size {state.flow.micro_batch_size} x data-parallel size {state.parallel.dp.size}"
+            f"{f' x {state.cut.rounds} of the interleaved pipeline' if state.cut.rounds > 1 else ''}); cut the batch "
+            "at other places"
+        )
+
+
+def _check_weights(state: TrainingState, step: OpenStep | None, weights: Any) -> None:
+    if not isinstance(weights, StepWeights):
+        raise TrainingError(
+            f"wrap.forward_backward: step_weights is {type(weights).__name__}; pass what wrap.count_weights returned "
+            "for all parts of the step"
+        )
+    if weights.iteration != state.progress.iteration or (step is not None and step.weights is not weights):
+        raise TrainingError(
+            f"wrap.forward_backward: step_weights are of another step than iteration {state.progress.iteration + 1}; "
+            "call wrap.count_weights for the parts of this step"
+        )

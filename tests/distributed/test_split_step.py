@@ -1,0 +1,74 @@
+"""A step in parts is the step of the whole batch: bit for bit on one rank, within rounding on layouts."""
+
+from __future__ import annotations
+
+import _engine_runs
+import _split_runs as runs
+import numpy
+import pytest
+from _covering import covering
+from _engine_runs import options
+
+SIZES = (2, 4, 2)
+OVERLAP = ("megatron_lm.misc.ddp.overlap_grad_reduce", "megatron_lm.misc.ddp.overlap_param_gather")
+LAYOUTS = {
+    "tp2": (2, {"micro": 2, "tp": 2, "sp": True}),
+    "pp2": (2, {"micro": 2, "pp": 2, "tied": True}),
+    "cp2": (2, {"micro": 2, "cp": 2}),
+    "dp2": (2, {"micro": 1}),
+    "dp2-distributed": (2, {"micro": 1, "distributed": True}),
+    "dp2-overlap": (2, {"micro": 1, "distributed": True, OVERLAP[0]: True, OVERLAP[1]: True}),
+    "pp2-vpp2": (2, {"micro": 1, "pp": 2, "layers_per_chunk": 1}),
+}
+MEASURED = ("elapsed_time", "tokens_per_second", "tokens_per_second_per_device", "tflops", "throughput")
+MEASURED += ("memory_allocated", "memory_reserved", "memory_max")
+
+
+def samples():
+    return _engine_runs.weighted_samples(16)
+
+
+@pytest.mark.parametrize("flow", ["TwoTerms", "RelativeLengthFlow"])
+@pytest.mark.parametrize("sizes", [(2, 3, 3), (5, 2, 1)], ids=str)
+def test_three_parts_are_one_step_bit_for_bit(flow, sizes, ranks):
+    (found,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1), samples(), sizes)
+    whole, parts = found["whole"], found["parts"]
+    assert parts["state"] == whole["state"]
+    for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
+        assert of_parts.keys() == expected.keys()
+        for name in expected.keys() - set(MEASURED):
+            assert of_parts[name] == expected[name], name
+    assert whole["metrics"][0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("layout", covering(LAYOUTS))
+def test_three_parts_are_one_step_on_layouts(layout, ranks):
+    world_size, settings = LAYOUTS[layout]
+    sizes = (4, 4) if layout in ("cp2", "tp2") else SIZES
+    for found in ranks(world_size).run(runs.whole_and_parts, options("TwoTerms", **settings), samples(), sizes):
+        whole, parts = found["whole"], found["parts"]
+        for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
+            assert of_parts.keys() == expected.keys()
+            for name in ("loss", "grad_norm", "z_mean", "learning_rate", "consumed_samples", "consumed_tokens"):
+                assert of_parts[name] == pytest.approx(expected[name], rel=1e-6), name
+        for name, weight in whole["weights"].items():
+            # Adam divides by the gradient's size, so where that is rounding error, so is the update
+            assert numpy.abs(parts["weights"][name] - weight).max() <= 1e-6, name
+
+
+def test_wrong_calls_are_clear_errors_and_change_nothing(ranks):
+    for found in ranks(2).run(runs.wrong_calls, options("TwoTerms", micro=2), _engine_runs.weighted_samples(8)):
+        messages = found["messages"]
+        assert "call wrap.forward_backward first" in messages["nothing"]
+        assert "global_batch_size = 8 samples, got 4" in messages["size"]
+        assert "part 1 has 1 samples" in messages["unit"]
+        assert "not a multiple of 4" in messages["unit"]
+        assert "step_weights is dict" in messages["weights"]
+        assert "part 1 of the step has 8 samples" in messages["part"]
+        assert "[4, 4]" in messages["part"]
+        assert "call wrap.optimizer_step first" in messages["train"]
+        assert "1 of 2 parts of the step are missing" in messages["missing"]
+        assert "of another step" in messages["another"]
+        assert "of another step than iteration 2" in messages["late"]
+        assert found["unchanged"]
+        assert found["same"]
