@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(LoadingVerbs, FitVerbs, TrainingVerbs, HuggingFaceVerbs, LayoutView):
+class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 

@@ -11,6 +11,15 @@ from _engine_runs import options
 
 SIZES = (2, 4, 2)
 OVERLAP = ("megatron_lm.misc.ddp.overlap_grad_reduce", "megatron_lm.misc.ddp.overlap_param_gather")
+ARCH = "megatron_lm.model.arch"
+EXPERTS = {
+    f"{ARCH}.num_experts": 4,
+    f"{ARCH}.moe_router_topk": 2,
+    f"{ARCH}.moe_ffn_hidden_size": 48,
+    f"{ARCH}.moe_router_load_balancing_type": "aux_loss",
+    f"{ARCH}.moe_aux_loss_coeff": 0.1,
+    f"{ARCH}.moe_z_loss_coeff": 0.05,
+}
 LAYOUTS = {
     "tp2": (2, {"micro": 2, "tp": 2, "sp": True}),
     "pp2": (2, {"micro": 2, "pp": 2, "tied": True}),
@@ -28,10 +37,17 @@ def samples():
     return _engine_runs.weighted_samples(16)
 
 
-@pytest.mark.parametrize("flow", ["TwoTerms", "RelativeLengthFlow"])
-@pytest.mark.parametrize("sizes", [(2, 3, 3), (5, 2, 1)], ids=str)
-def test_three_parts_are_one_step_bit_for_bit(flow, sizes, ranks):
-    (found,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1), samples(), sizes)
+@pytest.mark.parametrize(
+    ("flow", "settings", "sizes"),
+    [
+        ("TwoTerms", {}, (2, 3, 3)),
+        ("TwoTerms", EXPERTS, (5, 2, 1)),
+        ("RelativeLengthFlow", {}, (2, 3, 3)),
+    ],
+    ids=["two terms", "losses of routers", "statistics of the step"],
+)
+def test_three_parts_are_one_step_bit_for_bit(flow, settings, sizes, ranks):
+    (found,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1, **settings), samples(), sizes)
     whole, parts = found["whole"], found["parts"]
     assert parts["state"] == whole["state"]
     for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
