@@ -103,7 +103,8 @@ class HuggingFaceVerbs:
         for vLLM and SGLang.
 
         Args:
-            dtype, family: as for `save_pretrained`.
+            dtype: as for `save_pretrained`.
+            family: as for `save_pretrained`.
 
         Raises:
             UnsupportedModel: no family can express the architecture.
