@@ -73,7 +73,7 @@ def explain_value(tree: Tree, path: str, choice: Choice | None = None) -> Explan
     origins = tree.origins(path)
     section = next(found for found in tree.sections.values() if path.startswith(found.path + "."))
     key = path[len(section.path) + 1 :]
-    kind, doc = _kind_and_doc(section, key, origins[0].node.plain())
+    kind, doc = _kind_and_doc(section, key, [origin.node.plain() for origin in origins])
     steps = [f"{origin}: {inline_yaml(origin.node.plain())}" for origin in reversed(origins)]
     return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps), choice)
 
@@ -96,7 +96,12 @@ def _table(leaves: Mapping[str, Sequence[Any]], chosen: Mapping[str, Choice]) ->
     return "\n".join(f"{left:<{width}}  # {right}" for left, right in rows)
 
 
-def _kind_and_doc(section: Section, key: str, default: Any) -> tuple[str, str]:
+def _kind_and_doc(section: Section, key: str, values: Sequence[Any]) -> tuple[str, str]:
+    """Kind and documentation of a key.
+
+    Args:
+        values: where it is set, the default first. The type of a plug-in's key follows from them.
+    """
     name = next((name for name, path in schema.SECTION_PATHS.items() if path == section.path), None)
     if name is not None:
         section_class = get_type_hints(schema.RunConfig)[name]
@@ -105,7 +110,8 @@ def _kind_and_doc(section: Section, key: str, default: Any) -> tuple[str, str]:
         if name in schema.UPSTREAM:
             field = upstream_fields(schema.UPSTREAM[name])[key]
             return _upstream_kind(schema.UPSTREAM[name], field.annotation, field.default), field.doc
-    kind = "any value" if default is None else describe_type(type(default))
+    kinds = [describe_type(type(value)) for value in values if value is not None]
+    kind = f"{kinds[0]}{' or null' * (values[0] is None)}" if kinds else "null, or a value as described"
     return kind, _comment(section, key)
 
 
