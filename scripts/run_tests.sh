@@ -48,8 +48,8 @@ types() {
   "$PYTHON" -m mypy
 }
 
-distributed() {
-  part "distributed tests" "$PYTHON" -m pytest --durations=15 "${selected[@]}" tests/distributed
+distributed() { # PYTEST ARGUMENTS...
+  part "distributed tests" "$PYTHON" -m pytest --durations=15 "${selected[@]}" "$@"
 }
 
 others() { # PYTEST ARGUMENTS...: all tests but the distributed ones, or those of some folders
@@ -102,13 +102,14 @@ elif [ "$*" = --all ] && "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= 
   run_beside unit_and_newer # about as long as the rest
   part lint lint
   part types types
-  distributed
+  distributed tests/distributed
   end_to_end others tests/end_to_end --ignore tests/end_to_end/test_readme.py
 else
-  run_beside distributed
+  run_beside distributed tests/distributed --ignore-glob "*/test_r*.py" # as long as the rest
   part lint lint
   part types types
   others tests --ignore tests/distributed
+  part "distributed tests (r)" "$PYTHON" -m pytest --durations=5 "${selected[@]}" tests/distributed/test_r*.py
 fi
 echo "waiting for what ran at the same time" >&2
 await_beside

@@ -136,7 +136,8 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("group", [pytest.param("with-pipeline", marks=pytest.mark.matrix), "four"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("group", GROUPS)
 def test_every_layout_agrees(ranks, teacher, group):
     overrides = [*overrides_of("mixture", f"{{hf_path: {teacher}}}"), "megatron_lm.train.common.micro_batch_size=2"]
     report = check_parity(dpo.CONFIG, overrides, samples=sequences(16), layouts=GROUPS[group], steps=2, ranks=ranks)
