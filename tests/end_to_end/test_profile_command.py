@@ -34,7 +34,6 @@ def test_each_process_and_the_changes_are_reported(command, tmp_path):
         assert rank["milliseconds"][kinds.COMMUNICATION] > 0
     assert ranks[0]["milliseconds"][kinds.LOSS] == 0  # of the last stage
     assert ranks[1]["milliseconds"][kinds.LOSS] > 0
-    assert ranks[0]["step_ms"] == pytest.approx(ranks[1]["step_ms"], rel=0.2)
     assert 0 < ranks[0]["computed_tokens"] == ranks[1]["computed_tokens"] <= 4 * 32
     own = break_down(read_timeline(folder / "trace-rank0.json.gz"))
     assert own.step_ms == pytest.approx(ranks[0]["step_ms"])
