@@ -80,11 +80,12 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
         return model_forward_inputs, {**loss_inputs, **self._given_teacher(samples, loss_inputs["labels"].shape[1])}
 
     def _given_teacher(self, samples: list[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
-        given = [sample for sample in samples if TEACHER_IDS in sample]
+        names = (TEACHER_VALUES, TEACHER_IDS)
+        given = sum(name in sample for sample in samples for name in names)
         if not given:
             return {}
-        if len(given) < len(samples):
-            raise DataError(f"{len(given)} of {len(samples)} samples contain {TEACHER_IDS}; give it in all or in none")
+        if given < len(names) * len(samples):
+            raise DataError(f"give {' and '.join(names)} in all samples or in none")
         columns: dict[str, Tensor] = {}
         for name, dtype in ((TEACHER_VALUES, torch.float32), (TEACHER_IDS, torch.long)):
             rows = [torch.as_tensor(sample[name], dtype=dtype) for sample in samples]
@@ -96,7 +97,8 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
                         f"{name} of sample {place + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
                         f"predicts {tokens} tokens; give [{tokens}, K]"
                     )
-                columns[name][place, : len(row[:width])] = row[:width]
+                kept = row[-self.seq_length :] if self.flow_config.truncation == "left" else row[: self.seq_length]
+                columns[name][place, : len(kept)] = kept
         return columns
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:

@@ -55,7 +55,7 @@ _GROUPS = ("group_0", "group_1", "group_2")
 
 class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
     """Policy optimization on responses that a rollout engine generated (GRPO: Shao et al., 2024, arXiv:2402.03300). The
-    loss of a token is that of `loss_type` (`policy_py`) with its advantage, plus `beta` times an estimate of the
+    loss of a token is that of `loss_type` (`policy_losses.py`) with its advantage, plus `beta` times an estimate of the
     KL divergence from a reference model; docs/policy.md has the formulas and conventions.
 
     A sample is a prompt with one response (see `megatron_wrap.flow.rollouts.encode_rollout`). Advantages come from the

@@ -94,8 +94,7 @@ def kl_estimates(log_probs: Tensor, reference: Tensor, estimator: str, clamp: bo
 
 
 def rollout_weights(log_ratios: Tensor, rule: str, lowest: float | None, highest: float | None) -> Tensor:
-    """Importance weights from the rollout's policy to the one that the update started from,
-    as in trl.
+    """Importance weights from the rollout's policy to the one that the update started from, as in trl.
 
     Args:
         log_ratios: log-probability of the latter minus the rollout's, of a token or summed over a sequence.

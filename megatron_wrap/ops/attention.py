@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_wrap.errors import LayoutError, PlatformError
 from megatron_wrap.ops.attention_backend import attention_backend
+from megatron_wrap.ops.varlen import attend_packed, varlen_kernel
 from megatron_wrap.parallel.context import chunks_of, merge
 
 if TYPE_CHECKING:
@@ -198,30 +197,6 @@ def attend_over_context(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-@functools.cache
-def _packed_kernel() -> Callable[..., Tensor] | None:
-    """torch's flash attention for packed sequences with the arguments of `varlen_attn`; None if this torch lacks it."""
-    try:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    known = set(inspect.signature(kernel).parameters)
-    if not {"scale", "window_size"} <= known:
-        return None
-
-    def call(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
-        if query.shape[1] != key.shape[1]:
-            if "enable_gqa" in known:
-                named["enable_gqa"] = True
-            else:  # older torch: the same kernel, but the copies cost memory
-                key, value = (
-                    tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
-                )
-        return kernel(query, key, value, *lengths, **named)
-
-    return call
-
-
 class TorchCoreAttention(MegatronModule):
     """Core attention for the layer spec; Megatron-Core builds it with the arguments of `DotProductAttention`.
 
@@ -385,32 +360,11 @@ class TorchCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, causal: bool, cp_size: int
     ) -> Tensor:
         """Attention within each sequence of a packed row; arguments and result as in `attend` with b = 1."""
-        kernel = _packed_kernel()
+        kernel = varlen_kernel()
         half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         has_dropout = self.dropout > 0.0 and self.training
         if kernel is None or not half_precision or has_dropout or not causal:
             # one sequence at a time; the lengths are known on the host
             return self._over_context(query, key, value, packed.lengths, causal, cp_size)
-        width = value.shape[-1]
-        value = F.pad(value, (0, query.shape[-1] - width))  # the kernel needs heads of one size
-        left = -1 if self.window is None else self.window[0]
-        attend_packed = functools.partial(kernel, scale=self.scale, window_size=(left, 0))
-        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
-        if cp_size == 1:
-            cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            output = attend_packed(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
-        else:
-            both = self._gather(torch.cat((key, value), dim=-1))
-            outputs = []
-            for half in packed.halves:
-                keys, values = both.index_select(0, half.keys).split((key.shape[-1], value.shape[-1]), dim=-1)
-                outputs.append(
-                    attend_packed(
-                        query.index_select(0, half.queries),
-                        *(keys.contiguous(), values.contiguous()),
-                        *(half.cu_seqlens_q, half.cu_seqlens_k, half.longest_q, half.longest_k),
-                    )
-                )
-            assert packed.order is not None
-            output = torch.cat(outputs).index_select(0, packed.order)
-        return output[..., :width].unsqueeze(1)
+        gather = self._gather if cp_size > 1 else None
+        return attend_packed(query, key, value, packed, self.scale, self.window, gather, kernel)

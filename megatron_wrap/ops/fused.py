@@ -14,6 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_wrap.platform.kernels import LayerKernels
 
+MAX_NORM_COLUMNS = 16384
+"""Of `rms_norm`: a row is in the registers of one program."""
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -166,7 +169,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool = False) 
     """x / sqrt(mean(x^2) + eps) * gamma over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        x: [..., H] on a GPU, H at most 16,384; computed in fp32.
+        x: [..., H] on a GPU, H at most `MAX_NORM_COLUMNS`; computed in fp32.
         gamma: [H].
         zero_centered: gamma is stored minus 1.
 
@@ -178,7 +181,8 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool = False) 
 
 def can_normalize(x: Tensor) -> bool:
     """Whether `rms_norm` takes this input here."""
-    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= 16384 and x.numel() > 0 and has_triton()
+    fits = x.numel() > 0 and x.shape[-1] <= MAX_NORM_COLUMNS
+    return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()
 
 
 class WeightGradients:

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_COLUMNS = 16384
-"""A row must fit in the registers of one program."""
 _PROGRAMS_PER_PROCESSOR = 4
 
 

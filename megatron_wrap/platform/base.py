@@ -161,10 +161,6 @@ class Platform(ABC):
 
 
 def without_fused_kernels() -> dict[str, bool]:
-    """TransformerConfig fields that disable the fused kernels of Transformer Engine and Apex."""
-    return {
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-    }
+    """TransformerConfig fields that disable kernels of Transformer Engine and Apex which have no other implementation;
+    `config.defaults.kernel_choices` has the others."""
+    return {"masked_softmax_fusion": False, "persist_layer_norm": False}

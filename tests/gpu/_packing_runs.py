@@ -43,9 +43,9 @@ def counted_kernels() -> Any:
         setattr(owner, name, counting)
         undo.append((owner, name, original))
 
-    from megatron_wrap.ops import attention
+    from megatron_wrap.ops.varlen import varlen_kernel
 
-    attention._packed_kernel.cache_clear()
+    varlen_kernel.cache_clear()
     wrapped(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", lambda *_: "varlen_attn")
     try:
         folder = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -59,7 +59,7 @@ def counted_kernels() -> Any:
     finally:
         for owner, name, original in undo:
             setattr(owner, name, original)
-        attention._packed_kernel.cache_clear()
+        varlen_kernel.cache_clear()
 
 
 def _layout(arguments: Any, named: Any) -> str:
