@@ -19,6 +19,7 @@ from megatron_wrap.engine.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.fp8_scales import readable_scales
 
 CONTENT_METADATA: dict[str, Any] = {
     # Megatron-Core no longer supports saving its default, fully_sharded_model_space (dist_checkpointing/mapping.py)
@@ -162,10 +163,12 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     """Load the `model_entries` of a checkpoint into the chunks.
 
     Raises:
-        CheckpointError: a parameter is missing or unexpected.
+        CheckpointError: a parameter is missing or unexpected, or an extra state is not that of an FP8 recipe.
     """
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
-        missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
+        extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
+        with readable_scales(extra_states):
+            missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
         # a checkpoint of the torch implementation lacks Transformer Engine's extra states
         wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
         if wrong:
