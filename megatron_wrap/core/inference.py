@@ -87,6 +87,7 @@ class InferenceVerbs:
         seed: int | None = None,
         stop: str | Sequence[str | int] = (),
         batch_size: int = 8,
+        n: int = 1,
     ) -> list[Completion]:
         """Complete prompts with the current weights, on any layout. Collective.
 
@@ -101,11 +102,12 @@ class InferenceVerbs:
             seed: of the sampling; None: `megatron_lm.train.common.seed`. The same seed returns the same completions on
                 every layout and in every batch, so a rollout loop must pass another seed in each call.
             stop: texts and token ids that end a completion, in addition to the model's end tokens.
-            batch_size: prompts that a replica completes at a time; the KV cache has room for that many sequences.
+            batch_size: completions that a replica computes at a time; the KV cache has room for that many sequences.
+            n: completions of each prompt, drawn independently. Equal prompts in a batch are processed once.
 
         Returns:
-            For each prompt, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason": "stop" or
-            "length"}, without the prompt. The text is cut before a stop text, and None without a tokenizer.
+            For each prompt `n` times, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason":
+            "stop" or "length"}, without the prompt. The text is cut before a stop text, and None without a tokenizer.
 
         Raises:
             DataError: a prompt or an argument is wrong.
@@ -115,7 +117,7 @@ class InferenceVerbs:
 
         rule = SamplingRule(temperature, top_k, top_p)
         seed = self.config.train.seed if seed is None else seed
-        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size)
+        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n)
 
     def _log_sample_text(self) -> None:
         prompts = self.config.train.sample_prompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -88,37 +88,38 @@ def generate(
     seed: int,
     stop: Sequence[str | int],
     batch_size: int,
+    n: int = 1,
     caller: str = "generate",
 ) -> list[Completion]:
     """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
 
     Prompts of a batch are left-padded to one length and prefilled together. Each row has the positions that it would
     have alone and does not attend to padding, with every kind of position embedding and attention. Prompts of similar
-    length are batched together, which keeps the padding short.
+    length are batched together, which keeps the padding short; equal prompts of a batch are prefilled once.
 
     Args:
         prompts: see `prompt_token_ids`; on every rank, or only on global rank 0 with None on the others.
         stop: texts and token ids that end a completion, in addition to the model's end tokens.
-        batch_size: prompts that one replica completes at a time.
+        batch_size: completions that one replica computes at a time.
+        n: completions of each prompt.
         caller: name of the call in error messages.
 
     Returns:
-        A completion for each prompt, in order, the same on every rank.
+        `n` completions for each prompt, in the order of the prompts, the same on every rank.
 
     Raises:
         DataError: a prompt or an argument is wrong.
     """
-    _check(max_new_tokens, seed, batch_size)
+    _check({"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n": (n, 1), "seed": (seed, 0)})
     if derived.has_value_head(state.config):
         raise ConfigError(f"{caller}: {derived.VALUE_PROVIDER} returns scores and cannot generate; use wrap.forward")
     prompts = state.sharing.share(prompts, caller)
     if isinstance(prompts, str):
         raise DataError("wrap.generate: prompts is one text; pass a list of prompts")
     ends = StopRule(max_new_tokens, *_stops(state.config.model_provider.hf_path, tokenizer, stop), tokenizer)
-    rows = [
-        _Row(place, prompt_token_ids(tokenizer, prompt, state.shape.vocab_size), UniformNumbers(seed, place))
-        for place, prompt in enumerate(prompts)
-    ]
+    token_ids = [prompt_token_ids(tokenizer, prompt, state.shape.vocab_size) for prompt in prompts]
+    repeated = [prompt for prompt in token_ids for _ in range(n)]
+    rows = [_Row(place, prompt, UniformNumbers(seed, place)) for place, prompt in enumerate(repeated)]
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     _check_lengths(rows, max_new_tokens, limit)
     mine: list[tuple[int, list[int], str]] = []
@@ -142,7 +143,7 @@ def sample_texts(
         longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
         max_new_tokens = max(1, min(max_new_tokens, limit - longest))
     caller = "evaluate(sample_prompts)"
-    found = generate(state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller)
+    found = generate(state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller=caller)
     return [(prompt, completion["text"] or "") for prompt, completion in zip(prompts, found, strict=True)]
 
 
@@ -153,16 +154,20 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
     replica with fewer rows adds fillers. With expert parallelism it also continues until all replicas are done.
     """
     dp = state.parallel.dp
-    mine = batch[dp.rank :: dp.size]
-    fillers = [_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (-(-len(batch) // dp.size))
-    rows = [*mine, *fillers][: len(fillers)]
+    size = -(-len(batch) // dp.size)
+    shares = [batch[rank * size : (rank + 1) * size] for rank in range(dp.size)]
+    mine = shares[dp.rank]
+    rows = [*mine, *[_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (size - len(mine))]
+    prompts, sources = _distinct([row.prompt for row in rows])
+    most = max(len(_distinct([row.prompt for row in [*share, *batch[: len(share) < size]]])[0]) for share in shares)
+    prompts += [prompts[0]] * (most - len(prompts))
     longest = max(len(row.prompt) for row in batch)
-    padding = [longest - len(row.prompt) for row in rows]
+    padding = [longest - len(prompt) for prompt in prompts]
     together = dp.size > 1 and (state.parallel.ep.size > 1 or state.parallel.expert_tp.size > 1)
     fed = torch.tensor(
-        [[0] * slots + row.prompt for slots, row in zip(padding, rows, strict=True)], device=state.platform.device
+        [[0] * slots + prompt for slots, prompt in zip(padding, prompts, strict=True)], device=state.platform.device
     )
-    with cached_model(state, padding, longest + ends.max_new_tokens - 1) as model:
+    with cached_model(state, padding, longest + ends.max_new_tokens - 1, sources) as model:
         for _ in range(ends.max_new_tokens):
             logits = model.next_logits(fed)
             own = _choose(logits, rows, rule) if logits is not None and state.parallel.tp.rank == 0 else None
@@ -175,6 +180,13 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
                 break
             fed = chosen[:, None]
     return mine
+
+
+def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The distinct prompts in order of appearance, and for each prompt its index in them."""
+    index: dict[tuple[int, ...], int] = {}
+    sources = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
+    return [list(prompt) for prompt in index], sources
 
 
 def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
@@ -194,8 +206,8 @@ def _all_done(rows: list[_Row], dp_group: ProcessGroup | None, device: torch.dev
 
 
 def _batches(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
-    """Batches of `size` rows, shortest prompts first."""
-    by_length = sorted(rows, key=lambda row: len(row.prompt))
+    """Batches of `size` rows, shortest prompts first and equal prompts beside each other."""
+    by_length = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
     for start in range(0, len(rows), size):
         yield by_length[start : start + size]
 
@@ -219,8 +231,9 @@ def _stops(hf_path: str | None, tokenizer: Any, stop: Sequence[str | int]) -> tu
     return frozenset(ids), texts
 
 
-def _check(max_new_tokens: int, seed: int, batch_size: int) -> None:
-    for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+def _check(numbers: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse a number below its limit; `numbers` has (value, limit) by name."""
+    for name, (value, least) in numbers.items():
         if value < least:
             raise DataError(f"wrap.generate: {name} {value} must be at least {least}")
 

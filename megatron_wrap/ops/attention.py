@@ -89,8 +89,14 @@ def _scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **named: Any
 ) -> Tensor:
     """torch's function with grouped-query attention. On a GPU, its only fused kernel that takes a mask does not support
-    groups, so keys and values are repeated; otherwise torch would use the implementation that stores all scores."""
+    groups, so keys and values are repeated; otherwise torch would use the implementation that stores all scores. With
+    one query position, the query heads of a group are computed as positions, which needs no copy."""
     copies = query.shape[1] // key.shape[1]
+    heads_share_mask = attn_mask is None or (type(attn_mask) is Tensor and attn_mask.shape[1] == 1)
+    if copies > 1 and query.shape[2] == 1 and heads_share_mask:
+        folded = query.reshape(query.shape[0], key.shape[1], copies, query.shape[3])
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=attn_mask, **named)
+        return output.reshape(*query.shape[:3], value.shape[3])
     if copies > 1 and query.is_cuda and type(attn_mask) is Tensor:
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
         copies = 1

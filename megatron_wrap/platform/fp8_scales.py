@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECIPES = "transformer_engine.common.recipe"
+_EXTENDED = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")  # Megatron-Core's subclass of a recipe
 _PERMISSION = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
@@ -72,9 +73,10 @@ class _Recipe(pickle.Unpickler):
         }
         if (module, name) in known:
             return known[module, name]
-        found = super().find_class(module, name) if module == RECIPES and "." not in name else None
-        if isinstance(found, type) and found.__module__ == RECIPES:
-            return found
+        if (module, name) == _EXTENDED or (module == RECIPES and "." not in name):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 

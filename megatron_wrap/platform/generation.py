@@ -68,6 +68,41 @@ def without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def with_cache(chunks: Sequence[Any], update: Callable[..., Any]) -> Iterator[None]:
+    """Keep the keys and values of attention layers outside of Megatron-Core.
+
+    Args:
+        update: called with the layer and the arguments of `Attention._adjust_key_value_for_inference`, in its place.
+    """
+    replacements = Replacements()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "_adjust_key_value_for_inference"):
+            replacements.set(module, "_adjust_key_value_for_inference", functools.partial(update, module))
+    try:
+        yield
+    finally:
+        replacements.undo()
+
+
+@contextlib.contextmanager
+def masked_slots(chunks: Sequence[Any], is_masked: Tensor, masked: Callable[[Any, Tensor], Any]) -> Iterator[None]:
+    """Use another core attention in every layer, which does not attend to some slots of the KV cache.
+
+    Args:
+        is_masked: bool [batch size, max_length].
+        masked: (attention layer, is_masked) -> core attention to use meanwhile.
+    """
+    replacements = Replacements()
+    try:
+        for module in (module for chunk in chunks for module in list(chunk.modules())):
+            if getattr(module, "core_attention", None) is not None:
+                replacements.set(module, "core_attention", masked(module, is_masked))
+        yield
+    finally:
+        replacements.undo()
+
+
+@contextlib.contextmanager
 def left_padded(
     chunks: Sequence[Any], padding: Tensor, max_length: int, masked: Callable[[Any, Tensor], Any]
 ) -> Iterator[None]:
@@ -100,10 +135,9 @@ def left_padded(
         for module in (module for chunk in chunks for module in list(chunk.modules())):
             if isinstance(module, rotary):
                 replacements.on_undo(module.register_forward_hook(angles_by_row).remove)
-            if getattr(module, "core_attention", None) is not None:
-                replacements.set(module, "core_attention", masked(module, is_padding))
             if getattr(getattr(module, "config", None), "apply_rope_fusion", False):
                 replacements.set(module.config, "apply_rope_fusion", False)  # its kernel takes one row of angles
-        yield
+        with masked_slots(chunks, is_padding, masked):
+            yield
     finally:
         replacements.undo()

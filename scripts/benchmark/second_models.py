@@ -75,7 +75,7 @@ def store(pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespac
         wrap.initialize()
         wrap.setup_model()
         started = time.perf_counter()
-        count = precompute(wrap.state, (("generated", pair) for pair in pairs), folder, skip_bad=False)
+        count = precompute(wrap.state, (("generated", pair) for pair in pairs), folder, "reference", skip_bad=False)
         report({"way": "precompute", "pairs": count, "seconds": round(time.perf_counter() - started, 2)})
 
 

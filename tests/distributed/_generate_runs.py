@@ -137,6 +137,14 @@ def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
 
 
+def with_constant_shapes(folder: str, overrides: tuple[str, ...], outputs: str, padding: list[int]) -> Any:
+    """As `cached_and_recomputed`, with the passes that a GPU records as a graph."""
+    from unittest import mock
+
+    with mock.patch("megatron_wrap.engine.cached_model._constant_shapes", return_value=True):
+        return cached_and_recomputed(folder, overrides, outputs, padding)
+
+
 def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str, padding: list[int]) -> Any:
     """For each decoding step of left-padded sequences, the largest difference between its logits and those of one
     forward pass over the full sequence; on the ranks of the last pipeline stage."""

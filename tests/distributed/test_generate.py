@@ -51,6 +51,41 @@ def test_logits_of_each_step_agree_with_one_pass_over_the_full_sequence(
         assert not differences or len(differences) == 18
 
 
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [("llama", "padded"), *covering([("llama", "equal"), ("gpt2", "padded"), ("qwen3", "padded")])],
+)
+def test_passes_of_constant_shapes_agree_with_one_pass_over_the_full_sequence(
+    family, padding, ranks, original, tmp_path
+):
+    folder, _ = original(family)
+    [differences] = ranks(1).run(runs.with_constant_shapes, str(folder), (), str(tmp_path), PADDINGS[padding])
+    assert len(differences) == 18
+    assert all(difference <= 1e-4 for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "dp2"),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("mixtral", "ep2"), ("gpt2", "tp2-pp2"))),
+    ],
+)
+def test_several_completions_of_a_prompt_share_its_first_pass(family, layout, ranks, original, tmp_path):
+    folder, expected = original(family)
+    world_size, overrides = runs.LAYOUTS[layout]
+    drawn = {"max_new_tokens": 6, "temperature": 1.2, "seed": 7}
+    calls = [
+        {"prompts": runs.prompts(), "n": 3, "max_new_tokens": 6, "batch_size": 4},
+        {"prompts": runs.prompts(2), "n": 3, **drawn},
+        {"prompts": [prompt for prompt in runs.prompts(2) for _ in range(3)], "batch_size": 1, **drawn},
+    ]
+    for greedy, several, alone in ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path), calls):
+        assert [completion["token_ids"] for completion in greedy] == [ids[:6] for ids in expected for _ in range(3)]
+        assert several == alone
+        assert len({tuple(completion["token_ids"]) for completion in several}) == 6
+
+
 def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(ranks, original, tmp_path):
     folder, greedy = original("mixtral")
     sampled = {"max_new_tokens": 6, "temperature": 1.2, "top_p": 0.95, "top_k": 40, "seed": 7}

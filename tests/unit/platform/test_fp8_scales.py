@@ -25,6 +25,10 @@ class DelayedScaling:
     amax_history_len: int = 1024
 
 
+class TEDelayedScaling(DelayedScaling):
+    """Megatron-Core's, which its autocast uses."""
+
+
 class Format(enum.Enum):
     """A format of Transformer Engine is an enumeration, too."""
 
@@ -46,6 +50,10 @@ def _recipes(monkeypatch):
         monkeypatch.setattr(found, "__module__", RECIPES)
         setattr(module, found.__name__, found)
     module.system = os.system
+    extended = types.ModuleType("megatron.core.extensions.transformer_engine")
+    extended.TEDelayedScaling = TEDelayedScaling
+    monkeypatch.setattr(TEDelayedScaling, "__module__", extended.__name__)
+    monkeypatch.setitem(sys.modules, extended.__name__, extended)
     for name in ("transformer_engine", "transformer_engine.common"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, RECIPES, module)
@@ -57,9 +65,9 @@ def state_of(content) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
 
 
-def scales(**further):
+def scales(recipe=DelayedScaling, **further):
     return {
-        "recipe": DelayedScaling(Format.HYBRID),
+        "recipe": recipe(Format.HYBRID),
         "scale_fwd": torch.ones(3),
         "amax_history_fwd": torch.zeros(16, 3),
         "extra_fp8_variables": {"fp8_checkpoint": True, "num_gemms": 1},
@@ -67,9 +75,12 @@ def scales(**further):
     }
 
 
-def test_scales_are_read_and_the_permission_ends_with_them(monkeypatch):
+@pytest.mark.parametrize("recipe", [DelayedScaling, TEDelayedScaling])
+def test_scales_are_read_and_the_permission_ends_with_them(recipe, monkeypatch):
     monkeypatch.delenv(PERMISSION, raising=False)
-    with readable_scales([("a._extra_state", state_of(scales())), ("b._extra_state", torch.empty(0)), ("c", None)]):
+    with readable_scales(
+        [("a._extra_state", state_of(scales(recipe))), ("b._extra_state", torch.empty(0)), ("c", None)]
+    ):
         assert os.environ[PERMISSION] == "1"
     assert PERMISSION not in os.environ
 
