@@ -1,8 +1,7 @@
-"""CPO, SimPO, AlphaPO and ORPO compared with trl on the same model and pairs, and on every layout."""
+"""CPO, SimPO, AlphaPO and ORPO compared with trl on the same model and pairs."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import _pair_runs as runs
@@ -13,8 +12,6 @@ from _dpo_runs import CONFIG, pairs
 from _trl_runs import as_text, model_of, on_numbers, steps_of_trl
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.testing import check_parity
-from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpo": ("gpt_cpo", {}),
@@ -35,7 +32,7 @@ COMPARED = {
     "alphapo": "one-rank",
     "orpo": "tp2-sp-pp2",
 }
-"""The layout of each comparison with trl; `test_every_layout_agrees` compares the layouts with each other."""
+"""The layout of each comparison with trl; test_preference_parity.py compares the layouts."""
 METRICS = ("loss", "grad_norm", "nll_loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
 METRICS += ("rewards/accuracies", "logps/chosen", "logps/rejected")
 
@@ -77,58 +74,6 @@ def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
     for step, (ours, theirs) in enumerate(zip(found, of_trl(variant), strict=True)):
         for metric in (*METRICS, *extra):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=3e-6), f"{metric} of step {step}"
-
-
-LAYOUTS_OF_PARITY = (*DEFAULT_LAYOUTS, "packed-cp2", "dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt")
-SOME = {"+".join(LAYOUTS_OF_PARITY[at : at + 6]): LAYOUTS_OF_PARITY[at : at + 6] for at in range(0, 24, 6)}
-
-
-def unequal_pairs() -> list[dict[str, Any]]:
-    """Answers of very unequal length, weights, and pairs that truncation leaves without an answer."""
-    generator = random.Random(5)
-
-    def tokens(count: int) -> list[int]:
-        return [generator.randrange(500) for _ in range(count)]
-
-    found: list[dict[str, Any]] = [
-        {
-            "prompt_ids": tokens(generator.randint(1, 12)),
-            "chosen_ids": tokens(1 if place % 3 == 0 else generator.randint(1, 30)),
-            "rejected_ids": tokens(30 if place % 3 == 0 else generator.randint(1, 30)),
-            "weight": [1.0, 0.5, 2.0][place % 3],
-        }
-        for place in range(16)
-    ]
-    found[2]["prompt_ids"] = tokens(60)
-    found[9]["prompt_ids"] = tokens(47)
-    return found
-
-
-@pytest.mark.one_megatron_core
-@pytest.mark.parametrize(
-    ("variant", "layouts"),
-    covering(
-        ((variant, some) for some in SOME for variant in ("alphapo", "orpo")),
-        lambda case: {case[0], case[1].startswith("token")},
-    ),
-)
-def test_every_layout_agrees(ranks, variant, layouts):
-    flow, options = VARIANTS[variant]
-    selected = [override for override in runs.of_flow(flow, options) if "megatron_wrap.flow" in override]
-    report = check_parity(CONFIG, selected, samples=unequal_pairs(), layouts=SOME[layouts], steps=1, ranks=ranks)
-    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
-
-
-@pytest.mark.matrix
-@pytest.mark.one_megatron_core
-@pytest.mark.parametrize(
-    ("variant", "layout"), zip(("cpo", "hinge", "ipo", "simpo"), ("tp2-sp-cp2", "packed", "cp2", "dp2"), strict=True)
-)
-def test_the_other_losses_agree_on_one_layout_each(ranks, variant, layout):
-    flow, options = VARIANTS[variant]
-    selected = [override for override in runs.of_flow(flow, options) if "megatron_wrap.flow" in override]
-    report = check_parity(CONFIG, selected, samples=unequal_pairs(), layouts=[layout], steps=1, ranks=ranks)
-    assert report.agrees, report.table()
 
 
 def test_forward_gives_the_log_probabilities_of_the_answers(ranks):
