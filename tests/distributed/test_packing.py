@@ -64,8 +64,8 @@ def groups() -> list[tuple[str, str, str]]:
 
 
 def family_of(case: tuple[str, str, str]) -> set[str]:
-    """Flow, and whether the model has experts or latent attention; the other models differ in one operation."""
-    return {case[0], case[1] if case[1] in ("experts", "latent") else "dense"}
+    """Flow, and whether the model has experts; the other models differ in one operation."""
+    return {case[0], "experts" if case[1] in ("experts", "latent") else "dense"}
 
 
 @pytest.mark.parametrize(("flow", "model", "layouts"), covering(groups(), family_of))

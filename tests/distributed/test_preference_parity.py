@@ -87,6 +87,7 @@ def report_of(ranks: Any, case: tuple[str, dict[str, Any], tuple[str, ...]], lay
     return found
 
 
+@pytest.mark.one_megatron_core
 @pytest.mark.parametrize(
     ("name", "layouts"), covering(((name, group) for group in GROUPS for name in FLOWS), lambda case: set(case))
 )
