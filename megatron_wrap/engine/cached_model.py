@@ -16,6 +16,8 @@ from megatron_wrap.platform.generation import left_padded, masked_slots, with_ca
 
 SLOT_MULTIPLE = 16
 """Slots of the cache are a multiple of it, because attention with a mask is slower where rows are not aligned."""
+MIN_RECORDED_PASSES = 8
+"""Recording a CUDA graph takes as long as some passes without one, so fewer passes than this are not recorded."""
 
 
 @contextlib.contextmanager
@@ -55,6 +57,7 @@ class CachedModel:
         self._state, self._changes = state, changes
         self._padding = torch.tensor(padding, device=state.platform.device)
         self._sources = torch.tensor(sources, device=state.platform.device)
+        self._max_length = max_length
         self._length = -(-max_length // SLOT_MULTIPLE) * SLOT_MULTIPLE
         self._is_padded = any(padding)  # otherwise the kernels without a mask are enough
         self._cache = KeyValueCache(self._length, self._sources)
@@ -120,11 +123,11 @@ class CachedModel:
     def _decode_with_constant_shapes(self) -> None:
         from megatron_wrap.ops.attention import TorchCoreAttention
 
-        if not _constant_shapes(self._state):
+        start = self._context.sequence_len_offset
+        if self._max_length - start < MIN_RECORDED_PASSES or not _constant_shapes(self._state):
             return
         masked = torch.empty(len(self._padding), self._length, dtype=torch.bool, device=self._padding.device)
         self._changes.enter_context(masked_slots(self._state.chunks, masked, TorchCoreAttention.masked))
-        start = self._context.sequence_len_offset
         self._decoding = ConstantShapeDecoding(self._logits, self._cache, masked, self._padding, start)
         if self._padding.is_cuda:
             self._decoding.capture()

@@ -68,6 +68,7 @@ class _Recipe(pickle.Unpickler):
         known = {
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
             ("torch.storage", "_load_from_bytes"): _storage,
+            ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # it replaces torch's
             ("collections", "OrderedDict"): collections.OrderedDict,
             ("builtins", "getattr"): _member,  # how Python before 3.12 pickles a member of an enumeration
         }
