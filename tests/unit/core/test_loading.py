@@ -100,7 +100,9 @@ def test_the_warm_up_is_compared_with_the_counted_steps():
 # ---- the tokenized cache ----
 
 
-@pytest.mark.parametrize("budget", [(), BUDGET], ids=["samples", "budget"])
+@pytest.mark.parametrize(
+    "budget", [pytest.param((), id="samples", marks=pytest.mark.matrix), pytest.param(BUDGET, id="budget")]
+)
 def test_a_cached_run_prepares_each_sample_once_and_has_the_same_bits(budget: tuple[str, ...]):
     calls: list[int] = []
 
