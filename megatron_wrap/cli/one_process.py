@@ -67,5 +67,6 @@ def flow_of_one_rank(config: RunConfig, tokenizer: Any) -> MegatronWrapTrainingF
         sum_on_cp_group=lambda partial: partial,
         average_across_dp_ranks=lambda value: value,
         tokenizer=tokenizer,
+        sources=tuple(source.name for source in config.data.train),
     )
     return flow_class(decode_flow_config(flow_class, config), context)

@@ -18,6 +18,10 @@ def check_data(config: RunConfig) -> None:
     Raises:
         DataError: a missing file or a malformed line; the message contains its number.
     """
+    if derived.is_indexed(config.data):
+        from megatron_wrap.data.indexed import check_indices
+
+        check_indices(config)
     if not derived.has_sources(config.data):
         return
     from megatron_wrap.data.sources import check_source

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_wrap.config import derived
+from megatron_wrap.config.indexed_checks import check_indexed
 from megatron_wrap.config.refusal import refuse
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.config.sources import SourceConfig
@@ -17,6 +18,9 @@ def check_data(config: RunConfig) -> None:
         ConfigError: the values contradict each other.
     """
     data = config.data
+    check_indexed(config)
+    if derived.is_indexed(data):
+        return
     given = [name for name in ("train", "validation") if getattr(data, name)]
     if not derived.has_sources(data) and given:
         rule = f"a file has no effect with data_key {data.data_key}; write data: {{__select__: dataset}}"

@@ -168,6 +168,18 @@ def global_batch_size_at(config: RunConfig, consumed_samples: int) -> int:
     return start + int(consumed_samples / samples_per_increment) * increment
 
 
+def samples_of_iterations(config: RunConfig, iterations: float) -> float:
+    """Number of samples in the first `iterations` steps of the run, with the batch size ramp-up."""
+    final, samples = config.train.global_batch_size, 0
+    left = iterations
+    while left >= 1:
+        size = global_batch_size_at(config, samples)
+        if size == final:
+            break
+        samples, left = samples + size, left - 1
+    return samples + left * global_batch_size_at(config, samples)
+
+
 def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:
     """Micro-batches of one optimizer step on each replica, for the final global batch unless another is given."""
     samples = config.train.global_batch_size if global_batch_size is None else global_batch_size
@@ -182,6 +194,36 @@ def mock_samples(data: DataConfig) -> int | None:
 def has_sources(data: DataConfig) -> bool:
     """Whether samples are read from the sources of `train` and `validation`."""
     return data.data_key in ("dataset", "jsonl")
+
+
+def is_indexed(data: DataConfig) -> bool:
+    """Whether samples are windows of Megatron's .bin and .idx files."""
+    return data.data_key == "indexed"
+
+
+def evaluation_set_names(config: RunConfig) -> tuple[str, ...]:
+    """The evaluation sets of `megatron_wrap.data`: those of `validation`, or `validation` where `split` or generated
+    data has one."""
+    data = config.data
+    if is_indexed(data) and (data.mock_data or (data.split is not None and split_shares(data.split)[1] > 0)):
+        return ("validation",)
+    return tuple(data.validation)
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """The shares of training, validation and test of `megatron_wrap.data.split`, which sum to 1; ValueError if it is
+    none (Megatron-Core's `parse_and_normalize_split`, blended_megatron_dataset_config.py)."""
+    shares = [float(share) for share in split.split(",")]
+    if len(shares) > 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not shares[0]:
+        raise ValueError(split)
+    shares += [0.0] * (3 - len(shares))
+    return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
+
+
+def indexed_samples(config: RunConfig) -> int:
+    """Windows that the training index of indexed data is built for."""
+    given = config.data.index_samples
+    return math.ceil(samples_of_iterations(config, train_iters(config))) if given is None else given
 
 
 def training_sources(config: RunConfig) -> tuple[SourceConfig, ...]:

@@ -22,6 +22,8 @@ def check_paths(config: RunConfig) -> None:
         CheckpointError: the folder of `load` is missing, or a checkpoint is of Megatron-LM's old form.
     """
     data, train = config.data, config.train
+    if derived.is_indexed(data):
+        _need_indices(config)
     for source in derived.training_sources(config):
         _need_source(config, "data.train", source)
     for source in [source for sources in derived.validation_sources(config).values() for source in sources]:
@@ -83,6 +85,17 @@ def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:
         )
     if source.kind == "glob" and not glob.glob(str(_expanded(source.path)), recursive=True):
         refuse(config, [name], f"no data file matches {source.path!r}{_relative(source.path)}", DataError)
+
+
+def _need_indices(config: RunConfig) -> None:
+    """Both files of each prefix must be there."""
+    named = [("data.train", source) for source in config.data.train]
+    named += [("data.validation", source) for sources in config.data.validation.values() for source in sources]
+    for key, source in named:
+        for path in (f"{source.path}.idx", f"{source.path}.bin"):
+            if not os.path.isfile(_expanded(path)):
+                rule = f"no file {path!r}{missing_path_hint(path)}; a prefix names the .bin and the .idx file"
+                refuse(config, [key], rule + _relative(path), DataError)
 
 
 def _need_file(config: RunConfig, name: str, file: str) -> None:

@@ -498,9 +498,10 @@ class DataConfig:
     """`megatron_wrap.data`: the samples of `wrap.batches()` and `wrap.evaluate()`. A relative path is relative to the
     working directory."""
 
-    data_key: Literal["none", "dataset", "jsonl", "mock"] = "none"
-    """none: the caller passes samples; dataset: files, folders or hub ids, for which jsonl is another name; mock:
-    numbered empty samples for a flow that generates its own."""
+    data_key: Literal["none", "dataset", "jsonl", "indexed", "mock"] = "none"
+    """none: the caller passes samples; dataset: files, folders or hub ids, for which jsonl is another name; indexed:
+    windows of Megatron's .bin and .idx files, for gpt_pretrain; mock: numbered empty samples for a flow that generates
+    its own."""
     train: tuple[SourceConfig, ...] = key((), kind="a path, a source's mapping, a list of these, or null")
     """Training samples: a file, folder or hub id, a source with the keys below, or a list of sources, the mixture of
     which is the training set; null: none."""
@@ -518,7 +519,8 @@ class DataConfig:
     shuffle_buffer: int = key(1000, at_least=1)
     """Samples of a streaming source that are shuffled together, block by block."""
     cache_dir: str | None = None
-    """Folder of tokenized samples, kept by data, tokenizer and template; null: none are kept."""
+    """Folder of tokenized samples, kept by data, tokenizer and template; null: none are kept. With indexed the folder of
+    its indices; null: `cache` beside the first prefix."""
     packing_window: int = key(1024, at_least=1)
     """Samples that are packed together where flow.packing is true; more fill the packs better and mix less."""
     num_samples: int = key(1024, at_least=1)
@@ -527,6 +529,22 @@ class DataConfig:
     """A new order each epoch, a function of the seed; false: the file's order."""
     tokenizer: str | None = None
     """Hugging Face tokenizer folder; null: that of model_provider.hf_path, if any."""
+    split: str | None = None
+    """indexed: shares of the documents of each prefix for training, validation and test, such as 949,50,1; null: all
+    documents of train are trained on, and validation has prefixes of its own."""
+    mock_data: bool = False
+    """indexed: Megatron-Core's generated documents instead of train."""
+    eod_token: int | None = key(None, at_least=0)
+    """indexed: id of the token that ends a document; null: the tokenizer's eos token."""
+    eod_mask_loss: bool = False
+    """indexed: no loss where the input is the end of a document."""
+    reset_position_ids: bool = False
+    """indexed: positions begin at 0 in each document."""
+    reset_attention_mask: bool = False
+    """indexed: tokens attend only to their own document; needs flow.packing."""
+    index_samples: int | None = key(None, at_least=1)
+    """indexed: windows that the training index is built for, on which their order depends; null: those of the run. Runs
+    that continue one another with another length need the same number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,8 @@ def _check_length(config: RunConfig) -> None:
             keys,
             f"train_iters {train.train_iters} and train_epochs {train.train_epochs:g} are both given; delete one",
         )
+    if derived.is_indexed(data):
+        refuse(config, keys[1:], "the index of indexed data is built for a number of windows; give train_iters")
     if not data.train and derived.mock_samples(data) is None:
         refuse(config, keys[1:], "epochs are those of megatron_wrap.data, which has no train; give train_iters")
     streamed = [source.name for source in data.train if source.streaming]
@@ -271,7 +273,8 @@ def _check_intervals(config: RunConfig) -> None:
             )
     if train.finetune and train.load is None:
         refuse(config, ["train.finetune"], "true loads the weights of load, which is null; give load")
-    if train.eval_interval is not None and derived.has_sources(config.data) and not config.data.validation:
+    from_config = derived.has_sources(config.data) or derived.is_indexed(config.data)
+    if train.eval_interval is not None and from_config and not derived.evaluation_set_names(config):
         refuse(
             config,
             ["train.eval_interval"],
@@ -299,7 +302,8 @@ def _check_profile(config: RunConfig) -> None:
 
 
 def _check_best_metric(config: RunConfig) -> None:
-    patience, metric, sets = config.train.early_stop_patience, config.checkpoint.best_metric, config.data.validation
+    patience, metric = config.train.early_stop_patience, config.checkpoint.best_metric
+    sets = derived.evaluation_set_names(config)
     if patience is not None and metric is None:
         path = f"{SECTION_PATHS['checkpoint']}.best_metric"
         refuse(config, ["train.early_stop_patience"], f"{patience} needs {path}, which is null; give it, or write null")

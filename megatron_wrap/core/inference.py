@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.config import derived
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ class InferenceVerbs:
 
         def _ready(self) -> TrainingState: ...
 
+        def _evaluation_sets(self) -> Mapping[str, Sequence[Any]]: ...
+
     def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
         """The objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
 
@@ -39,14 +40,12 @@ class InferenceVerbs:
             `eval/NAME/loss` and `eval/NAME/METRIC` for each set. They are also logged, and so are completions of
             `megatron_lm.train.common.sample_prompts`.
         """
-        from megatron_wrap.data.sources import validation_sets
         from megatron_wrap.engine.forward import evaluate
 
         state = self._ready()
         chosen: Mapping[str, Sequence[Any] | None]
         if sets is None:
-            skip_bad = self.config.data.on_bad_sample == "skip"
-            chosen = validation_sets(derived.validation_sources(self.config), skip_bad)
+            chosen = self._evaluation_sets()
         else:
             chosen = sets
         metrics: dict[str, float] = {}

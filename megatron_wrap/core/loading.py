@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from megatron_wrap.config import RunConfig
+    from megatron_wrap.data.indexed import IndexedData
     from megatron_wrap.data.stream import SampleStream
     from megatron_wrap.engine.loader import BatchLoader
     from megatron_wrap.engine.state import TrainingState
@@ -27,6 +28,7 @@ class LoadingVerbs:
     config: RunConfig
     tokenizer: Any
     _loaders: list[BatchLoader]
+    _indexed: IndexedData | None
 
     if TYPE_CHECKING:
 
@@ -73,9 +75,29 @@ class LoadingVerbs:
     def _training_stream(self) -> SampleStream:
         from megatron_wrap.data.sources import training_stream
 
+        if derived.is_indexed(self.config.data):
+            return self._indexed_data().training
         data, sources = self.config.data, derived.training_sources(self.config)
         mock_samples = derived.mock_samples(data)
         return training_stream(sources, self.config.train.seed, data.shuffle, data.shuffle_buffer, mock_samples)
+
+    def _evaluation_sets(self) -> Mapping[str, Sequence[Any]]:
+        """The evaluation sets of `megatron_wrap.data`."""
+        from megatron_wrap.data.sources import validation_sets
+
+        if derived.is_indexed(self.config.data):
+            return self._indexed_data().evaluation
+        skip_bad = self.config.data.on_bad_sample == "skip"
+        return validation_sets(derived.validation_sources(self.config), skip_bad)
+
+    def _indexed_data(self) -> IndexedData:
+        from megatron_wrap.data.indexed import open_indexed
+        from megatron_wrap.engine.build import resolve_vocab_size
+
+        if self._indexed is None:
+            vocab_size = resolve_vocab_size(self.config, self.tokenizer)
+            self._indexed = open_indexed(self.config, vocab_size, self.tokenizer)
+        return self._indexed
 
     def _cached_samples(self, stream: SampleStream, flow: MegatronWrapTrainingFlowBase) -> CachedSamples | None:
         from megatron_wrap.engine.loader import preparation

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from megatron_wrap.checkpoint import RunCheckpoints
+    from megatron_wrap.data.indexed import IndexedData
     from megatron_wrap.engine.loader import BatchLoader
     from megatron_wrap.engine.profiling import StepProfiler
     from megatron_wrap.engine.state import TrainingState
@@ -65,6 +66,7 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         self._state: TrainingState | None = None
         self._checkpoints: RunCheckpoints | None = None
         self._loaders: list[BatchLoader] = []
+        self._indexed: IndexedData | None = None
         self._records = RunRecords(self.config, self.output_dir)
         self._resumed_from: int | None = None
         self._started_from_hugging_face = False

@@ -8,7 +8,6 @@ only you can write to.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wrap.data.file_lock import locked
 from megatron_wrap.data.reader import Preparation
 from megatron_wrap.data.rows import BadSample, Rows
 from megatron_wrap.data.workers import Workers
@@ -96,7 +96,7 @@ def open_cache(
     if not folder.is_dir():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.parent / f".{name}.lock"):
+            with locked(folder.parent / f".{name}.lock", "writes the tokenized cache"):
                 if not folder.is_dir():
                     _remove_leftovers(folder)
                     _write(folder, key, rows(), preparation, skip_bad, processes)
@@ -105,21 +105,6 @@ def open_cache(
                 f"megatron_wrap.data.cache_dir {parent}: cannot be written: {error}; give another folder, or null"
             ) from error
     return TokenCache(folder)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with this process. A file system without locks has none; then each process writes, and the
-    first one that renames its folder has written the cache."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info_all_ranks(f"another process writes the tokenized cache beside {path}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
 
 
 def _remove_leftovers(folder: Path) -> None:

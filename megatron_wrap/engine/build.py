@@ -16,6 +16,7 @@ from megatron_wrap.config import derived
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
 from megatron_wrap.config.fp8 import token_multiple
 from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.data.indexed import open_indexed
 from megatron_wrap.data.sources import first_training_samples
 from megatron_wrap.engine.cut import batch_cut
 from megatron_wrap.engine.micro_batch import try_flow
@@ -64,13 +65,7 @@ def build_training_state(
     flow = build_flow(config, parallel, tokenizer, vocab_size)
     if training:
         use_precomputed(flow, config)
-        head = first_training_samples(
-            derived.training_sources(config),
-            derived.mock_samples(config.data),
-            count=2 * config.train.micro_batch_size,
-            skip_bad=config.data.on_bad_sample == "skip",
-        )
-        try_flow(flow, head, config.train.seed)
+        try_flow(flow, _first_samples(config, vocab_size, tokenizer), config.train.seed)
     model_config = transformer_config(config, parallel, platform, training)
     hugging_face = hugging_face_source(config) if from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, hugging_face=hugging_face)
@@ -100,6 +95,20 @@ def build_training_state(
         ),
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
+    )
+
+
+def _first_samples(config: RunConfig, vocab_size: int, tokenizer: Any) -> list[Any]:
+    """The head of the training data."""
+    count = 2 * config.train.micro_batch_size
+    if derived.is_indexed(config.data):
+        windows = open_indexed(config, vocab_size, tokenizer).training
+        return [windows.read(position) for position in range(count)]
+    return first_training_samples(
+        derived.training_sources(config),
+        derived.mock_samples(config.data),
+        count,
+        skip_bad=config.data.on_bad_sample == "skip",
     )
 
 
@@ -156,6 +165,7 @@ def build_flow(
         average_across_dp_ranks=lambda value: average_detached(value, parallel.dp.group),
         tokenizer=tokenizer,
         gather_on_cp_group=lambda part, dim: gather_sequence(part, dim, parallel.cp.group),
+        sources=tuple(source.name for source in config.data.train),
     )
     return flow_class(decode_flow_config(flow_class, config), context)
 

@@ -44,36 +44,24 @@ def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
 
     rate, optim = config.learning_rate, config.optimizer
     weight_decay, decay_iters = optim.weight_decay, derived.lr_decay_iters(config)
-    decay_steps = samples_of_iterations(config, decay_iters)
+    decay_steps = derived.samples_of_iterations(config, decay_iters)
     wsd_steps = None
     if rate.lr_wsd_decay_iters is not None:
-        wsd_steps = decay_steps - samples_of_iterations(config, decay_iters - rate.lr_wsd_decay_iters)
+        wsd_steps = decay_steps - derived.samples_of_iterations(config, decay_iters - rate.lr_wsd_decay_iters)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=rate.lr_warmup_init,
         max_lr=rate.lr,
         min_lr=rate.min_lr,
-        lr_warmup_steps=samples_of_iterations(config, derived.lr_warmup_iters(config)),
+        lr_warmup_steps=derived.samples_of_iterations(config, derived.lr_warmup_iters(config)),
         lr_decay_steps=decay_steps,
         lr_decay_style=rate.lr_decay_style,
         start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
         end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
-        wd_incr_steps=samples_of_iterations(config, derived.train_iters(config)),
+        wd_incr_steps=derived.samples_of_iterations(config, derived.train_iters(config)),
         wd_incr_style=optim.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
         wsd_decay_steps=wsd_steps,
         lr_wsd_decay_style=rate.lr_wsd_decay_style,
     )
-
-
-def samples_of_iterations(config: RunConfig, iterations: float) -> float:
-    """Number of samples in the first `iterations` steps of the run, with the batch size ramp-up."""
-    final, samples = config.train.global_batch_size, 0
-    left = iterations
-    while left >= 1:
-        size = derived.global_batch_size_at(config, samples)
-        if size == final:
-            break
-        samples, left = samples + size, left - 1
-    return samples + left * derived.global_batch_size_at(config, samples)

@@ -61,6 +61,8 @@ class FlowContext:
     gather_on_cp_group: Callable[[Tensor, int], Tensor] = lambda part, dim: part
     """(shard, dim) -> full sequence, gathered over the context-parallel group; its backward is the true adjoint. The
     default is for one rank."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources of `megatron_wrap.data.train`, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from megatron_wrap.registry import Registry
 
 SHIPPED: Mapping[str, str] = {
     "minimal_mock": "megatron_wrap.flow.mock:MegatronWrapMinimalMockFlow",
+    "gpt_pretrain": "megatron_wrap.flow.pretrain:MegatronWrapGPTModelPretrainFlow",
     "gpt_sft": "megatron_wrap.flow.sft:MegatronWrapGPTModelSFTFlow",
     "gpt_dpo": "megatron_wrap.flow.dpo:MegatronWrapGPTModelDPOFlow",
     "gpt_kto": "megatron_wrap.flow.kto:MegatronWrapGPTModelKTOFlow",

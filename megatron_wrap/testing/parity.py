@@ -35,7 +35,7 @@ from megatron_wrap.testing.comparison import (
 )
 from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
 from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
-from megatron_wrap.testing.parity_run import CaseResult, run_case
+from megatron_wrap.testing.parity_run import CaseResult, first_windows, run_case
 from megatron_wrap.testing.pools import Pools
 from megatron_wrap.testing.ranks import RankPool
 from megatron_wrap.testing.report import LayoutVerdict, ParityReport
@@ -79,8 +79,8 @@ def check_parity(
         base = check_overrides(config, overrides, flow, shrink, folder, platform)
         reference_config = read_run(config, base)
         check_run(reference_config)
-        taken = _samples(reference_config, samples, steps)
         with Pools(platform, ranks) as pools:
+            taken = _samples(reference_config, samples, steps, pools)
             reference = pools.run(1, run_case, reference_config, taken, steps)
             again = pools.run(1, run_case, reference_config, taken, steps)
             notes, broken = _check_reference(reference, again)
@@ -265,10 +265,13 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
     return notes, None
 
 
-def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int) -> list[Any]:
+def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int, pools: Pools) -> list[Any]:
     from megatron_wrap.data.sources import training_stream
 
     needed = config.train.global_batch_size * steps
+    if samples is None and derived.is_indexed(config.data):
+        windows: list[Any] = pools.run(1, first_windows, config, needed)
+        return windows
     mock, sources = derived.mock_samples(config.data), derived.training_sources(config)
     if samples is None and (sources or mock is not None):
         stream = training_stream(sources, config.train.seed, False, config.data.shuffle_buffer, mock)

@@ -35,6 +35,17 @@ class CaseResult:
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not list."""
 
 
+def first_windows(config: RunConfig, count: int) -> list[Any]:
+    """The head of indexed data, read in a process where Megatron-Core is imported for its platform."""
+    from megatron_wrap.data.indexed import open_indexed
+    from megatron_wrap.data.tokenizer import load_tokenizer
+    from megatron_wrap.engine.build import resolve_vocab_size
+
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    windows = open_indexed(config, resolve_vocab_size(config, tokenizer), tokenizer).training
+    return [windows.read(position) for position in range(count)]
+
+
 def run_case(
     config: RunConfig, samples: list[Any], steps: int, extra_padding: int = 0, noise: float = 0.0
 ) -> CaseResult:

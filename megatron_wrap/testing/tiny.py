@@ -38,6 +38,7 @@ def check_overrides(
     ]
     values += [
         f"megatron_wrap.init.platform={platform}",
+        "megatron_wrap.data.index_samples=null",
         "megatron_lm.train.dtype.__select__=fp32",
         "megatron_wrap.logger.progress_bar=false",
         "megatron_wrap.logger.enable_wandb=false",
@@ -52,7 +53,7 @@ def check_overrides(
         *LayoutCase("one process").overrides(seq_length=0),
     ]
     if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
-        overrides = [*overrides, "megatron_wrap.flow.packing=false"]
+        overrides = [*overrides, "megatron_wrap.flow.packing=false", "megatron_wrap.data.reset_attention_mask=false"]
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")
     if shrink:

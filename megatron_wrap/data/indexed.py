@@ -1,0 +1,311 @@
+"""Windows of `seq_length` tokens from Megatron's .bin and .idx files, through Megatron-Core's own data sets: the
+training order of a run, and its evaluation sets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wrap.config import derived
+from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.config.sources import SourceConfig
+from megatron_wrap.data.file_lock import locked
+from megatron_wrap.data.index_files import IndexFile, read_index
+from megatron_wrap.data.rows import Sample
+from megatron_wrap.data.sources import SampleSet
+from megatron_wrap.data.tokenizer import end_token_id
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.utils.dist_logger import logger
+
+_SPLITS = ("training", "validation", "test")
+_KEYS = "megatron_wrap.data"
+
+
+class Windows:
+    """The windows of one data set of Megatron-Core, as samples. See `Rows`.
+
+    A sample has `tokens`, `labels`, `position_ids` (int64 [seq_length]) and `loss_mask` (float32 [seq_length]) as
+    `GPTDataset` returns them, the name of its `source` and, in a blend of the training sources, its number as
+    `source_id`; with `reset_attention_mask` also `documents`, the tokens of each document, which sum to seq_length.
+
+    Args:
+        windows: `GPTDataset` or `BlendedDataset`.
+        sources: names of the blended sources, in their order.
+        vocab_size: of the model.
+        eod: id of the token that ends a document, at which `documents` are cut; None: they are not cut.
+        of_training: the sources are those of the training set.
+    """
+
+    def __init__(
+        self, windows: Any, sources: Sequence[SourceConfig], vocab_size: int, eod: int | None, of_training: bool
+    ) -> None:
+        self._windows, self._sources, self._vocab_size, self._eod = windows, list(sources), vocab_size, eod
+        self._of_training = of_training and len(sources) > 1
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> Sample:
+        found = {name: value.numpy() for name, value in self._windows[index].items() if name != "dataset_id"}
+        tokens = found["tokens"]
+        smallest = min(int(tokens.min()), int(found["labels"].min()))
+        largest = max(int(tokens.max()), int(found["labels"].max()))
+        if smallest < 0 or largest >= self._vocab_size:
+            raise DataError(
+                f"{self.where(index)}: token ids are between {smallest} and {largest}, but the model's vocabulary has "
+                f"the ids 0 to {self._vocab_size - 1}; tokenize with this model's tokenizer, or set "
+                "megatron_lm.model.arch.vocab_size"
+            )
+        source, _ = self.row(index)
+        sample: Sample = {**found, "source": self._sources[source].name if self._sources else "mock"}
+        if self._of_training:
+            sample["source_id"] = source
+        if self._eod is not None:
+            ends = np.flatnonzero(tokens == self._eod) + 1
+            sample["documents"] = np.diff(ends, prepend=0, append=len(tokens)).tolist()
+            if sample["documents"][-1] == 0:
+                del sample["documents"][-1]
+        return sample
+
+    def where(self, index: int) -> str:
+        """`PREFIX.bin window N`, where N counts the windows of this source from 1 on."""
+        source, number = self.row(index)
+        return f"{self._sources[source].path}.bin window {number + 1}" if self._sources else f"mock window {index + 1}"
+
+    def row(self, index: int) -> tuple[int, int]:
+        """Number of the source, and of the window in it, both from 0."""
+        from megatron_wrap.data.megatron_datasets import place_in
+
+        return place_in(self._windows, index)
+
+
+class IndexedStream:
+    """The training windows of a run in the order of Megatron-Core's index, which is shuffled already. See
+    `SampleStream`. Behind its end it begins anew."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Windows of the index."""
+        return len(self._windows)
+
+    def read(self, position: int) -> Sample:
+        """See `SampleStream`."""
+        return self._windows[position % len(self._windows)]
+
+    def where(self, position: int) -> str:
+        """See `SampleStream`."""
+        return self._windows.where(position % len(self._windows))
+
+    def row(self, position: int) -> tuple[int, int]:
+        """See `SampleStream`."""
+        return self._windows.row(position % len(self._windows))
+
+
+@dataclass(frozen=True)
+class IndexedData:
+    """The windows of a run."""
+
+    training: IndexedStream
+    evaluation: Mapping[str, SampleSet]
+    """Name of each evaluation set -> its windows."""
+
+
+def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedData:
+    """Open the windows of a run whose data is indexed. The index is built by one process of each node, or of all nodes
+    that share the cache; the others wait for it.
+
+    Args:
+        vocab_size: of the model.
+        tokenizer: of the run, for the id of its eos token; or None.
+
+    Raises:
+        DataError: a file is missing or wrong, a part of `split` has no token, or the cache cannot be written.
+        ConfigError: documents are to be told apart, and their last token is not known.
+    """
+    data = config.data
+    opener = _Opener(config, vocab_size, _end_of_document(config, tokenizer))
+    if data.mock_data:
+        training, validation, _ = opener.splits({}, (), (opener.training_size, opener.evaluation_size or 1, 1))
+    elif data.split is not None:
+        training, validation = opener.by_split(data.train, data.split)
+    else:
+        validation = None
+        training, _, _ = opener.own_files(data.train, place=0)
+    sets = {name: opener.own_files(sources, place=1)[1] for name, sources in data.validation.items()}
+    evaluation = {name: opener.windows(found, data.validation[name], False) for name, found in sets.items()}
+    if validation is not None:
+        evaluation["validation"] = opener.windows(validation, data.train, True)
+    return IndexedData(
+        IndexedStream(opener.windows(training, data.train, True)),
+        {name: SampleSet(windows) for name, windows in evaluation.items()},
+    )
+
+
+def check_indices(config: RunConfig) -> None:
+    """Read the header of each file, and count the tokens of each part; nothing is built.
+
+    Raises:
+        DataError: as `open_indexed`, but for token ids.
+    """
+    data, length = config.data, config.train.seq_length
+    parts = _parts(data.split)
+    _windows_of_parts([read_index(source.path) for source in data.train], parts, data.split, length)
+    for sources in data.validation.values():
+        _windows_of_parts([read_index(source.path) for source in sources], _ALL_VALIDATION, None, length)
+
+
+def _end_of_document(config: RunConfig, tokenizer: Any) -> int | None:
+    data = config.data
+    if data.eod_token is not None:
+        return data.eod_token
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return end_token_id(tokenizer)
+    needed = [name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)]
+    if needed:
+        raise ConfigError(
+            f"{_KEYS}.{needed[0]}: true needs the token that ends a document; give {_KEYS}.tokenizer with an eos "
+            f"token, or {_KEYS}.eod_token"
+        )
+    return None
+
+
+class _Opener:
+    """Opens the data sets of one run."""
+
+    def __init__(self, config: RunConfig, vocab_size: int, eod: int | None) -> None:
+        self._config, self._vocab_size, self._eod = config, vocab_size, eod
+        train, data = config.train, config.data
+        self.training_size = derived.indexed_samples(config)
+        self.evaluation_size = None if train.eval_iters is None else train.eval_iters * train.global_batch_size
+        self._settings: dict[str, Any] = {
+            "random_seed": train.seed,
+            "sequence_length": train.seq_length,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention_mask": data.reset_attention_mask,
+            "eod_mask_loss": data.eod_mask_loss,
+        }
+
+    def windows(self, found: Any, sources: Sequence[SourceConfig], of_training: bool) -> Windows:
+        """The samples of a data set."""
+        eod = self._eod if self._config.data.reset_attention_mask else None
+        return Windows(found, sources, self._vocab_size, eod, of_training)
+
+    def by_split(self, sources: Sequence[SourceConfig], split: str) -> tuple[Any, Any]:
+        """Training and validation from the same prefixes."""
+        files = [read_index(source.path) for source in sources]
+        windows = _windows_of_parts(files, _parts(split), split, self._config.train.seq_length)
+        weights = _weights(sources, files)
+        sizes: tuple[int | None, ...] = (self.training_size, None, None)
+        if weights is not None:
+            sizes = (self.training_size, self.evaluation_size or max(1, windows[1]), max(1, windows[2]))
+        blend = ([index.prefix for index in files], weights)
+        training, validation, _ = self.splits({"blend": blend, "split": split}, files, sizes)
+        return training, validation
+
+    def own_files(self, sources: Sequence[SourceConfig], place: int) -> list[Any]:
+        """The data set of the split `place` alone, from all documents of these prefixes."""
+        files = [read_index(source.path) for source in sources]
+        parts = _ALL_VALIDATION if place else _parts(None)
+        _windows_of_parts(files, parts, None, self._config.train.seq_length)
+        # evaluation: each window once, whatever the sources' weights
+        weights = _weights(sources, files) if place == 0 else None
+        blends: list[Any] = [None, None, None]
+        blends[place] = ([index.prefix for index in files], weights)
+        sizes: list[int | None] = [0, 0, 0]
+        sizes[place] = self.training_size if place == 0 else None
+        return self.splits({"blend_per_split": blends}, files, sizes)
+
+    def splits(self, blend: dict[str, Any], files: Sequence[IndexFile], sizes: Sequence[int | None]) -> list[Any]:
+        """Megatron-Core's data sets of training, validation and test, from the cache where there is one."""
+        from megatron_wrap.data import megatron_datasets
+        from megatron_wrap.platform.dataset_helpers import with_dataset_helpers
+
+        eod = self._vocab_size - 1 if self._eod is None else self._eod
+        settings = {**self._settings, **blend, "tokenizer": megatron_datasets.Vocabulary(self._vocab_size, eod)}
+        if not files:
+            with with_dataset_helpers():
+                return megatron_datasets.open_splits(settings, sizes, None)
+        key = {**self._settings, **blend, "sizes": list(sizes), "vocabulary": [self._vocab_size, eod]}
+        cache = self._cache(key, files)
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
+                if not megatron_datasets.is_complete(cache):
+                    logger.info_rank_0(f"building the index in {cache}: {_described(files)}")
+                    with with_dataset_helpers():
+                        made = megatron_datasets.open_splits(settings, sizes, None)
+                    megatron_datasets.write_cache(made, cache)
+        except OSError as error:
+            raise DataError(
+                f"{_KEYS}.cache_dir: the index cannot be written to {cache}: {error}; give a folder that is writable"
+            ) from error
+        return megatron_datasets.open_splits(settings, sizes, cache)
+
+    def _cache(self, key: Mapping[str, Any], files: Sequence[IndexFile]) -> Path:
+        """The folder of the index of these files in their present state."""
+        given = self._config.data.cache_dir
+        parent = Path(files[0].prefix).parent / "cache" if given is None else Path(given).expanduser()
+        stats = [os.stat(f"{index.prefix}.idx") for index in files]
+        whole = {**key, "files": [[found.st_size, found.st_mtime_ns] for found in stats]}
+        return parent / hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
+
+
+_Parts = tuple[tuple[float, float], ...]
+"""Begin and end of training, validation and test, as shares of the documents in their order."""
+_ALL_VALIDATION: _Parts = ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+
+
+def _parts(split: str | None) -> _Parts:
+    first, second, _ = (1.0, 0.0, 0.0) if split is None else derived.split_shares(split)
+    return (0.0, first), (first, first + second), (first + second, 1.0)
+
+
+def _windows_of_parts(files: Sequence[IndexFile], parts: _Parts, split: str | None, length: int) -> list[int]:
+    """Whole windows of all prefixes together in each part that is not empty by its share.
+
+    Raises:
+        DataError: a prefix has no token in such a part, for which Megatron-Core counts epochs without end (Megatron-LM
+            issue 957); or it has no whole window in an evaluation set, which is gone through once.
+    """
+    windows = [0, 0, 0]
+    for place, (begin, end) in enumerate(parts):
+        what = f"the {_SPLITS[place]} part" + (f" of {_KEYS}.split {split}" if split else "")
+        for index in files if end - begin > 1e-9 else ():
+            documents, tokens = index.part(begin, end)
+            found = max(0, tokens - 1) // length
+            windows[place] += found
+            if tokens == 0:
+                has = "no document" if documents == 0 else f"{documents} documents, which are empty,"
+                raise DataError(
+                    f"{index.prefix}: {what} has {has} of the {index.documents}; raise its share, write 0 for it, or "
+                    "give validation a prefix of its own"
+                )
+            if place == 1 and found == 0:
+                raise DataError(
+                    f"{index.prefix}: {what} has {tokens} tokens, less than one window of seq_length + 1 = {length + 1};"
+                    " raise its share, give more documents, or lower megatron_lm.train.common.seq_length"
+                )
+    return windows
+
+
+def _weights(sources: Sequence[SourceConfig], files: Sequence[IndexFile]) -> list[float] | None:
+    """The weights of a blend; without any given, the sources' numbers of tokens. None for one source."""
+    if len(sources) == 1:
+        return None
+    pairs = zip(sources, files, strict=True)
+    return [float(index.tokens) if source.weight is None else source.weight for source, index in pairs]
+
+
+def _described(files: Sequence[IndexFile]) -> str:
+    documents, tokens = sum(index.documents for index in files), sum(index.tokens for index in files)
+    return f"{len(files)} prefix(es), {documents:,} documents, {tokens:,} tokens"
