@@ -54,7 +54,7 @@ def _check_batches(config: RunConfig) -> None:
     if not data.shuffle:
         refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
     if train.global_batch_tokens is not None:
-        rule = "each window has seq_length tokens; give global_batch_size instead"
+        rule = f"{train.global_batch_tokens} has no use with indexed data, whose windows have seq_length tokens each"
         refuse(
             config, ["train.global_batch_tokens"], f"{train.global_batch_tokens} has no use with indexed data: {rule}"
         )
@@ -105,6 +105,8 @@ def _check_weights(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
         refuse(config, ["data.train"], rule)
     total = math.fsum(weights)
     if not any(math.isclose(total, whole, rel_tol=1e-6) for whole in (1, 100)):
-        shares = ", ".join(f"{source.name} {100 * weight / total:.6g}" for source, weight in zip(sources, weights))
+        shares = ", ".join(
+            f"{source.name} {100 * weight / total:.6g}" for source, weight in zip(sources, weights, strict=True)
+        )
         rule = f"the weights of a blend sum to 1 or 100, these to {total:g}; in the same proportions: {shares}"
         refuse(config, ["data.train"], rule)

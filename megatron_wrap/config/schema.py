@@ -519,8 +519,8 @@ class DataConfig:
     shuffle_buffer: int = key(1000, at_least=1)
     """Samples of a streaming source that are shuffled together, block by block."""
     cache_dir: str | None = None
-    """Folder of tokenized samples, kept by data, tokenizer and template; null: none are kept. With indexed the folder of
-    its indices; null: `cache` beside the first prefix."""
+    """Folder of tokenized samples, kept by data, tokenizer and template; null: none are kept. With indexed the folder
+    of its indices; null: `cache` beside the first prefix."""
     packing_window: int = key(1024, at_least=1)
     """Samples that are packed together where flow.packing is true; more fill the packs better and mix less."""
     num_samples: int = key(1024, at_least=1)

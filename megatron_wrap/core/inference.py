@@ -43,11 +43,7 @@ class InferenceVerbs:
         from megatron_wrap.engine.forward import evaluate
 
         state = self._ready()
-        chosen: Mapping[str, Sequence[Any] | None]
-        if sets is None:
-            chosen = self._evaluation_sets()
-        else:
-            chosen = sets
+        chosen: Mapping[str, Sequence[Any] | None] = self._evaluation_sets() if sets is None else sets
         metrics: dict[str, float] = {}
         for name, samples in chosen.items():
             limit = self.config.train.eval_iters

@@ -292,8 +292,8 @@ def _windows_of_parts(files: Sequence[IndexFile], parts: _Parts, split: str | No
                 )
             if place == 1 and found == 0:
                 raise DataError(
-                    f"{index.prefix}: {what} has {tokens} tokens, less than one window of seq_length + 1 = {length + 1};"
-                    " raise its share, give more documents, or lower megatron_lm.train.common.seq_length"
+                    f"{index.prefix}: {what} has {tokens} tokens, less than a window of seq_length + 1 = {length + 1}; "
+                    "raise its share, give more documents, or lower megatron_lm.train.common.seq_length"
                 )
     return windows
 

@@ -36,7 +36,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
     """
 
     @staticmethod
-    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:  # noqa: N804
+    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         """One data set, in this process."""
         begun = time.monotonic()
         made = cls(*args)

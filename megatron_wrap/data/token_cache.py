@@ -7,7 +7,6 @@ only you can write to.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -13,28 +14,41 @@ from typing import Any
 import numpy as np
 
 _EXTENSION, _USER = "megatron.core.datasets.helpers_cpp", "megatron.core.datasets.helpers"
+_WRITERS = ("megatron.core.datasets.gpt_dataset", "megatron.core.datasets.blended_dataset")
 
 
 @contextlib.contextmanager
 def with_dataset_helpers() -> Iterator[None]:
-    """Data sets can be built inside, also without the compiled extension. A source installation of Megatron-Core has
-    it only after `make -C megatron/core/datasets`."""
-    try:
-        importlib.import_module(_EXTENSION)
-    except ImportError:
-        pass
-    else:
-        yield
-        return
-    before = {name: sys.modules.pop(name, None) for name in (_EXTENSION, _USER)}
-    sys.modules[_EXTENSION] = _module()
+    """Data sets can be built in memory inside, also without the compiled extension, and without a warning for each that
+    nothing was written. A source installation of Megatron-Core has the extension only after `make -C
+    megatron/core/datasets`."""
+    for name in _WRITERS:
+        logging.getLogger(name).addFilter(_is_no_warning_of_a_cache)
+    substitute = not _has_extension()
+    before = {name: sys.modules.pop(name, None) for name in (_EXTENSION, _USER)} if substitute else {}
+    if substitute:
+        sys.modules[_EXTENSION] = _module()
     try:
         yield
     finally:
+        for name in _WRITERS:
+            logging.getLogger(name).removeFilter(_is_no_warning_of_a_cache)
         for name, module in before.items():
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
+
+
+def _has_extension() -> bool:
+    try:
+        importlib.import_module(_EXTENSION)
+    except ImportError:
+        return False
+    return True
+
+
+def _is_no_warning_of_a_cache(record: logging.LogRecord) -> bool:
+    return "path_to_cache is None" not in record.getMessage()
 
 
 def _module() -> types.ModuleType:
