@@ -1,7 +1,7 @@
 """The example's tokenizer: byte-level BPE with a chat template, written as a Hugging Face tokenizer folder."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 VOCABULARY_SIZE = 4096
@@ -74,3 +74,12 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocabulary_size: int = V
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def encode(texts: Sequence[str], folder: Path) -> list[list[int]]:
+    """The ids of each text and of END, by the tokenizer that `train_tokenizer` wrote."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    return [[*found.ids, SPECIAL_TOKENS.index(END)] for found in encoded]

@@ -1,8 +1,8 @@
 """Makes the example's data set and tokenizer: `python examples/data/build.py [--output FOLDER] [--force]`.
 
-Writes train.jsonl, validation.jsonl, preference pairs and single answers of both, tokenizer/ and manifest.json, which
-is written last: a folder with a manifest is whole. A whole folder is left as it is, also by another Python, so that a
-run that resumes finds the data it began with.
+Writes train.jsonl, validation.jsonl, preference pairs and single answers of both, tokenizer/, the texts of train.jsonl
+as text_document.bin and .idx for pretraining, and manifest.json, which is written last: a folder with a manifest is
+whole. A whole folder is left as it is, also by another Python, so that a run that resumes finds the data it began with.
 """
 
 import argparse
@@ -19,9 +19,10 @@ sys.path.insert(0, str(HERE))  # also when it is loaded from a file by a test, n
 
 import bpe  # noqa: E402
 import conversations  # noqa: E402
+import indexed_text  # noqa: E402
 import preferences  # noqa: E402
 
-BUILD_VERSION = 3
+BUILD_VERSION = 4
 """Goes up when the builder makes something else of the same Python; a folder of another version is made anew."""
 FILES = (
     "train.jsonl",
@@ -30,6 +31,8 @@ FILES = (
     "preference-validation.jsonl",
     "answers-train.jsonl",
     "answers-validation.jsonl",
+    "text_document.bin",
+    "text_document.idx",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
     "tokenizer/chat_template.jinja",
@@ -53,6 +56,8 @@ def build(output: Path, force: bool = False) -> tuple[dict, bool]:
             write_jsonl(folder / f"answers-{name}.jsonl", preferences.make_answers(pairs))
         texts = (message["content"] for sample in train for message in sample["messages"])
         vocabulary_size = bpe.train_tokenizer(texts, folder / "tokenizer")
+        answers = [sample["messages"][1]["content"] for sample in train]
+        indexed_text.write_indexed(folder / "text_document", bpe.encode(answers, folder / "tokenizer"))
         manifest = {
             "build_version": BUILD_VERSION,
             "python": platform.python_version(),
@@ -106,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     print("  preference-train.jsonl and preference-validation.jsonl: the same with a worse answer beside each good one")
     print("  answers-train.jsonl and answers-validation.jsonl: one of the two answers, with a label")
+    print("  text_document.bin and .idx: the docstrings alone as tokens, for gpt_pretrain")
     print(f"  tokenizer/ byte-level BPE, {manifest['vocabulary_size']} entries, with a chat template")
     return 0
 

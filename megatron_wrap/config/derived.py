@@ -205,9 +205,10 @@ def evaluation_set_names(config: RunConfig) -> tuple[str, ...]:
     """The evaluation sets of `megatron_wrap.data`: those of `validation`, or `validation` where `split` or generated
     data has one."""
     data = config.data
-    if is_indexed(data) and (data.mock_data or (data.split is not None and split_shares(data.split)[1] > 0)):
-        return ("validation",)
-    return tuple(data.validation)
+    if not is_indexed(data) or data.validation:
+        return tuple(data.validation)
+    has_part = data.split is not None and data.split.partition(",")[2].split(",")[0].strip(" 0.") != ""
+    return ("validation",) if data.mock_data or has_part else ()
 
 
 def split_shares(split: str) -> tuple[float, float, float]:

@@ -55,9 +55,7 @@ def _check_batches(config: RunConfig) -> None:
         refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
     if train.global_batch_tokens is not None:
         rule = f"{train.global_batch_tokens} has no use with indexed data, whose windows have seq_length tokens each"
-        refuse(
-            config, ["train.global_batch_tokens"], f"{train.global_batch_tokens} has no use with indexed data: {rule}"
-        )
+        refuse(config, ["train.global_batch_tokens"], f"{rule}; give global_batch_size")
     if data.reset_attention_mask and not config.flow.packing:
         path = f"{SECTION_PATHS['flow']}.packing"
         rule = f"true needs {path}: true, which keeps attention within each document"

@@ -22,7 +22,6 @@ from megatron_wrap.data.rows import Sample
 from megatron_wrap.data.sources import SampleSet
 from megatron_wrap.data.tokenizer import end_token_id
 from megatron_wrap.errors import ConfigError, DataError
-from megatron_wrap.utils.dist_logger import logger
 
 _SPLITS = ("training", "validation", "test")
 _KEYS = "megatron_wrap.data"
@@ -241,7 +240,7 @@ class _Opener:
             cache.parent.mkdir(parents=True, exist_ok=True)
             with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
                 if not megatron_datasets.is_complete(cache):
-                    logger.info_rank_0(f"building the index in {cache}: {_described(files)}")
+                    megatron_datasets.log_here(f"building the index in {cache}: {_described(files)}")
                     with with_dataset_helpers():
                         made = megatron_datasets.open_splits(settings, sizes, None)
                     megatron_datasets.write_cache(made, cache)

@@ -42,7 +42,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         made = cls(*args)
         seconds = time.monotonic() - begun
         if seconds > 1:
-            _log(f"index: {_named(made)}: {len(made):,} windows in {seconds:.1f} s")
+            log_here(f"index: {_named(made)}: {len(made):,} windows in {seconds:.1f} s")
         return made
 
     def _build_megatron_datasets_parallel(
@@ -120,7 +120,7 @@ def _named(made: Any) -> str:
     return f"{made.dataset_path or 'mock data'}, {made.index_split.name}"
 
 
-def _log(text: str) -> None:
+def log_here(text: str) -> None:
     """A line of the process that builds, whatever its rank."""
     if logger.rank == 0:
         logger.info_rank_0(text)

@@ -37,8 +37,8 @@ class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
         """The sample; DataError if it is no window."""
         if not isinstance(sample, Mapping) or any(name not in sample for name in _FIELDS):
             raise DataError(
-                f"gpt_pretrain takes windows of tokens with {', '.join(_FIELDS)}; select megatron_wrap.data indexed, or "
-                "megatron_wrap.flow gpt_sft for samples with text"
+                f"gpt_pretrain takes windows of tokens with {', '.join(_FIELDS)}; select megatron_wrap.data indexed, "
+                "or megatron_wrap.flow gpt_sft for samples with text"
             )
         return sample
 

@@ -56,6 +56,8 @@ def test_two_runs_write_the_same_bytes(data, tmp_path):
         "answers-train.jsonl",
         "answers-validation.jsonl",
         "manifest.json",
+        "text_document.bin",
+        "text_document.idx",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
         "tokenizer/chat_template.jinja",
@@ -124,6 +126,16 @@ def test_the_tokenizer(data):
     messages = [{"role": "user", "content": "Hi"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|begin|><|user|>\nHi<|end|>\n<|assistant|>\n"
+
+
+def test_the_indexed_documents_are_the_answers(data):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    tokenizer, documents = load_tokenizer(data / "tokenizer"), IndexedDataset(str(data / "text_document"))
+    samples = JsonLines(data / "train.jsonl")
+    assert len(documents) == len(samples)
+    for place in (0, 1, len(samples) - 1):
+        assert tokenizer.decode(documents[place]) == samples[place]["messages"][1]["content"] + "<|end|>"
 
 
 def test_every_mask_is_the_answer_and_its_end(data):
