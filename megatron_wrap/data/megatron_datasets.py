@@ -96,6 +96,8 @@ def write_cache(splits: Sequence[Any], cache: Path) -> None:
 
 
 def _write_indices(part: Any, cache: Path) -> list[str]:
+    split: Any
+    arrays: tuple[str, ...]
     if isinstance(part, BlendedDataset):
         split, arrays = part.split, ("dataset_index", "dataset_sample_index")
     else:
