@@ -264,7 +264,7 @@ def test_a_split_without_a_token_is_refused(tmp_path):
         for word in words:
             assert word in str(error.value)
     with pytest.raises(DataError, match="40 tokens, less than a window of seq_length \\+ 1 = 65"):
-        check_indices(run(f"{DATA}.train={prefix}", f"{DATA}.split=90,10", f"{TRAIN}.seq_length=64"))
+        check_indices(run(f"{DATA}.train={prefix}", f"{DATA}.split=80,20", f"{TRAIN}.seq_length=64"))
 
 
 def test_tokens_of_another_vocabulary_are_refused(folder, tmp_path):
