@@ -16,6 +16,8 @@ COMMANDS: dict[str, str] = {
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
     "profile": "show where the time of a step goes, and what to change",
     "check-parity": "compare a flow's parallel layouts with one process",
+    "preprocess": "tokenize text once, into files that pretraining reads",
+    "train-tokenizer": "train a byte-level BPE tokenizer on text",
     "precompute": "store the outputs of a reference model, so that training needs none",
     "new-flow": "write a new flow, its configuration and its test",
     "export-hf": "write a Hugging Face folder from a checkpoint",
@@ -71,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 def _parser() -> argparse.ArgumentParser:
     """Parser of a command line without a subcommand; the description lists the commands aligned, argparse does not."""
-    listed = "\n".join(f"  {name:<14}{purpose}" for name, purpose in COMMANDS.items())
+    listed = "\n".join(f"  {name:<17}{purpose}" for name, purpose in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="megatron-wrap",
         usage="megatron-wrap [-h] [--version] COMMAND ...",

@@ -18,9 +18,11 @@ import numpy as np
 from megatron_wrap.config.paths import missing_path_hint
 from megatron_wrap.errors import DataError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
-_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+MAGIC = b"MMIDIDX\x00\x00"
+"""First bytes of PREFIX.idx."""
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, code of the type, sequences, document ends."""
+TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 """Code of a type -> NumPy's name (`DType` of Megatron-Core)."""
 _ENDINGS = (".bin", ".idx")
 
@@ -67,21 +69,21 @@ def read_index(prefix: str) -> IndexFile:
             raise DataError(f"{prefix}{ending}: no such file{hint}; megatron-wrap preprocess writes both files")
     path = Path(prefix + ".idx")
     with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or header[:9] != _MAGIC:
-        raise DataError(f"{path}: not an index of Megatron: it begins with {header[:9]!r}, not {_MAGIC!r}; rebuild it")
-    _, version, code, sequences, ends = _HEADER.unpack(header)
-    if version != 1 or code not in _TYPES:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or header[:9] != MAGIC:
+        raise DataError(f"{path}: not an index of Megatron: it begins with {header[:9]!r}, not {MAGIC!r}; rebuild it")
+    _, version, code, sequences, ends = HEADER.unpack(header)
+    if version != 1 or code not in TYPES:
         raise DataError(f"{path}: version {version} and token type {code} are not known; rebuild it")
-    expected, size = _HEADER.size + sequences * 12 + ends * 8, path.stat().st_size
+    expected, size = HEADER.size + sequences * 12 + ends * 8, path.stat().st_size
     if size < expected:
         raise DataError(
             f"{path}: {size} bytes, but {sequences} documents need {expected}: it was truncated; copy or rebuild it"
         )
     if sequences == 0:
         raise DataError(f"{path}: no documents; rebuild it from files with text")
-    lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(sequences,))
-    found = IndexFile(prefix, _TYPES[code], lengths)
+    lengths = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+    found = IndexFile(prefix, TYPES[code], lengths)
     _check_tokens(found)
     return found
 

@@ -30,14 +30,14 @@ def open_json(path: str) -> Rows:
     Raises:
         DataError: the file is missing, empty, truncated or malformed.
     """
-    if _begins_with_array(path):
+    if is_array(path):
         return ListedRows(_read_array(path), path)
     return JsonLines(_decompressed(path), shown=path) if path.endswith(_COMPRESSED) else JsonLines(path)
 
 
 def stream_json(path: str) -> RowStream:
     """The rows of such a file in order, without an index and without a decompressed copy."""
-    if _begins_with_array(path):
+    if is_array(path):
         return StreamOfRows(ListedRows(_read_array(path), path))
     return LineStream(path)
 
@@ -73,35 +73,59 @@ def _parsed(line: bytes, where: str, first: bool) -> dict[str, Any] | BadSample:
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Number and bytes of each line; of one that is too long only the beginning."""
-    number, inside = 0, False
     with _opened(path) as file:
-        while True:
-            try:
-                line = file.readline(MAX_LINE_BYTES + 1)
-            except _DAMAGE as error:
-                raise _damaged(path, error, f" behind line {number}") from error
-            if not line:
-                return
-            if not inside:
-                number += 1
-                yield number, line
-            inside = not line.endswith(b"\n")
+        yield from numbered_lines(path, file)
+
+
+def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of each line; of one of more than MAX_LINE_BYTES only the beginning.
+
+    Args:
+        path: for messages.
+        file: of `open_bytes`.
+
+    Raises:
+        DataError: the file is truncated or damaged.
+    """
+    number, inside = 0, False
+    while True:
+        try:
+            line = file.readline(MAX_LINE_BYTES + 1)
+        except _DAMAGE as error:
+            raise _damaged(path, error, f" behind line {number}") from error
+        if not line:
+            return
+        if not inside:
+            number += 1
+            yield number, line
+        inside = not line.endswith(b"\n")
 
 
 def _opened(path: str) -> IO[bytes]:
-    """The decompressed bytes of a file."""
+    return open_bytes(path)[0]
+
+
+def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
+    """The decompressed bytes of a file that may be gzip (.gz) or zstd (.zst), and the file itself, whose `tell` grows
+    with what was read.
+
+    Raises:
+        DataError: it is missing, a folder or unreadable.
+    """
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         raise DataError(f"{path}: is a folder; give a data file")
     try:
+        stored = open(expanded, "rb")  # noqa: SIM115 - closed with the reader of its bytes
         if path.endswith(".gz"):
-            return gzip.GzipFile(expanded, "rb")  # type: ignore[return-value]
+            return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
         if path.endswith(".zst"):
             import pyarrow
 
             # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
-            return io.BufferedReader(pyarrow.input_stream(expanded, compression="zstd"), _BLOCK_BYTES)
-        return open(expanded, "rb")
+            decompressed = pyarrow.input_stream(stored, compression="zstd")
+            return io.BufferedReader(decompressed, _BLOCK_BYTES), stored
+        return stored, stored
     except FileNotFoundError:
         raise DataError(f"{path}: no such data file{missing_path_hint(path)}") from None
     except OSError as error:
@@ -114,8 +138,8 @@ def _damaged(path: str, error: Exception, where: str = "") -> DataError:
     return DataError(f"{path}: truncated or damaged {kind} file{where} ({reason}); write or download it again")
 
 
-def _begins_with_array(path: str) -> bool:
-    """Whether the first character is `[`, which only one array of objects can begin with."""
+def is_array(path: str) -> bool:
+    """Whether a .json file has `[` as its first character, which only one array of objects can begin with."""
     if not path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         return False
     with _opened(path) as file:

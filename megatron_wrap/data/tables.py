@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.config.paths import missing_path_hint
@@ -137,13 +137,25 @@ def open_arrow(path: str) -> Rows:
     return TableRows(_read(path, "Arrow", mapped), path)
 
 
-def stream_parquet(path: str) -> TableStream:
-    """A parquet file in order; row groups before the first row that is asked for are not read."""
+def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStream:
+    """A parquet file in order; row groups before the first row that is asked for are not read.
+
+    Args:
+        columns: those that the rows have; None: all.
+
+    Raises:
+        DataError: when it is read: the file is missing, damaged, or has no such column.
+    """
 
     def batches(index: int) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet
 
         file = pyarrow.parquet.ParquetFile(_existing(path))
+        present = file.schema_arrow.names
+        for column in columns or ():
+            if column not in present:
+                hint = did_you_mean(column, present)
+                raise DataError(f"{path}: has no column {column!r}, but {', '.join(map(repr, present))}{hint}")
         begin = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
@@ -151,7 +163,7 @@ def stream_parquet(path: str) -> TableStream:
                 begin += rows
                 yield begin, _NO_ROWS
                 continue
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
                 yield begin, batch
                 begin += batch.num_rows
 

@@ -1,0 +1,172 @@
+"""`megatron-wrap preprocess`: files of text to Megatron-LM's `.bin` and `.idx`, and merging of such files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.cli.input_arguments import add_input_arguments, count
+from megatron_wrap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_wrap.data.preprocess import Progress
+
+EXAMPLES = (
+    (
+        "JSON lines with a `text`, each document with an end, into corpus_text_document.bin and .idx",
+        "preprocess --input corpus.jsonl --tokenizer gpt2 --append-eod --output-prefix corpus",
+    ),
+    (
+        "the Python files of a folder",
+        "preprocess --input src --suffixes .py --tokenizer tok --append-eod --output-prefix code",
+    ),
+    ("two pairs of files into one", "preprocess --merge corpus_text_document code_text_document --output-prefix all"),
+)
+_SECONDS_TERMINAL, _SECONDS_FILE = 0.5, 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand; the names are those of Megatron-LM's preprocess_data.py."""
+    add_input_arguments(parser, required=False)
+    parser.add_argument("--tokenizer", "--tokenizer-model", metavar="FOLDER", help="Hugging Face folder or hub id")
+    parser.add_argument(
+        "--tokenizer-type", metavar="TYPE", help="HuggingFaceTokenizer, if given: commands of Megatron-LM have it"
+    )
+    parser.add_argument(
+        "--output-prefix", metavar="PREFIX", required=True, help="writes PREFIX_KEY_document.bin and .idx"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's eos token")
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="processes; the files do not depend on it (default: one per core)"
+    )
+    parser.add_argument(
+        "--partitions", type=count, default=1, metavar="N", help="deal documents to N parts in turn (default: 1)"
+    )
+    parser.add_argument(
+        "--keep-sequential-samples", action="store_true", help="keep the input's order in spite of --partitions"
+    )
+    parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="merge pairs of files, or those of a folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the files and prints what they contain."""
+    if arguments.merge is not None:
+        return _merge(arguments)
+    for name in ("input", "tokenizer"):
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"preprocess needs --{name}; see megatron-wrap preprocess --help")
+    if arguments.tokenizer_type not in (None, "HuggingFaceTokenizer"):
+        raise ConfigError(
+            f"--tokenizer-type {arguments.tokenizer_type}: only HuggingFaceTokenizer is read; name the tokenizer's "
+            "Hugging Face folder or hub id with --tokenizer, and delete --tokenizer-type"
+        )
+    from megatron_wrap.data.preprocess import Preprocessing, preprocess
+
+    settings = Preprocessing(
+        input=arguments.input,
+        tokenizer=arguments.tokenizer,
+        output_prefix=arguments.output_prefix,
+        json_keys=arguments.json_keys,
+        append_eod=arguments.append_eod,
+        workers=arguments.workers or len(os.sched_getaffinity(0)),
+        partitions=arguments.partitions,
+        keep_sequential_samples=arguments.keep_sequential_samples,
+        max_documents=arguments.max_documents,
+        suffixes=arguments.suffixes,
+        text_unit=arguments.text_unit,
+        on_bad_document=arguments.on_bad_document,
+    )
+    lines = _ProgressLines()
+    try:
+        written = preprocess(settings, lines)
+    except KeyboardInterrupt:
+        lines.end()
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+    finally:
+        lines.end()
+    _print_statistics(written, [settings.prefix(key) for key in settings.json_keys])
+    return 0
+
+
+def _print_statistics(written: Progress, prefixes: list[str]) -> None:
+    print(f"documents        {written.documents:,}")
+    print(f"tokens           {written.tokens:,}")
+    print(f"bytes per token  {written.text_bytes / max(1, written.tokens):.3f}")
+    if written.left_out:
+        print(f"left out         {written.left_out:,}, the first: {written.messages[0]}")
+    for prefix in prefixes:
+        print(f"{prefix}.bin, .idx")
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from megatron_wrap.data.indexed_files import merge
+
+    if arguments.input or arguments.tokenizer:
+        raise ConfigError("--merge takes prefixes and --output-prefix alone; delete --input and --tokenizer")
+    prefixes = [prefix for name in arguments.merge for prefix in _prefixes(name)]
+    documents, tokens = merge(prefixes, arguments.output_prefix)
+    contents = f"{documents:,} documents, {tokens:,} tokens of {len(prefixes)} prefixes"
+    print(f"{arguments.output_prefix}.bin, .idx: {contents}")
+    return 0
+
+
+def _prefixes(name: str) -> list[str]:
+    """A prefix is given as it is, also with the ending of a file; of a folder all prefixes, as in Megatron-LM."""
+    folder = os.path.expanduser(name)
+    if not os.path.isdir(folder):
+        return [name.removesuffix(".idx").removesuffix(".bin")]
+    found = sorted({file[:-4] for file in os.listdir(folder) if file.endswith((".bin", ".idx"))})
+    if not found:
+        raise ConfigError(f"{name}: contains no .bin and .idx; name prefixes, or a folder that contains them")
+    return [os.path.join(name, prefix) for prefix in found]
+
+
+class _ProgressLines:
+    """Shows progress on stderr: one line that is rewritten on a terminal, a line every ten seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._begin: tuple[float, int, int] | None = None
+        self._last, self._open = 0.0, False
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin, self._last = (now, progress.done_bytes, progress.tokens), now
+            if progress.rows and not progress.complete:
+                self._print(f"continuing behind {progress.rows:,} rows")
+                self.end()
+        elif now - self._last >= (_SECONDS_TERMINAL if self._terminal else _SECONDS_FILE):
+            self._last = now
+            self._print(progress_text(progress, now - self._begin[0], *self._begin[1:]))
+
+    def _print(self, text: str) -> None:
+        text, end = (f"\r{text}\x1b[K", "") if self._terminal else (text, "\n")
+        print(text, end=end, file=sys.stderr, flush=True)
+        self._open = self._terminal
+
+    def end(self) -> None:
+        """End the line of a terminal."""
+        if self._open:
+            print(file=sys.stderr)
+            self._open = False
+
+
+def progress_text(progress: Progress, seconds: float, done_before: int, tokens_before: int) -> str:
+    """One line: documents, tokens, their rate, the share of the input and the time left at the rate so far.
+
+    Args:
+        seconds: since the run began, with `done_before` bytes and `tokens_before` tokens.
+    """
+    share = progress.done_bytes / max(1, progress.total_bytes)
+    done = progress.done_bytes - done_before
+    left: Any = (progress.total_bytes - progress.done_bytes) * seconds / done if done > 0 else None
+    minutes = "" if left is None else f" | {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02} left"
+    return (
+        f"{progress.documents:,} documents | {progress.tokens:,} tokens | "
+        f"{(progress.tokens - tokens_before) / max(seconds, 1e-9):,.0f} tokens/s | {share:.1%}{minutes}"
+    )

@@ -1,0 +1,53 @@
+"""`megatron-wrap train-tokenizer`: a byte-level BPE tokenizer from the inputs of `preprocess`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_wrap.cli.input_arguments import add_input_arguments, count
+
+EXAMPLES = (
+    (
+        "32,000 tokens from JSON lines with a `text`, into a folder that AutoTokenizer reads",
+        "train-tokenizer --input corpus.jsonl --vocab-size 32000 --output tok",
+    ),
+    ("from the Python files of a folder", "train-tokenizer --input src --suffixes .py --vocab-size 8192 --output tok"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    add_input_arguments(parser, required=True)
+    parser.add_argument("--vocab-size", type=count, required=True, metavar="N", help="tokens, with the special ones")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--special-tokens",
+        nargs="+",
+        default=["<|endoftext|>"],
+        metavar="TOKEN",
+        help="the first ends a document (default: <|endoftext|>)",
+    )
+    parser.add_argument(
+        "--min-frequency", type=count, default=2, metavar="N", help="occurrences of a pair that is merged (default: 2)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the folder and prints its path."""
+    from megatron_wrap.data.documents import InputFiles
+    from megatron_wrap.data.tokenizer_training import train_tokenizer
+
+    size = train_tokenizer(
+        InputFiles(arguments.input, arguments.json_keys, arguments.suffixes, arguments.text_unit),
+        arguments.json_keys,
+        arguments.output,
+        vocab_size=arguments.vocab_size,
+        special_tokens=arguments.special_tokens,
+        min_frequency=arguments.min_frequency,
+        max_documents=arguments.max_documents,
+        on_bad_document=arguments.on_bad_document,
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"{arguments.output}: {size:,} tokens")
+    return 0

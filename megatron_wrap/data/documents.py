@@ -1,0 +1,246 @@
+"""Documents of JSON lines, tables, text and source code in order, in batches that another process turns into texts."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_wrap.config.paths import missing_path_hint
+from megatron_wrap.data import json_files, tables
+from megatron_wrap.data.jsonl import MAX_LINE_BYTES, parse_line, too_long
+from megatron_wrap.data.rows import BadSample
+from megatron_wrap.errors import DataError, did_you_mean
+
+Texts = list[str]
+"""The sequences of a document: one, or the sentences of a row whose value is a list."""
+Unit = Literal["file", "paragraph", "line"]
+_BATCH_BYTES, _BATCH_ROWS = 1 << 19, 512
+_TABLES = (".parquet",)
+_JSON = (".jsonl", ".json", ".ndjson")
+_COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive rows of one file, not parsed yet.
+
+    Attributes:
+        path: the file; of a batch of whole files "".
+        numbers: of each row, from 1, as messages show it.
+        rows: lines of JSON (bytes), rows of a table (mappings or BadSample), lines or paragraphs (bytes), or paths.
+        position: number of the input file and of its row that follow this batch.
+        done_bytes: bytes of all input files up to here, as they are on the disk.
+    """
+
+    kind: Literal["json", "table", "text", "files"]
+    path: str
+    numbers: Sequence[int]
+    rows: Sequence[Any]
+    position: tuple[int, int]
+    done_bytes: int
+
+
+class InputFiles:
+    """The files that a command names, in the order of the names; those of a folder or pattern sorted by path.
+
+    Args:
+        inputs: files, patterns such as `part-*.jsonl`, and folders, whose files are taken at every depth.
+        keys: columns that are read of a table.
+        suffixes: ends of the names that are taken from folders and patterns; empty: of a folder with JSON lines or
+            tables these, of another all files. Hidden files and folders are left out.
+        unit: what a document is in a file that is neither JSON nor a table.
+
+    Raises:
+        DataError: an input is missing, or contains no such file.
+    """
+
+    def __init__(self, inputs: Sequence[str], keys: Sequence[str], suffixes: Sequence[str] = (), unit: Unit = "file"):
+        self._keys, self._unit = list(keys), unit
+        self.paths = [path for name in inputs for path in _files(name, tuple(suffixes))]
+        self.sizes = [os.path.getsize(path) for path in self.paths]
+        self.total_bytes = sum(self.sizes)
+
+    def read(self, position: tuple[int, int] = (0, 0)) -> Iterator[Batch]:
+        """The batches from a position on.
+
+        Raises:
+            DataError: a file cannot be read any further.
+        """
+        number, row = position
+        done = sum(self.sizes[:number])
+        while number < len(self.paths):
+            path = self.paths[number]
+            if not self._is_whole(path):
+                yield from self._read_rows(number, row, done)
+                done, number, row = done + self.sizes[number], number + 1, 0
+                continue
+            taken = [number]
+            size = self.sizes[number]
+            while len(taken) < _BATCH_ROWS and size < _BATCH_BYTES and taken[-1] + 1 < len(self.paths):
+                following = taken[-1] + 1
+                if not self._is_whole(self.paths[following]):
+                    break
+                taken.append(following)
+                size += self.sizes[following]
+            done += size
+            number = taken[-1] + 1
+            yield Batch("files", "", [1] * len(taken), [self.paths[place] for place in taken], (number, 0), done)
+
+    def _is_whole(self, path: str) -> bool:
+        return self._unit == "file" and not _plain(path).endswith(_JSON + _TABLES)
+
+    def _read_rows(self, number: int, first: int, done: int) -> Iterator[Batch]:
+        path = self.paths[number]
+        if path.endswith(_TABLES) or json_files.is_array(path):
+            return self._read_table(number, first, done)
+        kind: Literal["json", "text"] = "json" if _plain(path).endswith(_JSON) else "text"
+        return self._read_lines(kind, number, first, done)
+
+    def _read_lines(self, kind: Literal["json", "text"], number: int, first: int, done: int) -> Iterator[Batch]:
+        path = self.paths[number]
+        file, stored = json_files.open_bytes(path)
+        with file:
+            lines = json_files.numbered_lines(path, file)
+            rows = _paragraphs(lines) if kind == "text" and self._unit == "paragraph" else lines
+            numbers: list[int] = []
+            batch: list[bytes] = []
+            size, place = 0, 0
+            for place, (line_number, line) in enumerate(rows, 1):
+                if place <= first:
+                    continue
+                if not line.isspace():
+                    numbers.append(line_number)
+                    batch.append(line)
+                    size += len(line)
+                if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
+                    yield Batch(kind, path, numbers, batch, (number, place), done + stored.tell())
+                    numbers, batch, size = [], [], 0
+            if batch:
+                yield Batch(kind, path, numbers, batch, (number, place), done + self.sizes[number])
+
+    def _read_table(self, number: int, first: int, done: int) -> Iterator[Batch]:
+        path = self.paths[number]
+        stream = tables.stream_parquet(path, self._keys) if path.endswith(_TABLES) else json_files.stream_json(path)
+        numbers: list[int] = []
+        batch: list[Any] = []
+        size, place = 0, first
+        total = max(1, stream.length or 0)
+        for place, (_, row) in enumerate(stream.start_at(first), first + 1):
+            numbers.append(place)
+            batch.append(row)
+            size += 0 if isinstance(row, BadSample) else sum(len(row.get(key) or "") for key in self._keys)
+            if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
+                share = min(1.0, place / total) if stream.length else 0.0
+                yield Batch("table", path, numbers, batch, (number, place), done + int(share * self.sizes[number]))
+                numbers, batch, size = [], [], 0
+        if batch:
+            yield Batch("table", path, numbers, batch, (number, place), done + self.sizes[number])
+
+
+def texts_of(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[str, list[Texts] | BadSample]]:
+    """`FILE:ROW` and, for each key, the texts of the document; in place of one that cannot be used its BadSample.
+
+    Text and source code have one key, whatever its name. A row's value is a text or a list of texts.
+    """
+    for number, row in zip(batch.numbers, batch.rows, strict=True):
+        where = row if batch.kind == "files" else f"{batch.path}:{number}"
+        try:
+            yield where, _texts(batch.kind, row, keys, where, first=number == 1)
+        except BadSample as error:
+            yield where, error
+
+
+def _texts(kind: str, row: Any, keys: Sequence[str], where: str, first: bool) -> list[Texts]:
+    if isinstance(row, BadSample):
+        raise row
+    if isinstance(row, bytes) and len(row) > MAX_LINE_BYTES:
+        raise BadSample(too_long(where, len(row)))
+    if kind in ("text", "files"):
+        return [[_decoded(_content(row) if kind == "files" else row.rstrip(b"\r\n"), where)]]
+    if kind == "json":
+        try:
+            row = parse_line(row.rstrip(), first)
+        except DataError as error:
+            raise BadSample(f"{where}: {error}") from error
+    return [_value(row, key, where) for key in keys]
+
+
+def _value(row: dict[str, Any], key: str, where: str) -> Texts:
+    value = row.get(key)
+    texts = value if isinstance(value, list) else [value]
+    if key not in row:
+        hint = did_you_mean(key, row) or f"; it has {', '.join(map(repr, row)) or 'none'}"
+        raise BadSample(f"{where}: no key {key!r}{hint}; name the keys with --json-keys")
+    if not all(isinstance(text, str) for text in texts):
+        wrong = next(text for text in texts if not isinstance(text, str))
+        raise BadSample(f"{where}: {key!r} is a {type(wrong).__name__}; it must be a text, or a list of texts")
+    return list(texts)
+
+
+def _content(path: str) -> bytes:
+    file, _ = json_files.open_bytes(path)
+    with file:
+        content = file.read(MAX_LINE_BYTES + 1)
+    if len(content) > MAX_LINE_BYTES:
+        raise BadSample(
+            f"{path}: a document of more than {MAX_LINE_BYTES:,} bytes; divide it with --text-unit paragraph or line"
+        )
+    return content
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"{where}: not UTF-8 (byte {error.start + 1}); save it as UTF-8") from error
+
+
+def _paragraphs(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Number of the first line and bytes of each part between empty lines."""
+    number, part = 0, bytearray()
+    for line_number, line in lines:
+        if not line.isspace():
+            number = number if part else line_number
+            part += line
+        elif part:
+            yield number, bytes(part)
+            part = bytearray()
+    if part:
+        yield number, bytes(part)
+
+
+def _files(name: str, suffixes: tuple[str, ...]) -> list[str]:
+    expanded = os.path.expanduser(name)
+    if os.path.isfile(expanded):
+        return [expanded]
+    if os.path.isdir(expanded):
+        found = _below(expanded)
+        data = [path for path in found if _plain(path).endswith(_JSON + _TABLES)]
+        files = [path for path in found if path.endswith(suffixes)] if suffixes else data or found
+    elif glob.has_magic(name):
+        matches = glob.glob(expanded, recursive=True)
+        files = sorted(path for path in matches if os.path.isfile(path) and path.endswith(suffixes or ("",)))
+    else:
+        raise DataError(f"{name}: no such input{missing_path_hint(name)}")
+    if not files:
+        wanted = f" with the ending {' or '.join(suffixes)}" if suffixes else ""
+        raise DataError(f"{name}: contains no file{wanted}; give --input other files")
+    return files
+
+
+def _below(folder: str) -> list[str]:
+    found = []
+    for base, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        found += [os.path.join(base, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _plain(path: str) -> str:
+    """The name of a file without the end that a compression adds."""
+    for end in _COMPRESSED:
+        path = path.removesuffix(end)
+    return path

@@ -1,0 +1,345 @@
+"""Files of text to Megatron-LM's `.bin` and `.idx`, with worker processes; an interrupted run continues.
+
+What was written is recorded every few seconds in PREFIX.preprocess.json: how many rows of which input file, and how
+many bytes of each output. The same settings continue from there, so the files are those of a run without a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_wrap.data.documents import Batch, InputFiles, Unit
+from megatron_wrap.data.encoding import Encoded, Encoder, EncodingPool
+from megatron_wrap.data.index_writer import GrowingFiles, delete_unfinished, write_pair
+from megatron_wrap.data.tokenizer import load_tokenizer
+from megatron_wrap.errors import DataError
+
+_RECORD = ".preprocess.json"
+_MESSAGES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """What is preprocessed into what; the names are those of Megatron-LM's preprocess_data.py.
+
+    Attributes:
+        input: files, patterns and folders.
+        tokenizer: Hugging Face folder or hub id.
+        output_prefix: of the files PREFIX_KEY_document.bin and .idx.
+        json_keys: keys of JSON rows and columns of tables; each gets files of its own.
+        append_eod: add the tokenizer's eos token to the end of each document.
+        workers: processes that encode, at least 1; the files do not depend on it.
+        partitions: number of parts that documents are dealt to in turn; the files contain one part behind the other.
+        keep_sequential_samples: keep the order of the input in spite of `partitions`.
+        max_documents: rows that are read; None: all.
+        suffixes: ends of file names that are taken from folders and patterns.
+        text_unit: what a document is in a file that is neither JSON nor a table.
+        on_bad_document: whether a row that cannot be used or is empty ends the run or is left out and counted.
+    """
+
+    input: Sequence[str]
+    tokenizer: str
+    output_prefix: str
+    json_keys: Sequence[str] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    max_documents: int | None = None
+    suffixes: Sequence[str] = ()
+    text_unit: Unit = "file"
+    on_bad_document: Literal["error", "skip"] = "error"
+
+    @property
+    def parts(self) -> int:
+        """Parts that documents are dealt to."""
+        return 1 if self.keep_sequential_samples else self.partitions
+
+    def prefix(self, key: str) -> str:
+        """Path of a key's files without .bin and .idx."""
+        return f"{os.path.abspath(os.path.expanduser(self.output_prefix))}_{key}_document"
+
+
+@dataclass
+class Progress:
+    """What was written so far, of all runs of the same settings.
+
+    Attributes:
+        position: number of the next input file and of its next row, from 0.
+        rows: that were read.
+        documents: that were written.
+        left_out: rows that could not be used.
+        tokens: of all keys, with the ends of documents.
+        text_bytes: of all keys, in UTF-8.
+        done_bytes: of the input files, as they are on the disk.
+        total_bytes: of all input files.
+        files: bytes of the growing files of each key and part.
+        messages: about the first rows that were left out.
+        complete: the final files are there.
+    """
+
+    position: tuple[int, int] = (0, 0)
+    rows: int = 0
+    documents: int = 0
+    left_out: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+    files: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    all_read: bool = False
+    complete: bool = False
+
+
+def preprocess(
+    settings: Preprocessing, report: Callable[[Progress], None] = lambda _: None, record_seconds: float = 2.0
+) -> Progress:
+    """Write the files of a preprocessing, or continue it. Nothing is done where they are complete.
+
+    Args:
+        report: called with the state after each batch, and first with that of an earlier run.
+        record_seconds: time between two records of what was written.
+
+    Raises:
+        DataError: an input, row or tokenizer cannot be used; the output is of other settings, or cannot be written.
+    """
+    inputs = InputFiles(settings.input, settings.json_keys, settings.suffixes, settings.text_unit)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    encoder = Encoder(tokenizer, settings.json_keys, settings.append_eod)
+    record = _Record(settings, _fingerprint(settings, inputs, tokenizer))
+    progress = record.read()
+    progress.total_bytes = inputs.total_bytes
+    report(progress)
+    if progress.complete:
+        return progress
+    pool = EncodingPool(encoder, settings.workers)  # forked before files are opened
+    with contextlib.closing(pool), record.locked():
+        outputs = _Outputs(settings, encoder.dtype, progress)
+        with _named_write_errors(settings.output_prefix):
+            if not progress.all_read:
+                _encode(settings, inputs, pool, outputs, progress, record, report, record_seconds)
+            if progress.documents == 0:
+                outputs.delete()
+                record.delete()
+                first = f" ({progress.messages[0]})" if progress.messages else ""
+                raise DataError(f"{', '.join(settings.input)}: {progress.rows:,} rows and no document{first}")
+            outputs.finish()
+            outputs.delete()
+            progress.complete, progress.files = True, {}
+            record.write(progress)
+    return progress
+
+
+def _encode(
+    settings: Preprocessing,
+    inputs: InputFiles,
+    pool: EncodingPool,
+    outputs: _Outputs,
+    progress: Progress,
+    record: _Record,
+    report: Callable[[Progress], None],
+    record_seconds: float,
+) -> None:
+    recorded, whole = time.monotonic(), True
+    limit = None if settings.max_documents is None else settings.max_documents - progress.rows
+    try:
+        for batch, encoded in pool.map(_first_rows(inputs.read(progress.position), limit)):
+            if encoded.bad and settings.on_bad_document == "error":
+                raise DataError(f"{encoded.messages[0]}; correct it, or leave such out with --on-bad-document skip")
+            whole = False
+            outputs.append(encoded, progress.documents)
+            _count(progress, batch, encoded)
+            whole = True
+            if time.monotonic() - recorded >= record_seconds:
+                progress.files = outputs.sync()
+                record.write(progress)
+                recorded = time.monotonic()
+            report(progress)
+        progress.all_read = True
+    finally:  # also after Ctrl-C and a bad row, but not in the middle of a batch
+        if progress.rows == 0:
+            outputs.delete()
+        elif whole:
+            progress.files = outputs.sync()
+            record.write(progress)
+
+
+def _count(progress: Progress, batch: Batch, encoded: Encoded) -> None:
+    progress.position, progress.done_bytes = batch.position, batch.done_bytes
+    progress.rows += encoded.rows
+    progress.documents += len(encoded.sequences[0])
+    progress.left_out += encoded.bad
+    progress.tokens += sum(len(tokens) for tokens in encoded.tokens)
+    progress.text_bytes += encoded.text_bytes
+    progress.messages = [*progress.messages, *encoded.messages][:_MESSAGES]
+
+
+def _first_rows(batches: Iterator[Batch], limit: int | None) -> Iterator[Batch]:
+    for batch in batches:
+        if limit is not None and len(batch.rows) >= limit:
+            if limit > 0:
+                yield dataclasses.replace(batch, numbers=batch.numbers[:limit], rows=batch.rows[:limit])
+            return
+        limit = None if limit is None else limit - len(batch.rows)
+        yield batch
+
+
+class _Outputs:
+    """The growing files of each key and part."""
+
+    def __init__(self, settings: Preprocessing, dtype: np.dtype, progress: Progress) -> None:
+        self._keys, self._parts = list(settings.json_keys), settings.parts
+        self._prefixes = [settings.prefix(key) for key in self._keys]
+        self._files: dict[str, list[GrowingFiles]] = {}
+        for key, prefix in zip(self._keys, self._prefixes, strict=True):
+            if progress.all_read and os.path.exists(prefix + ".bin") and os.path.exists(prefix + ".idx"):
+                continue  # the run was stopped while it finished
+            positions = progress.files.get(key, [(0, 0, 0)] * self._parts)
+            named = zip(self._names(prefix), positions, strict=True)
+            self._files[key] = [GrowingFiles(name, dtype, position) for name, position in named]
+
+    def append(self, encoded: Encoded, documents: int) -> None:
+        """Add the documents of a batch, which follow `documents` others."""
+        for key, tokens, lengths, sequences in zip(
+            self._keys, encoded.tokens, encoded.lengths, encoded.sequences, strict=True
+        ):
+            if self._parts == 1:
+                self._files[key][0].append(tokens, lengths, sequences)
+                continue
+            borders = np.cumsum(sequences)[:-1]
+            of_sequences = np.split(lengths, borders)
+            of_tokens = np.split(tokens, np.cumsum([int(part.sum()) for part in of_sequences])[:-1])
+            for part in range(self._parts):
+                chosen = range((part - documents) % self._parts, len(sequences), self._parts)
+                if chosen:
+                    self._files[key][part].append(
+                        np.concatenate([of_tokens[place] for place in chosen]),
+                        np.concatenate([of_sequences[place] for place in chosen]),
+                        sequences[list(chosen)],
+                    )
+
+    def sync(self) -> dict[str, list[tuple[int, int, int]]]:
+        return {key: [file.sync() for file in files] for key, files in self._files.items()}
+
+    def finish(self) -> None:
+        """Write the final files."""
+        for key, prefix in zip(self._keys, self._prefixes, strict=True):
+            if key in self._files:
+                write_pair([file.close() for file in self._files[key]], prefix)
+
+    def delete(self) -> None:
+        """Remove what the final files replace."""
+        for name in (name for prefix in self._prefixes for name in self._names(prefix)):
+            delete_unfinished(name)
+
+    def _names(self, prefix: str) -> list[str]:
+        return [prefix if self._parts == 1 else f"{prefix}.{part}" for part in range(self._parts)]
+
+
+class _Record:
+    """The file PREFIX.preprocess.json: the settings, and what was written with them."""
+
+    def __init__(self, settings: Preprocessing, fingerprint: dict[str, Any]) -> None:
+        self._path = Path(os.path.abspath(os.path.expanduser(settings.output_prefix)) + _RECORD)
+        self._fingerprint = fingerprint
+        self._finals = [settings.prefix(key) + end for key in settings.json_keys for end in (".bin", ".idx")]
+
+    def read(self) -> Progress:
+        """What earlier runs have written.
+
+        Raises:
+            DataError: the output is of other settings or inputs, or the final files are there without a record.
+        """
+        present = [path for path in self._finals if os.path.exists(path)]
+        if not self._path.is_file():
+            if present:
+                raise DataError(f"{present[0]}: exists already; delete it, or give another --output-prefix")
+            return Progress()
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            progress = Progress(**found["progress"])
+            differing = [name for name, value in self._fingerprint.items() if found["settings"][name] != value]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self._path}: not a record of preprocess ({error}); delete it to begin anew") from error
+        if differing:
+            name = differing[0]
+            raise DataError(
+                f"{self._path}: was written with another {name}; give the same to continue, or delete it and the files "
+                "of this prefix to begin anew"
+            )
+        if progress.complete and len(present) < len(self._finals):
+            missing = next(path for path in self._finals if path not in present)
+            raise DataError(f"{missing}: missing, and {self._path} records it as complete; delete that to begin anew")
+        progress.position = (progress.position[0], progress.position[1])
+        return progress
+
+    def write(self, progress: Progress) -> None:
+        """Replace the record, in one step."""
+        unfinished = self._path.with_name(self._path.name + ".new")
+        content = {"settings": self._fingerprint, "progress": dataclasses.asdict(progress)}
+        unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        unfinished.replace(self._path)
+
+    def delete(self) -> None:
+        """Remove the record."""
+        self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """No second process writes the same files.
+
+        Raises:
+            DataError: another does, or the folder cannot be written.
+        """
+        with _named_write_errors(str(self._path)):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(self._path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"{self._path}: another process writes the files of this prefix; wait for it") from None
+            try:
+                yield
+            finally:
+                os.unlink(lock.name)
+
+
+@contextlib.contextmanager
+def _named_write_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}; the same command continues") from error
+
+
+def _fingerprint(settings: Preprocessing, inputs: InputFiles, tokenizer: Any) -> dict[str, Any]:
+    """What the bytes of the files depend on."""
+    content = hashlib.sha256()
+    for path, size in zip(inputs.paths, inputs.sizes, strict=True):
+        content.update(f"{os.path.abspath(path)}\0{size}\0{os.stat(path).st_mtime_ns}\n".encode())
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + str(tokenizer.eos_token_id)
+    if tokenizer.is_fast:
+        vocabulary += tokenizer.backend_tokenizer.to_str()
+    return {
+        "input": content.hexdigest(),
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "json_keys": list(settings.json_keys),
+        "append_eod": settings.append_eod,
+        "partitions": settings.parts,
+        "max_documents": settings.max_documents,
+        "text_unit": settings.text_unit,
+    }
