@@ -103,7 +103,7 @@ def _print_statistics(written: Progress, prefixes: list[str]) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from megatron_wrap.data.indexed_files import merge
+    from megatron_wrap.data.index_writer import merge
 
     if arguments.input or arguments.tokenizer:
         raise ConfigError("--merge takes prefixes and --output-prefix alone; delete --input and --tokenizer")

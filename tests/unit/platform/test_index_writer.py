@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_wrap.data.index_writer import GrowingFiles, merge, read_part, token_dtype, write_pair
 from megatron_wrap.errors import DataError
+from megatron_wrap.platform import choose_platform
+
+choose_platform("cpu").install()
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
 
 Document = list[list[int]]
 """Its sequences."""
