@@ -30,7 +30,11 @@ REQUIREMENTS = [
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn"],
     "tensorboard": ["tensorboard"],
-    "dev": ["pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil", "tensorboard"],
+    "png": ["matplotlib"],
+    "dev": [
+        *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
+        *("tensorboard", "matplotlib"),
+    ],
 }
 
 setup(

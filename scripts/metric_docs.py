@@ -44,6 +44,8 @@ CHINESE = Language(
         "loss": "本步更新之前的目标函数值",
         "METRIC": "flow 自己的指标，例如 `gpt_sft` 的 `truncated_samples`",
         "eval/NAME/loss": "评估集 NAME 上的目标函数值",
+        "eval/NAME/perplexity": "评估集 NAME 上损失的 exp（损失大于 20 时取 exp(20)，与 Megatron-LM 一致）；"
+        "仅限目标为每词元平均负对数似然的 flow（`reports_perplexity`）",
         "eval/NAME/METRIC": "flow 自己的指标 METRIC 在评估集 NAME 上的值",
         "load_balancing_loss": f"专家路由器在每个 micro-batch 上的辅助损失（`aux_loss`）{_AUXILIARY_LOSS}",
         "seq_load_balancing_loss": f"同上，在每个序列上（`seq_aux_loss`）{_AUXILIARY_LOSS}",
@@ -62,6 +64,7 @@ CHINESE = Language(
         "memory_allocated": "本进程所用设备上已分配的内存；在 CPU 上为进程的常驻内存",
         "memory_reserved": "同上，另含 torch 分配器留作复用的部分",
         "memory_max": "`memory_allocated` 的峰值",
+        "global_batch_size": "本步的样本数",
         "consumed_samples": "训练开始以来的累计",
         "consumed_tokens": "训练开始以来的累计，不含填充",
         "num_tokens": "与 `consumed_tokens` 相同，trl 的名称；trl 还计入每个序列的最后一个 token（这里只作标签）",

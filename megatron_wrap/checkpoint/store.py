@@ -78,6 +78,13 @@ class CheckpointStore:
             return int(tracked)
         return max(self.iterations(), default=None)
 
+    def best(self) -> int | None:
+        """Iteration that `record_best` wrote; None if there is none."""
+        try:
+            return int((self.folder / BEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
     def begin(self, iteration: int) -> Path:
         """Create an empty hidden folder for the checkpoint of `iteration`, and remove what killed processes left.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_wrap.bridge.choose import choose_family, complete
 from megatron_wrap.checkpoint import find_checkpoint
 from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.paths import output_dir
+from megatron_wrap.config.paths import output_dir, tensorboard_dir
 from megatron_wrap.errors import MegatronWrapError
 
 _TRAIN = "megatron_lm.train.common."
@@ -55,11 +55,12 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
             if config.data.tokenizer is not None:
                 prompt = (config.train.sample_prompts or ["The"])[0]
                 add("then generate with transformers", _shell([_program("python"), "-c", _generation(folder, prompt)]))
-    metrics, events = Path(output_dir(config), "metrics.jsonl"), Path(output_dir(config), "tensorboard")
+    metrics, events = Path(output_dir(config), "metrics.jsonl"), tensorboard_dir(config)
     if metrics.is_file():
         add("the metrics of each step", _shell(["tail", "-n", "3", str(metrics)]))
-    if config.logger.enable_tensorboard and events.is_dir():
-        add("their curves", _shell([_program("tensorboard"), "--logdir", str(events)]))
+        add("a page of the whole run", _shell([_program("megatron-wrap"), "report", output_dir(config)]))
+    if events is not None and Path(events).is_dir():
+        add("their curves in TensorBoard", _shell([_program("tensorboard"), "--logdir", events]))
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
     *("megatron_wrap.checkpoint.keep=null", "megatron_wrap.checkpoint.best_metric=null"),
     "megatron_wrap.checkpoint.export_hf=false",
+    "megatron_wrap.logger.tensorboard_dir=null",
     *(f"megatron_wrap.logger.{key}=false" for key in ("enable_wandb", "enable_tensorboard", "progress_bar")),
 )
 """Overrides by which a run writes no checkpoints and resumes from none."""

@@ -60,8 +60,6 @@ RETIRED: Mapping[str, str] = {
     "lr_warmup_samples": f"retired; write {_RATE}.lr_warmup_iters",
     "lr_wsd_decay_samples": f"retired; write {_RATE}.lr_wsd_decay_iters",
     "distributed_backend": f"retired; write {_INIT}.platform: cuda (NCCL) or cpu (gloo)",
-    "tensorboard_dir": f"retired; write {_LOGGER}.enable_tensorboard: true and {_LOGGER}.output_dir",
-    "tensorboard_log_interval": f"retired; write {_TRAIN}.log_interval",
     "wandb_exp_name": f"renamed; write {_LOGGER}.wandb_name",
     "wandb_save_dir": f"retired; write {_LOGGER}.output_dir",
     "log_params_norm": f"renamed; write {_LOGGER}.add_params_norm_to_metrics",

@@ -1,6 +1,7 @@
 """Checks of the files and folders that a configuration names, before a process starts; nothing is created."""
 
 import glob
+import importlib.util
 import os
 from pathlib import Path
 
@@ -37,12 +38,20 @@ def check_paths(config: RunConfig) -> None:
     if train.save is not None:
         _need_writable(config, "train.save", train.save)
     _need_writable(config, "logger.output_dir", output_dir(config))
+    _check_tensorboard(config)
 
 
 def output_dir(config: RunConfig) -> str:
     """Folder of metrics and event files: as given, else outputs/NAME-OF-THE-YAML."""
     given = config.logger.output_dir
     return os.path.join("outputs", config.name) if given is None else given
+
+
+def tensorboard_dir(config: RunConfig) -> str | None:
+    """Folder of TensorBoard events: as given, else `tensorboard` in the output folder; None where none are written."""
+    if config.logger.tensorboard_dir is not None:
+        return config.logger.tensorboard_dir
+    return os.path.join(output_dir(config), "tensorboard") if config.logger.enable_tensorboard else None
 
 
 def missing_path_hint(path: str | os.PathLike[str]) -> str:
@@ -73,6 +82,21 @@ def _expanded(path: str | os.PathLike[str]) -> Path:
 
 def _relative(path: str) -> str:
     return "" if os.path.isabs(path) else f" (relative to the working directory {os.getcwd()})"
+
+
+def _check_tensorboard(config: RunConfig) -> None:
+    folder = tensorboard_dir(config)
+    if folder is None:
+        return
+    key = "logger.enable_tensorboard" if config.logger.tensorboard_dir is None else "logger.tensorboard_dir"
+    if importlib.util.find_spec("tensorboard") is None:
+        refuse(
+            config,
+            [key],
+            "TensorBoard events are asked for, but the package tensorboard is not installed; run `pip install "
+            "tensorboard`, or delete the key",
+        )
+    _need_writable(config, key, folder)
 
 
 def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:

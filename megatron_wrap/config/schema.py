@@ -413,7 +413,14 @@ class LoggerConfig:
     progress_bar: bool = True
     """A bar with the remaining time on the terminal of rank 0; never in a pipe."""
     enable_tensorboard: bool = False
-    """Write TensorBoard events."""
+    """Write TensorBoard events (docs/report.md)."""
+    tensorboard_dir: str | None = None
+    """Folder of TensorBoard events, which writes them, as in Megatron-LM; null: with enable_tensorboard, tensorboard in
+    the run's output folder."""
+    tensorboard_log_interval: int = key(1, at_least=1)
+    """Write a step's metrics to TensorBoard each this many iterations; evaluations always."""
+    tensorboard_queue_size: int = key(1000, at_least=1)
+    """Points that TensorBoard holds back at most before it writes them; it writes at least each 30 seconds."""
     enable_wandb: bool = False
     """Log to Weights & Biases, online with a key, else offline."""
     wandb_project: str | None = None

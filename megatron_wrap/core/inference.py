@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class InferenceVerbs:
                 evaluation sets of `megatron_wrap.data`. At most `eval_iters` global batches of each set are used.
 
         Returns:
-            `eval/NAME/loss` and `eval/NAME/METRIC` for each set. They are also logged, and so are completions of
+            `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set. They are also logged, and so are completions of
             `megatron_lm.train.common.sample_prompts`.
         """
         from megatron_wrap.engine.forward import evaluate
@@ -49,8 +49,10 @@ class InferenceVerbs:
             limit = self.config.train.eval_iters
             if limit and samples is not None:
                 samples = samples[: limit * self.config.train.global_batch_size]
-            for key, value in evaluate(state, name, samples).items():
-                metrics[f"eval/{name}/{key}"] = value
+            found = evaluate(state, name, samples)
+            if state.flow.reports_perplexity:
+                found["perplexity"] = math.exp(min(found["loss"], 20.0))  # Megatron-LM's evaluate_and_print_results
+            metrics |= {f"eval/{name}/{key}": value for key, value in found.items()}
         if metrics:
             self._records.evaluation(state.progress.iteration, metrics)
         self._log_sample_text()
@@ -120,5 +122,5 @@ class InferenceVerbs:
             return
         from megatron_wrap.engine.generate import sample_texts
 
-        for prompt, text in sample_texts(self._ready(), self.tokenizer, prompts):
-            logger.info_rank_0(f"iteration {self._ready().progress.iteration}, sample of {prompt!r}: {text!r}")
+        state = self._ready()
+        self._records.sample_texts(state.progress.iteration, sample_texts(state, self.tokenizer, prompts))

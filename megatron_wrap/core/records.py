@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import RunConfig, derived
+from megatron_wrap.config.paths import tensorboard_dir
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
+from megatron_wrap.utils.metric_loggers import (
+    MetricLoggerContext,
+    MetricLoggers,
+    SampleTexts,
+    build_metric_loggers,
+)
 from megatron_wrap.utils.progress import ProgressBar, format_step
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ class RunRecords:
         self._last: StepReport | None = None
         self._recorded_iteration: int | None = None
         self._profiler: StepProfiler | None = None
+        self._texts: SampleTexts | None = None
 
     def open(self, iteration: int, resumed_from: int | None, profiler: StepProfiler | None = None) -> None:
         """Start the metric loggers that the configuration selects, and the progress bar.
@@ -45,8 +52,13 @@ class RunRecords:
         self._profiler = profiler
         settings = self._config.logger
         selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
-        if settings.enable_tensorboard:
-            selected["tensorboard"] = None
+        events = tensorboard_dir(self._config)
+        if events is not None:
+            selected["tensorboard"] = {
+                "folder": events,
+                "log_interval": settings.tensorboard_log_interval,
+                "queue_size": settings.tensorboard_queue_size,
+            }
         if settings.enable_wandb:
             selected["wandb"] = {
                 "project": settings.wandb_project or "megatron-wrap",
@@ -55,6 +67,8 @@ class RunRecords:
         selected |= dict.fromkeys(settings.metric_loggers)
         context = MetricLoggerContext(self._output_dir, self._config.resolved, resumed_from)
         self._metric_loggers = build_metric_loggers(selected, context)
+        if self._config.train.sample_prompts:
+            self._texts = SampleTexts(self._output_dir, resumed_from)
         if settings.progress_bar:
             self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
@@ -91,12 +105,21 @@ class RunRecords:
         self._metric_loggers.log(iteration, metrics)
         logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
 
+    def sample_texts(self, iteration: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Write completions, (prompt, text) each, after `iteration` steps to the console and to samples.jsonl."""
+        for prompt, text in texts:
+            logger.info_rank_0(f"iteration {iteration}, sample of {prompt!r}: {text!r}")
+        if self._texts is not None:
+            self._texts.log(iteration, texts)
+
     def close(self) -> None:
         """Close profiler, loggers and progress bar."""
         if self._profiler is not None:
             self._profiler.close()
         if self._progress_bar is not None:
             self._progress_bar.close()
+        if self._texts is not None:
+            self._texts.close()
         self._metric_loggers.close()
 
 

@@ -127,6 +127,9 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         if self._started_from_hugging_face and self.config.model_provider.verify_hf:
             self._refuse_unverified()
         self._records.open(self.iteration, self._resumed_from, self._step_profiler())
+        from megatron_wrap.core.run_facts import write_run_facts
+
+        write_run_facts(self._ready(), self.output_dir, self._resumed_from)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.

@@ -13,7 +13,7 @@ from megatron_wrap.engine.cut import prepare_batch
 from megatron_wrap.engine.forward import evaluation_mode
 from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.loss import NormalizedLoss
-from megatron_wrap.engine.micro_batch import MicroBatch, StepCounts, count_step
+from megatron_wrap.engine.micro_batch import MicroBatch, count_step
 from megatron_wrap.engine.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.parameters import parameter_square_sum
 from megatron_wrap.engine.prepared import PreparedBatch, batch_key
@@ -118,7 +118,7 @@ def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
     progress.skipped_iterations += not update.applied
     if update.applied:
         state.scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
-    metrics = _metrics(state, reduced, counts, update, learning_rate, step.started)
+    metrics = _metrics(state, reduced, step, update, learning_rate)
     return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
 
 
@@ -195,13 +195,13 @@ def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
 def _metrics(
     state: TrainingState,
     reduced: ReducedMetrics,
-    counts: StepCounts,
+    step: OpenStep,
     update: Update,
     learning_rate: float,
-    started: float,
 ) -> dict[str, float]:
     """The step's metrics by name, in the order of `metrics.declared`; the elapsed time ends here."""
     progress, logger, devices = state.progress, state.config.logger, state.parallel.world.size
+    counts = step.weights.counts
     first: dict[str, float] = {"iteration": progress.iteration, "loss": reduced.loss}
     metrics: dict[str, float] = {
         "grad_norm": update.grad_norm,
@@ -213,8 +213,9 @@ def _metrics(
     metrics |= reduced.sums
     if logger.add_params_norm_to_metrics:
         metrics["params_norm"] = _params_norm(state)
-    elapsed_seconds = time.perf_counter() - started
+    elapsed_seconds = time.perf_counter() - step.started
     metrics |= {
+        "global_batch_size": len(step.samples),
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
         "skipped_iterations": progress.skipped_iterations,

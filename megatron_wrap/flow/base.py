@@ -109,6 +109,10 @@ class MegatronWrapTrainingFlowBase(ABC):
     each sequence is with `sum_per_sequence`. Valid for the methods of the class that declares it and of those above it:
     a class that overrides one of the two declares it again."""
 
+    reports_perplexity: ClassVar[bool] = False
+    """Whether the objective is the mean negative log-likelihood of a token, so that evaluations report its exponential,
+    `perplexity`."""
+
     step_values_from: Literal["inputs", "outputs"] | None = None
     """Where the statistics of the whole step come from, which a loss needs that is not a sum over micro-batches:
     "inputs" (`calculate_step_values` reads the loss inputs), "outputs" (it also gets the model's output, from a forward

@@ -81,6 +81,12 @@ EVALUATION_LOSS = MetricInfo(
     "the objective on the evaluation set NAME",
     console=ConsoleFormat(four_decimals, example=5.45592),
 )
+EVALUATION_PERPLEXITY = MetricInfo(
+    "eval/NAME/perplexity",
+    "exp of the loss on the evaluation set NAME, of flows whose objective is the mean negative log-likelihood of a token "
+    "(`reports_perplexity`); of a loss above 20 exp(20), as in Megatron-LM",
+    console=ConsoleFormat(_FOUR_DIGITS, example=234.14),
+)
 EVALUATION_METRIC = MetricInfo(
     "eval/NAME/METRIC",
     "the flow's own metric METRIC on the evaluation set NAME",
@@ -205,6 +211,11 @@ _LAST_METRICS = (
         config_key=f"{_LOGGER}.add_memory_to_metrics",
     ),
     MetricInfo(
+        "global_batch_size",
+        "of this step",
+        unit="samples",
+    ),
+    MetricInfo(
         "consumed_samples",
         "since the start of the run",
         unit="samples",
@@ -238,6 +249,7 @@ METRICS = (
     *_FIRST_METRICS,
     FLOW_METRIC,
     EVALUATION_LOSS,
+    EVALUATION_PERPLEXITY,
     EVALUATION_METRIC,
     *_ROUTER_METRICS,
     *_LAST_METRICS,
@@ -255,7 +267,8 @@ def metric_info(name: str) -> MetricInfo:
     if name in ENGINE_METRICS:
         return ENGINE_METRICS[name]
     if name.startswith("eval/"):
-        return EVALUATION_LOSS if name.endswith("/loss") else EVALUATION_METRIC
+        by_ending = {"loss": EVALUATION_LOSS, "perplexity": EVALUATION_PERPLEXITY}
+        return by_ending.get(name.split("/", 2)[-1], EVALUATION_METRIC)
     return FLOW_METRIC
 
 

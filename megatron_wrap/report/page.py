@@ -25,7 +25,7 @@ code { font: 0.9em ui-monospace, monospace; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 500; } .number { text-align: right; font-variant-numeric: tabular-nums; }
-.panel + .panel { margin-top: 10px; } td b { font-weight: 600; }
+.panel + .panel { margin-top: 10px; } .charts .panel { margin: 0; min-width: 0; } td b { font-weight: 600; }
 .alarm { color: var(--alarm); font-weight: 600; } .notice { color: var(--notice); font-weight: 600; }
 svg { display: block; width: 100%; } .bar { fill: var(--bar); } .limit { stroke: var(--alarm); stroke-width: 2;
   vector-effect: non-scaling-stroke; } .axis { display: flex; justify-content: space-between; color: var(--soft);
@@ -43,6 +43,22 @@ button:disabled { opacity: 0.4; } :focus-visible { outline: 2px solid var(--bar)
 .text + .text { border-top: 1px solid var(--line); margin-top: 10px; padding-top: 10px; }
 @media (max-width: 720px) { .stack tr, .stack td { display: block; } .stack td { border: 0; padding: 2px 0; }
   .stack tr { border-bottom: 1px solid var(--line); padding: 8px 0; } .stack thead { display: none; } }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 10px; }
+.plot { margin: 0; } .plot figcaption { font-weight: 600; overflow-wrap: anywhere; }
+.plot figcaption span { color: var(--soft); font-weight: 400; } .area { position: relative; margin: 10px 0 2px 58px; }
+.area span { position: absolute; right: 100%; margin-right: 7px; transform: translateY(-50%); color: var(--soft);
+  font-size: 0.85rem; font-variant-numeric: tabular-nums; white-space: nowrap; } .plot .axis { margin-left: 58px; }
+.plot path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
+.plot .dots { stroke-width: 7; stroke-linecap: round; } .plot .dashed { stroke-dasharray: 4 4; }
+.plot .band { stroke: none; opacity: 0.22; } .plot .grid { stroke: var(--line); stroke-width: 1; }
+.plot svg { overflow: visible; } .plot .cursor[hidden] { display: none; }
+.plot .cursor { stroke: var(--soft); stroke-width: 1; } .plot .legend { margin-left: 58px; font-size: 0.9rem; }
+.line0 { --c: #5573c8; } .line1 { --c: #c2571a; } .line2 { --c: #2d8659; } .line3 { --c: #a03ca0; }
+.line4 { --c: #8a7200; } .line5 { --c: #00838f; }
+@media (prefers-color-scheme: dark) { .line0 { --c: #7d9bf0; } .line1 { --c: #f39a5b; } .line2 { --c: #68c795; }
+  .line3 { --c: #d98ad9; } .line4 { --c: #d6bd45; } .line5 { --c: #5cc5cf; } }
+path[class*=line] { stroke: var(--c); } .band[class*=line] { fill: var(--c); } .key[class*=line] { background: var(--c); }
+details { margin-top: 10px; } summary { cursor: pointer; padding: 6px 0; } details .panel { margin-top: 6px; }
 mark { background: var(--marked); color: var(--mark); border-radius: 2px; } s { color: var(--gone); }
 """
 _SCRIPT = """
@@ -68,6 +84,31 @@ if (items.length) {
   });
   show();
 }
+"""
+_CURSOR = """
+const number = value => Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(3)
+  : String(Number(value.toPrecision(5)));
+document.querySelectorAll('.plot').forEach(plot => {
+  const svg = plot.querySelector('svg'), cursor = plot.querySelector('.cursor');
+  const [left, right, low, high] = svg.dataset.range.split(' ').map(Number);
+  const lines = [...plot.querySelectorAll('path[data-name]')].map(path => ({ shown: plot.querySelector(path.dataset.name),
+    points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)].map(found => [+found[1], +found[2]]) }));
+  const at = plot.querySelector('.at');
+  svg.addEventListener('pointermove', event => {
+    const box = svg.getBoundingClientRect(), x = 1000 * (event.clientX - box.left) / box.width;
+    let place = null;
+    lines.forEach(line => {
+      const near = line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a, line.points[0]);
+      line.shown.textContent = ' ' + number(low + (1 - near[1] / 300) * (high - low)); place ??= near[0];
+    });
+    if (place === null) return;
+    cursor.setAttribute('x1', place); cursor.setAttribute('x2', place); cursor.removeAttribute('hidden');
+    at.textContent = 'at ' + Math.round(left + place / 1000 * (right - left)).toLocaleString();
+  });
+  svg.addEventListener('pointerleave', () => {
+    cursor.setAttribute('hidden', ''); at.textContent = ''; lines.forEach(line => { line.shown.textContent = ''; });
+  });
+});
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _TAGS = {"trained": ("<mark>", "</mark>"), "cut": ("<s>", "</s>"), "other": ("", "")}
@@ -129,9 +170,20 @@ class Page:
             f"<tbody>{shown}</tbody></table></div>"
         )
 
+    def folded(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> None:
+        """A table that the reader opens."""
+        self._parts.append(f"<details><summary>{escaped(title)}</summary>")
+        self.table(head, rows)
+        self._parts.append("</details>")
+
     def figure(self, markup: str) -> None:
         """Markup from `charts`."""
         self._parts.append(f'<div class="panel">{markup}</div>')
+
+    def figures(self, markups: Sequence[str]) -> None:
+        """Markup from `charts` or `curves`, side by side where there is room."""
+        inner = "".join(f'<div class="panel">{markup}</div>' for markup in markups)
+        self._parts.append(f'<div class="charts">{inner}</div>')
 
     def items(self, items: Sequence[Item], choices: Sequence[tuple[str, str]]) -> None:
         """Items, of which the page shows one at a time (all of them without JavaScript).
@@ -150,13 +202,14 @@ class Page:
     def html(self) -> str:
         """The file's text."""
         body = "\n".join(self._parts)
+        script = _SCRIPT * ("<article" in body) + _CURSOR * ('<figure class="plot"' in body)
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
             f"<title>{escaped(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
             f'<h1>{escaped(self.title)}</h1>\n<p class="soft">{escaped(self.subtitle)}</p>\n{body}\n</main>\n'
-            f"<script>{_SCRIPT if '<article' in body else ''}</script>\n</body>\n</html>\n"
+            f"<script>{script}</script>\n</body>\n</html>\n"
         )
 
 

@@ -43,6 +43,7 @@ def check_overrides(
         "megatron_wrap.logger.progress_bar=false",
         "megatron_wrap.logger.enable_wandb=false",
         "megatron_wrap.logger.enable_tensorboard=false",
+        "megatron_wrap.logger.tensorboard_dir=null",
         "megatron_wrap.logger.ignore_warning=true",
         f"megatron_wrap.logger.output_dir={folder}",
         "megatron_lm.model.arch.hidden_dropout=0.0",

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: one strict JSON object per step; a resumed run continues the file."""
+"""`metrics.jsonl` and `samples.jsonl`: one strict JSON object per line; a resumed run continues the files."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,29 +11,24 @@ from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 
-class JsonLinesLogger:
-    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl` and flushes each line.
-
-    NaN and infinity are written as `null`, because strict JSON has neither.
+class JsonLinesFile:
+    """A file with one strict JSON object per line, which a resumed run continues; written by rank 0 alone.
 
     Args:
-        output_dir: created if missing.
+        path: its folder is created if missing.
         resume_from: iteration of the checkpoint from which the run resumes. An atomic rewrite removes the objects of
-            later iterations and an incomplete last line; existing metrics of `resume_from` itself (an evaluation before
-            the stop) are kept and not written twice. None: a new run; an existing `metrics.jsonl` is renamed to
-            `metrics.1.jsonl` (or the next free number).
+            later iterations and an incomplete last line. None: a new run; an existing file is renamed: `metrics.jsonl`
+            to `metrics.1.jsonl` (or the next free number).
         rank: global rank; only rank 0 writes. Default: `logger.rank`.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
     """
 
-    file_name = "metrics.jsonl"
-
-    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
-        self.path = Path(output_dir) / self.file_name
-        self._resume_from = resume_from
-        self._known: set[str] = set()
+    def __init__(self, path: Path, resume_from: int | None = None, rank: int | None = None) -> None:
+        self.path = path
+        self.known: set[str] = set()
+        """Keys of the objects of iteration `resume_from` that the file had."""
         self._file: IO[str] | None = None
         if (logger.rank if rank is None else rank) != 0:
             return
@@ -43,17 +38,14 @@ class JsonLinesLogger:
                 if resume_from is None:
                     self.path.rename(_free_name(self.path))
                 else:
-                    self._known = _remove_after(self.path, resume_from)
+                    self.known = _remove_after(self.path, resume_from)
             self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by `close`
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one object; `step` replaces an `iteration` in `metrics`."""
+    def write(self, iteration: int, values: Mapping[str, Any]) -> None:
+        """Append `{"iteration": iteration, ...values}`, and flush it."""
         if self._file is None:
             return
-        values = {name: _json_number(value) for name, value in metrics.items() if name != "iteration"}
-        if step == self._resume_from and values and self._known.issuperset(values):
-            return
-        self._file.write(json.dumps({"iteration": step, **values}, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps({"iteration": iteration, **values}, allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -61,6 +53,62 @@ class JsonLinesLogger:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class JsonLinesLogger:
+    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl` and flushes each line.
+
+    NaN and infinity are written as `null`, because strict JSON has neither.
+
+    Args:
+        output_dir: created if missing.
+        resume_from: as of `JsonLinesFile`; existing metrics of `resume_from` itself (an evaluation before the stop) are
+            kept and not written twice.
+        rank: global rank; only rank 0 writes. Default: `logger.rank`.
+
+    Raises:
+        ConfigError: the folder or the file cannot be written.
+    """
+
+    file_name = "metrics.jsonl"
+
+    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+        self._resume_from = resume_from
+        self._lines = JsonLinesFile(Path(output_dir) / self.file_name, resume_from, rank)
+        self.path = self._lines.path
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one object; `step` replaces an `iteration` in `metrics`."""
+        values = {name: _json_number(value) for name, value in metrics.items() if name != "iteration"}
+        if step == self._resume_from and values and self._lines.known.issuperset(values):
+            return
+        self._lines.write(step, values)
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._lines.close()
+
+
+class SampleTexts:
+    """Appends `{"iteration": step, "prompt": ..., "text": ...}` to `output_dir/samples.jsonl`: completions of
+    `megatron_lm.train.common.sample_prompts`. The arguments are those of `JsonLinesLogger`."""
+
+    file_name = "samples.jsonl"
+
+    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+        self._resume_from = resume_from
+        self._lines = JsonLinesFile(Path(output_dir) / self.file_name, resume_from, rank)
+
+    def log(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Write one object for each (prompt, completion); those of `resume_from` are not written twice."""
+        if step == self._resume_from and self._lines.known:
+            return
+        for prompt, text in texts:
+            self._lines.write(step, {"prompt": prompt, "text": text})
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._lines.close()
 
 
 def _json_number(value: Any) -> int | float | None:

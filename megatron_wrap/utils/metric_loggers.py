@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.registry import Registry
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.json_lines_logger import JsonLinesLogger
+from megatron_wrap.utils.json_lines_logger import JsonLinesLogger, SampleTexts
 from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
 from megatron_wrap.utils.wandb_logger import WandbLogger
 
@@ -31,6 +31,7 @@ __all__ = [
     "MetricLoggerContext",
     "MetricLoggerEntry",
     "MetricLoggers",
+    "SampleTexts",
     "TensorBoardLogger",
     "WandbLogger",
     "build_metric_loggers",
@@ -141,8 +142,11 @@ def _json_lines(context: MetricLoggerContext) -> MetricLogger:
     return JsonLinesLogger(context.output_dir, context.resume_from)
 
 
-def _tensorboard(context: MetricLoggerContext) -> MetricLogger:
-    return TensorBoardLogger(context.output_dir, context.resume_from)
+def _tensorboard(
+    context: MetricLoggerContext, folder: str | Path | None = None, log_interval: int = 1, queue_size: int = 1000
+) -> MetricLogger:
+    chosen = context.output_dir / "tensorboard" if folder is None else folder
+    return TensorBoardLogger(chosen, context.resume_from, log_interval=log_interval, queue_size=queue_size)
 
 
 def _wandb(context: MetricLoggerContext, project: str, name: str | None = None) -> MetricLogger:

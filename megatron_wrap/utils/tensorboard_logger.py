@@ -9,38 +9,48 @@ from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
 
 
 class TensorBoardLogger:
-    """Writes each metric as a scalar to `output_dir/tensorboard`.
+    """Writes each metric as a scalar.
 
     Args:
-        output_dir: created if missing.
+        folder: of the events; created if missing.
         resume_from: iteration of the checkpoint from which the run resumes; TensorBoard discards later points. None: a
             new run; TensorBoard discards all points of earlier runs in this folder.
         rank: global rank; only rank 0 writes. Default: `logger.rank`.
+        log_interval: steps are written each this many iterations, evaluations always.
+        queue_size: points that are held back at most before they are written.
 
     Raises:
         ConfigError: the tensorboard package is not installed, or the folder is not writable.
     """
 
-    folder_name = "tensorboard"
-
-    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        resume_from: int | None = None,
+        rank: int | None = None,
+        log_interval: int = 1,
+        queue_size: int = 1000,
+    ) -> None:
         self._writer: Any = None
+        self._log_interval = log_interval
         if (logger.rank if rank is None else rank) != 0:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise missing_package("TensorBoard", "tensorboard") from error
-        folder = Path(output_dir) / self.folder_name
+        folder = Path(folder)
         with refuse_unwritable("TensorBoard events", folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(
-                str(folder), purge_step=0 if resume_from is None else resume_from + 1, flush_secs=30
-            )
+            purge_step = 0 if resume_from is None else resume_from + 1
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=queue_size, flush_secs=30)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one point per metric; `iteration` is the x axis, not a metric."""
         if self._writer is None:
+            return
+        of_training = not all(name.startswith("eval/") for name in metrics if name != "iteration")
+        if of_training and step % self._log_interval:
             return
         for name, value in metrics.items():
             if name != "iteration":

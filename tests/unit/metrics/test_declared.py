@@ -14,6 +14,7 @@ from megatron_wrap.metrics.declared import (
     ENGINE_METRICS,
     EVALUATION_LOSS,
     EVALUATION_METRIC,
+    EVALUATION_PERPLEXITY,
     FLOW_METRIC,
     METRICS,
     console_order,
@@ -40,6 +41,7 @@ def test_undeclared_names_are_metrics_of_flows_or_evaluations():
     assert metric_info("grad_norm") is ENGINE_METRICS["grad_norm"]
     assert metric_info("eval/set/loss") is EVALUATION_LOSS
     assert metric_info("eval/set/rewards/margins") is metric_info("eval/set/grad_norm") is EVALUATION_METRIC
+    assert metric_info("eval/set/perplexity") is EVALUATION_PERPLEXITY
     assert metric_info("rewards/margins") is FLOW_METRIC
 
 
@@ -47,7 +49,7 @@ def test_console_order_is_the_declared_order():
     examples = {info.name: info.console.example for info in reversed(METRICS) if info.console is not None}
     # names between the loss and the gradient norm keep the given order
     middle = ["z_loss", "global_load_balancing_loss", "seq_load_balancing_loss", "load_balancing_loss"]
-    middle += ["eval/NAME/METRIC", "eval/NAME/loss", "METRIC"]
+    middle += ["eval/NAME/METRIC", "eval/NAME/perplexity", "eval/NAME/loss", "METRIC"]
     fixed = [info.name for info in METRICS if info.name in examples and info.name not in middle]
     assert console_order(examples) == [*fixed[:2], *middle, *fixed[2:]]
     shown = {name: console_text(name, examples[name]) for name in console_order(examples)}

@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
+
+from _html import checked
 
 from megatron_wrap.report import charts
 from megatron_wrap.report.page import Cell, Item, Page
 
-VOID = ("meta", "br", "rect", "line")
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31m \ud800"
-
-
-class Checker(HTMLParser):
-    """Collects tags and text; fails on a tag that is closed out of order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("style", "script"):
-            self.text += data
-
-
-def checked(html: str) -> Checker:
-    checker = Checker()
-    checker.feed(html)
-    checker.close()
-    assert checker.open == []
-    return checker
 
 
 def full_page() -> str:

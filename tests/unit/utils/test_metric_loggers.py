@@ -10,6 +10,7 @@ from megatron_wrap.utils.metric_loggers import (
     MetricLogger,
     MetricLoggerContext,
     MetricLoggers,
+    SampleTexts,
     TensorBoardLogger,
     build_metric_loggers,
 )
@@ -120,9 +121,40 @@ def test_tensorboard_discards_steps_that_a_resumed_run_repeats(tmp_path):
     second.log(3, {"loss": 30.0, "eval/validation/loss": 0.5})
     second.close()
     second.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["eval/validation/loss", "loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_tensorboard_writes_steps_at_its_interval_and_every_evaluation(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("RANK", raising=False)
+    options = {"folder": tmp_path / "events", "log_interval": 2, "queue_size": 1}
+    loggers = build_metric_loggers({"tensorboard": options}, MetricLoggerContext(tmp_path / "out"))
+    for step in (1, 2, 3):
+        loggers.log(step, {"iteration": step, "loss": float(step)})
+        loggers.log(step, {"iteration": step, "eval/set/loss": float(-step)})
+    loggers.close()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 2.0)]
+    assert [event.value for event in events.Scalars("eval/set/loss")] == [-1.0, -2.0, -3.0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_of_iterations_after_the_checkpoint_are_removed(tmp_path):
+    first = SampleTexts(tmp_path, rank=0)
+    for step in (0, 2, 4):
+        first.log(step, [("Say", f"{step}"), ("Ask", "é")])
+    first.close()
+    second = SampleTexts(tmp_path, resume_from=2, rank=0)
+    second.log(2, [("Say", "again")])  # exists: not written again
+    second.log(4, [("Say", "new")])
+    second.close()
+    found = read(tmp_path / "samples.jsonl")
+    assert [(line["iteration"], line["prompt"], line["text"]) for line in found] == [
+        *((0, "Say", "0"), (0, "Ask", "é"), (2, "Say", "2"), (2, "Ask", "é"), (4, "Say", "new"))
+    ]
 
 
 def test_missing_tensorboard_package_is_reported_with_its_install_command(tmp_path, monkeypatch):
@@ -163,7 +195,7 @@ def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch):
         loggers.close()
     loggers.close()
     assert user.closed == 1
-    assert shipped._file is None
+    assert shipped._lines._file is None
     assert read(tmp_path / "metrics.jsonl") == [{"iteration": 1, "loss": 1.0}]
 
 

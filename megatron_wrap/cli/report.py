@@ -1,0 +1,73 @@
+"""`megatron-wrap report RUN...`: one self-contained page of a run, or of several runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_wrap.checkpoint.store import CheckpointStore, read_facts
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.report.png import write_png_files
+from megatron_wrap.report.run_charts import charts_of
+from megatron_wrap.report.run_files import RunFiles, read_run_files
+from megatron_wrap.report.run_page import CheckpointFacts, ReportedRun, build_page, labels_of
+
+EXAMPLES = (
+    ("a page of a run, which may still train: its curves, evaluations and configuration", "report outputs/my-run"),
+    (
+        "two runs in the same charts, and each chart as a picture",
+        "report outputs/my-run outputs/other-run --output compared.html --png",
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, or a file of metrics in it")
+    parser.add_argument(
+        "--output",
+        metavar="FILE.html",
+        help="the page (default: report.html in the run's folder; of several runs in the working directory)",
+    )
+    parser.add_argument("--png", action="store_true", help="also write each chart as a PNG file beside the page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the page, and prints its path and those of the pictures."""
+    found = [read_run_files(path) for path in arguments.runs]
+    folder = found[0].folder if len(found) == 1 else Path()
+    page = Path(arguments.output or folder / "report.html")
+    labels = labels_of(found)
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"{', '.join(arguments.runs)}: the same run is given twice; give it once")
+    reported = [ReportedRun(label, files, _checkpoints(files)) for label, files in zip(labels, found, strict=True)]
+    charts = [chart for section in charts_of(found, labels).values() for chart in section]
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        pictures = write_png_files(charts, page.parent, page.stem) if arguments.png else []
+        page.write_text(build_page(reported), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {page}: cannot be written: {error.strerror}; give another file") from error
+    print(f"page: {page}")
+    for path in pictures:
+        print(f"picture: {path}")
+    return 0
+
+
+def _checkpoints(files: RunFiles) -> Sequence[CheckpointFacts]:
+    """The complete checkpoints that are there now."""
+    folder = files.facts.get("checkpoints")
+    if folder is None:
+        return ()
+    store = CheckpointStore(folder)
+    best, latest = store.best(), store.latest()
+    found = []
+    for iteration in store.iterations():
+        path = store.find(iteration)
+        if path is None:
+            continue
+        notes = [name for name, of in (("newest", latest), ("best", best)) if of == iteration]
+        sizes = read_facts(path).get("files", {}).values()
+        found.append(CheckpointFacts(iteration, sum(sizes) / 2**30, str(path), ", ".join(notes)))
+    return found

@@ -1,0 +1,88 @@
+"""`run.json`: what a run is, written beside its metrics when its training begins, for `megatron-wrap report`."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform as host
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.checkpoint.content import layout_facts
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.reading import inline_yaml
+from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.logger_errors import refuse_unwritable
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.state import TrainingState
+
+FILE_NAME = "run.json"
+_PACKAGES = ("megatron-wrap", "torch", "megatron-core", "transformer-engine", "triton", "transformers")
+
+
+def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | None) -> None:
+    """Write `output_dir/run.json` on rank 0: name, flow, layout, environment, folder of the checkpoints, and each value
+    of the configuration with its origin. A resumed run replaces it.
+
+    Args:
+        resumed_from: iteration of the checkpoint that the run resumes from.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if logger.rank != 0:
+        return
+    config, parallel = state.config, state.parallel
+    facts = {
+        "name": config.name,
+        "flow": config.flow.flow_key,
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "resumed_from": resumed_from,
+        "train_iters": config.train.train_iters,
+        "checkpoints": None if config.train.save is None else os.path.abspath(os.path.expanduser(config.train.save)),
+        "layout": layout_facts(parallel, state.platform.name),
+        "processes": parallel.world.size,
+        "environment": _environment(state),
+        "configuration": [[path, value, config.sources[path]] for path, value in _values(config).items()],
+    }
+    path = output_dir / FILE_NAME
+    with refuse_unwritable("facts about the run", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(FILE_NAME + ".tmp")
+        partial.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _values(config: RunConfig) -> dict[str, str]:
+    """Dotted path of each value with a known origin -> the value as YAML."""
+    found = {}
+    for path in config.sources:
+        value: Any = config.resolved
+        for part in path.split("."):
+            value = value.get(part, KeyError) if isinstance(value, Mapping) else KeyError
+        if value is not KeyError:
+            found[path] = inline_yaml(value)
+    return found
+
+
+def _environment(state: TrainingState) -> dict[str, str]:
+    """Names and versions of this process's machine and packages."""
+    device = state.platform.device
+    if device.type == "cuda":
+        import torch
+
+        device_name = torch.cuda.get_device_name(device)
+    else:
+        device_name = host.machine()
+    found = {"platform": state.platform.name, "device": device_name, "host": host.node(), "system": host.platform()}
+    found["python"] = host.python_version()
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

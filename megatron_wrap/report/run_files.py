@@ -1,0 +1,134 @@
+"""The files that a run leaves in its output folder: metrics.jsonl, samples.jsonl and run.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.config.paths import missing_path_hint
+from megatron_wrap.errors import DataError
+
+METRICS, SAMPLES, FACTS = "metrics.jsonl", "samples.jsonl", "run.json"
+_EVALUATION = "eval/"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What is known of a run."""
+
+    name: str
+    """Of its YAML; of a run without run.json its folder."""
+    folder: Path
+    steps: Mapping[int, Mapping[str, float]]
+    """Iteration -> metrics of the training step, ascending; without values that are not finite."""
+    evaluations: Mapping[int, Mapping[str, float]]
+    """Iteration -> SET/METRIC -> value."""
+    samples: list[tuple[int, str, str]] = field(default_factory=list)
+    """(iteration, prompt, completion)."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Content of run.json; empty: there is none."""
+    notes: tuple[str, ...] = ()
+    """What the reader of the page has to know about the files."""
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """(iteration, value) of a metric of the training steps, or with `eval/` before it of the evaluations."""
+        of_evaluations = name.startswith(_EVALUATION)
+        source, key = (self.evaluations, name[len(_EVALUATION) :]) if of_evaluations else (self.steps, name)
+        return [(iteration, values[key]) for iteration, values in source.items() if key in values]
+
+
+def read_run_files(path: str) -> RunFiles:
+    """The records of a run.
+
+    Args:
+        path: its output folder, or a file of metrics in it, such as metrics.1.jsonl of an earlier run.
+
+    Raises:
+        DataError: there is no such run, or a line is broken that is not the last one of a process that was killed.
+    """
+    given = Path(path).expanduser()
+    file = given if given.is_file() else given / METRICS
+    if given.suffix in (".yaml", ".yml"):
+        raise DataError(f"{path}: is a configuration, not a run; give its output folder, such as outputs/{given.stem}")
+    if not file.is_file():
+        lacks = f"no {METRICS} in it" if given.is_dir() else f"no such run{missing_path_hint(given)}"
+        raise DataError(f"{path}: {lacks}; give the folder of megatron_wrap.logger.output_dir of a run")
+    lines, notes = _objects(file, (int, float, type(None)))
+    steps: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
+    for entry in lines:
+        for name, value in entry.items():
+            if name == "iteration" or value is None:  # null: not a number, or infinite
+                continue
+            is_evaluation = name.startswith(_EVALUATION)
+            of = evaluations if is_evaluation else steps
+            of.setdefault(entry["iteration"], {})[name[len(_EVALUATION) :] if is_evaluation else name] = value
+    if not steps and not evaluations:
+        raise DataError(f"{file}: it has no steps and no evaluations yet; wait for the run's first step")
+    # of an earlier run in the same folder only the metrics are left
+    is_last = file.name == METRICS
+    samples, more = (
+        _objects(file.parent / SAMPLES, (int, str)) if is_last and (file.parent / SAMPLES).is_file() else ([], [])
+    )
+    facts = _facts(file.parent / FACTS) if is_last else {}
+    return RunFiles(
+        name=str(facts.get("name", file.parent.resolve().name if is_last else file)),
+        folder=file.parent,
+        steps=dict(sorted(steps.items())),
+        evaluations=dict(sorted(evaluations.items())),
+        samples=[(entry["iteration"], str(entry.get("prompt")), str(entry.get("text"))) for entry in samples],
+        facts=facts,
+        notes=(*notes, *more),
+    )
+
+
+def _objects(file: Path, kinds: tuple[type, ...]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects of a file of JSON lines, and a note about a last line that is cut off.
+
+    Args:
+        kinds: types of values.
+    """
+    found: list[dict[str, Any]] = []
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}; change its permissions") from error
+    lines = content.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(_checked(json.loads(line), kinds))
+        except (ValueError, TypeError) as error:
+            if number == len(lines) and not content.endswith(b"\n"):
+                return found, [f"{file}:{number}: the last line is cut off and left out; the run was killed"]
+            shown = line[:60].decode("utf-8", "replace")
+            raise DataError(
+                f"{file}:{number}: not a line of a run's records ({error}): {shown!r}; delete the line"
+            ) from error
+    return found, []
+
+
+def _checked(entry: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+    if not isinstance(entry, dict) or type(entry.get("iteration")) is not int:
+        raise TypeError("an object with an integer iteration is expected")
+    for name, value in entry.items():
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} is of type {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TypeError(f"{name} is {value}")
+    return entry
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(facts, dict):
+            return facts
+    except (OSError, ValueError):
+        pass
+    raise DataError(f"{file}: cannot be read as the facts of a run; delete it, and the page has no configuration")
