@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,8 +36,8 @@ class InferenceVerbs:
                 evaluation sets of `megatron_wrap.data`. At most `eval_iters` global batches of each set are used.
 
         Returns:
-            `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set. They are also logged, and so are completions of
-            `megatron_lm.train.common.sample_prompts`.
+            `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
+            They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
         """
         from megatron_wrap.engine.forward import evaluate
 

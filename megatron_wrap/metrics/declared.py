@@ -83,8 +83,8 @@ EVALUATION_LOSS = MetricInfo(
 )
 EVALUATION_PERPLEXITY = MetricInfo(
     "eval/NAME/perplexity",
-    "exp of the loss on the evaluation set NAME, of flows whose objective is the mean negative log-likelihood of a token "
-    "(`reports_perplexity`); of a loss above 20 exp(20), as in Megatron-LM",
+    "exp of the loss on the evaluation set NAME, of flows whose objective is the mean negative log-likelihood of a "
+    "token (`reports_perplexity`); of a loss above 20 exp(20), as in Megatron-LM",
     console=ConsoleFormat(_FOUR_DIGITS, example=234.14),
 )
 EVALUATION_METRIC = MetricInfo(

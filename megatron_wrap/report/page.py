@@ -57,7 +57,8 @@ button:disabled { opacity: 0.4; } :focus-visible { outline: 2px solid var(--bar)
 .line4 { --c: #8a7200; } .line5 { --c: #00838f; }
 @media (prefers-color-scheme: dark) { .line0 { --c: #7d9bf0; } .line1 { --c: #f39a5b; } .line2 { --c: #68c795; }
   .line3 { --c: #d98ad9; } .line4 { --c: #d6bd45; } .line5 { --c: #5cc5cf; } }
-path[class*=line] { stroke: var(--c); } .band[class*=line] { fill: var(--c); } .key[class*=line] { background: var(--c); }
+path[class*=line] { stroke: var(--c); }
+.band[class*=line] { fill: var(--c); } .key[class*=line] { background: var(--c); }
 details { margin-top: 10px; } summary { cursor: pointer; padding: 6px 0; } details .panel { margin-top: 6px; }
 mark { background: var(--marked); color: var(--mark); border-radius: 2px; } s { color: var(--gone); }
 """
@@ -91,8 +92,8 @@ const number = value => Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e
 document.querySelectorAll('.plot').forEach(plot => {
   const svg = plot.querySelector('svg'), cursor = plot.querySelector('.cursor');
   const [left, right, low, high] = svg.dataset.range.split(' ').map(Number);
-  const lines = [...plot.querySelectorAll('path[data-name]')].map(path => ({ shown: plot.querySelector(path.dataset.name),
-    points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)].map(found => [+found[1], +found[2]]) }));
+  const lines = [...plot.querySelectorAll('path[data-name]')].map(path => ({
+    shown: plot.querySelector(path.dataset.name), points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)].map(found => [+found[1], +found[2]]) }));
   const at = plot.querySelector('.at');
   svg.addEventListener('pointermove', event => {
     const box = svg.getBoundingClientRect(), x = 1000 * (event.clientX - box.left) / box.width;
