@@ -93,7 +93,9 @@ document.querySelectorAll('.plot').forEach(plot => {
   const svg = plot.querySelector('svg'), cursor = plot.querySelector('.cursor');
   const [left, right, low, high] = svg.dataset.range.split(' ').map(Number);
   const lines = [...plot.querySelectorAll('path[data-name]')].map(path => ({
-    shown: plot.querySelector(path.dataset.name), points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)].map(found => [+found[1], +found[2]]) }));
+    shown: plot.querySelector(path.dataset.name),
+    points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)]
+      .map(found => [+found[1], +found[2]]) }));
   const at = plot.querySelector('.at');
   svg.addEventListener('pointermove', event => {
     const box = svg.getBoundingClientRect(), x = 1000 * (event.clientX - box.left) / box.width;
