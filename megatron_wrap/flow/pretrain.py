@@ -32,6 +32,7 @@ class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
         """Keys of `megatron_wrap.flow`."""
 
     supports_packing = True
+    reports_perplexity = True
 
     def prepare_sample(self, sample: Any) -> Any:
         """The sample; DataError if it is no window."""
