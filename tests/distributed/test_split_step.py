@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _dpo_runs
 import _engine_runs
+import _grpo_runs
 import _split_runs as runs
 import numpy
 import pytest
+from _checkpoint_runs import BF16
 from _covering import covering
 from _engine_runs import options
 
@@ -48,6 +51,43 @@ def samples():
 )
 def test_three_parts_are_one_step_bit_for_bit(flow, settings, sizes, ranks):
     (found,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1, **settings), samples(), sizes)
+    assert_equal_bit_for_bit(found)
+
+
+POLICY = (*_grpo_runs.GRPO, *options(micro=1))
+KL = (*_dpo_runs.COPY, "megatron_wrap.flow.beta=0.1")
+ENTROPIES = ("megatron_wrap.flow.top_entropy_quantile=0.5", "megatron_wrap.flow.entropy_coefficient=0.01")
+"""The quantile is a statistic of the model's outputs."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "make_samples", "sizes"),
+    [
+        pytest.param((*POLICY, *ENTROPIES, *KL, *BF16), lambda: _grpo_runs.rollouts(16), (3, 5), id="all of them"),
+        pytest.param((*options("TwoTerms", micro=1), *BF16), samples, (2, 3, 3), id="bf16", marks=pytest.mark.matrix),
+        pytest.param(
+            (*_dpo_runs.DPO, *_dpo_runs.COPY, *options(micro=1)),
+            lambda: _dpo_runs.pairs(8),
+            (1, 3),
+            id="reference",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(POLICY, lambda: _grpo_runs.rollouts(16), (3, 3, 2), id="groups", marks=pytest.mark.matrix),
+        pytest.param(
+            (*POLICY, *ENTROPIES),
+            lambda: _grpo_runs.rollouts(16),
+            (5, 2, 1),
+            id="values of outputs",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_parts_are_one_step_with_half_precision_reference_and_values_of_outputs(overrides, make_samples, sizes, ranks):
+    (found,) = ranks(1).run(runs.whole_and_parts, overrides, make_samples(), sizes)
+    assert_equal_bit_for_bit(found)
+
+
+def assert_equal_bit_for_bit(found):
     whole, parts = found["whole"], found["parts"]
     assert parts["state"] == whole["state"]
     for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
