@@ -84,6 +84,7 @@ class InferenceVerbs:
         stop: str | Sequence[str | int] = (),
         batch_size: int = 8,
         n: int = 1,
+        log_probs: bool = False,
     ) -> list[Completion]:
         """Complete prompts with the current weights, on any layout. Collective.
 
@@ -100,10 +101,13 @@ class InferenceVerbs:
             stop: texts and token ids that end a completion, in addition to the model's end tokens.
             batch_size: completions that a replica computes at a time; the KV cache has room for that many sequences.
             n: completions of each prompt, drawn independently. Equal prompts in a batch are processed once.
+            log_probs: return the log-probability of each new token given those before it, in nats, before temperature,
+                top_p and top_k; as `rollout_log_probs` of gpt_grpo when the temperature is 1.
 
         Returns:
             For each prompt `n` times, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason":
-            "stop" or "length"}, without the prompt. The text is cut before a stop text, and None without a tokenizer.
+            "stop" or "length"}, without the prompt; with `log_probs` also "log_probs", one for each of `token_ids`. The
+            text is cut before a stop text, and None without a tokenizer.
 
         Raises:
             DataError: a prompt or an argument is wrong.
@@ -113,7 +117,9 @@ class InferenceVerbs:
 
         rule = SamplingRule(temperature, top_k, top_p)
         seed = self.config.train.seed if seed is None else seed
-        return generate(self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n)
+        return generate(
+            self._ready(), self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n, log_probs
+        )
 
     def _log_sample_text(self) -> None:
         prompts = self.config.train.sample_prompts

@@ -144,10 +144,19 @@ class CachedModel:
             token_ids: the chosen ids on the last stage's tensor-parallel rank 0 (those of context-parallel rank 0 are
                 used), None elsewhere.
         """
-        parallel = self._state.parallel
         shared = torch.empty(len(self._sources), dtype=torch.long, device=self._state.platform.device)
-        if token_ids is not None:
-            shared.copy_(token_ids)
+        return self._broadcast(token_ids, shared)
+
+    def broadcast_log_probs(self, log_probs: Tensor | None, num_steps: int) -> Tensor:
+        """Broadcast log-probabilities [batch size, num_steps], as `broadcast_chosen` does it."""
+        shared = torch.empty(len(self._sources), num_steps, device=self._state.platform.device)
+        return self._broadcast(log_probs, shared)
+
+    def _broadcast(self, values: Tensor | None, shared: Tensor) -> Tensor:
+        """`values` of the last stage's tensor-parallel rank 0 into `shared`, on all processes of the replica."""
+        parallel = self._state.parallel
+        if values is not None:
+            shared.copy_(values)
         if parallel.is_last_stage:
             broadcast_on(shared, 0, parallel.tp.group)
             broadcast_on(shared, 0, parallel.cp.group)

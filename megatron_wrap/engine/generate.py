@@ -24,6 +24,7 @@ from megatron_wrap.platform.generation import whole_sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import NotRequired
 
 
 class Completion(TypedDict):
@@ -35,6 +36,8 @@ class Completion(TypedDict):
     """The new tokens, including the end token if there is one."""
     finish_reason: str
     """"stop": at an end token or stop string; "length": after max_new_tokens."""
+    log_probs: NotRequired[list[float]]
+    """If they were asked for: of each new token, in nats."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class _Row:
     prompt: list[int]
     numbers: UniformNumbers
     new_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -89,6 +93,7 @@ def generate(
     stop: Sequence[str | int],
     batch_size: int,
     n: int = 1,
+    log_probs: bool = False,
     caller: str = "generate",
 ) -> list[Completion]:
     """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
@@ -102,6 +107,7 @@ def generate(
         stop: texts and token ids that end a completion, in addition to the model's end tokens.
         batch_size: completions that one replica computes at a time.
         n: completions of each prompt.
+        log_probs: return the log-probabilities of the new tokens, too.
         caller: name of the call in error messages.
 
     Returns:
@@ -122,15 +128,18 @@ def generate(
     rows = [_Row(place, prompt, UniformNumbers(seed, place)) for place, prompt in enumerate(repeated)]
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     _check_lengths(rows, max_new_tokens, limit)
-    mine: list[tuple[int, list[int], str]] = []
+    mine: list[tuple[int, list[int], str, list[float]]] = []
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
-            mine += [(row.place, row.new_ids, str(row.finish_reason)) for row in _complete(state, batch, rule, ends)]
+            for row in _complete(state, batch, rule, ends, log_probs):
+                mine.append((row.place, row.new_ids, str(row.finish_reason), row.log_probs))
     replicas = gather_objects(mine, state.parallel.dp.group)
-    found = sorted(result for of_replica in replicas for result in of_replica)
-    return [
-        Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason) for _, new_ids, reason in found
-    ]
+    completions = []
+    for _, new_ids, reason, of_tokens in sorted(result for of_replica in replicas for result in of_replica):
+        completions.append(Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason))
+        if log_probs:
+            completions[-1]["log_probs"] = of_tokens
+    return completions
 
 
 def sample_texts(
@@ -147,7 +156,9 @@ def sample_texts(
     return [(prompt, completion["text"] or "") for prompt, completion in zip(prompts, found, strict=True)]
 
 
-def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule) -> list[_Row]:
+def _complete(
+    state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule, log_probs: bool
+) -> list[_Row]:
     """Complete a batch that is spread over all replicas; returns this replica's rows.
 
     Expert-parallel processes exchange tokens in each forward pass, so all replicas run passes of the same shape: a
@@ -167,11 +178,14 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
     fed = torch.tensor(
         [[0] * slots + prompt for slots, prompt in zip(padding, prompts, strict=True)], device=state.platform.device
     )
+    of_chosen: list[Tensor] = []
     with cached_model(state, padding, longest + ends.max_new_tokens - 1, sources) as model:
-        for _ in range(ends.max_new_tokens):
+        for step in range(ends.max_new_tokens):
             logits = model.next_logits(fed)
             own = _choose(logits, rows, rule) if logits is not None and state.parallel.tp.rank == 0 else None
             chosen = model.broadcast_chosen(own)
+            if log_probs and logits is not None:
+                of_chosen.append(logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0])
             for row, token in zip(rows, chosen.tolist(), strict=True):
                 if row.finish_reason is None:
                     row.new_ids.append(token)
@@ -179,6 +193,10 @@ def _complete(state: TrainingState, batch: list[_Row], rule: SamplingRule, ends:
             if _all_done(rows, dp.group if together else None, state.platform.device):
                 break
             fed = chosen[:, None]
+        if log_probs:
+            shared = model.broadcast_log_probs(torch.stack(of_chosen, dim=1) if of_chosen else None, step + 1)
+            for row, values in zip(mine, shared.tolist(), strict=False):
+                row.log_probs = values[: len(row.new_ids)]
     return mine
 
 

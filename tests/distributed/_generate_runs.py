@@ -90,6 +90,20 @@ def expected_greedy(folder: Path) -> list[list[int]]:
     return expected(folder, NEW_TOKENS)
 
 
+def expected_log_probs(folder: Path, completions: list[list[int]]) -> list[list[float]]:
+    """transformers' log-probabilities of the tokens of a completion of each prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for prompt, new_ids in zip(prompts(), completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + new_ids])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(dim=-1).gather(1, torch.tensor(new_ids)[:, None])[:, 0].tolist())
+    return found
+
+
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
     """The results of `wrap.generate` for each of the argument dictionaries in `calls`."""
     with started(folder, overrides, outputs) as wrap:

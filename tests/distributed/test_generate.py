@@ -110,6 +110,23 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prom
     assert [completion["token_ids"] for completion in most_probable] == [ids[:6] for ids in greedy]
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", "one"), ("llama", "tp2-pp2"), pytest.param("mixtral", "ep2-cp2", marks=pytest.mark.matrix)],
+)
+def test_log_probs_of_sampled_tokens_are_those_of_transformers(family, layout, ranks, original, tmp_path):
+    folder, _ = original(family)
+    world_size, overrides = runs.LAYOUTS[layout]
+    sampled = {"prompts": runs.prompts(), "max_new_tokens": 6, "temperature": 1.2, "top_k": 40, "log_probs": True}
+    calls = [sampled, {**sampled, "batch_size": 2}]
+    for at_once, in_batches in ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path), calls):
+        expected = runs.expected_log_probs(folder, [completion["token_ids"] for completion in at_once])
+        for completion, other, values in zip(at_once, in_batches, expected, strict=True):
+            assert completion["log_probs"] == pytest.approx(values, abs=1e-5)
+            assert other["token_ids"] == completion["token_ids"]
+            assert other["log_probs"] == pytest.approx(values, abs=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["one", "dp2", "tp2-pp2"])
 def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks, original, tmp_path):
     folder, expected = original("llama")
