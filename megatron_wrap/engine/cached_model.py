@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wrap.engine.decoding import ConstantShapeDecoding
@@ -147,10 +148,20 @@ class CachedModel:
         shared = torch.empty(len(self._sources), dtype=torch.long, device=self._state.platform.device)
         return self._broadcast(token_ids, shared)
 
-    def broadcast_log_probs(self, log_probs: Tensor | None, num_steps: int) -> Tensor:
-        """Broadcast log-probabilities [batch size, num_steps], as `broadcast_chosen` does it."""
-        shared = torch.empty(len(self._sources), num_steps, device=self._state.platform.device)
-        return self._broadcast(log_probs, shared)
+    def broadcast_log_probs(self, of_steps: Sequence[Tensor], max_steps: int) -> Tensor:
+        """Broadcast the log-probabilities of the tokens that were chosen, as `broadcast_chosen` does it.
+
+        Args:
+            of_steps: [batch size] for each step, at most `max_steps`; those of the last stage's tensor-parallel rank 0
+                are used.
+
+        Returns:
+            [batch size, max_steps] fp32, 0 after the last step.
+        """
+        shared = torch.zeros(len(self._sources), max_steps, device=self._state.platform.device)
+        if not of_steps:
+            return self._broadcast(None, shared)
+        return self._broadcast(F.pad(torch.stack(list(of_steps), dim=1), (0, max_steps - len(of_steps))), shared)
 
     def _broadcast(self, values: Tensor | None, shared: Tensor) -> Tensor:
         """`values` of the last stage's tensor-parallel rank 0 into `shared`, on all processes of the replica."""

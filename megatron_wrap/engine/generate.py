@@ -180,7 +180,7 @@ def _complete(
     )
     of_chosen: list[Tensor] = []
     with cached_model(state, padding, longest + ends.max_new_tokens - 1, sources) as model:
-        for step in range(ends.max_new_tokens):
+        for _ in range(ends.max_new_tokens):
             logits = model.next_logits(fed)
             own = _choose(logits, rows, rule) if logits is not None and state.parallel.tp.rank == 0 else None
             chosen = model.broadcast_chosen(own)
@@ -194,7 +194,7 @@ def _complete(
                 break
             fed = chosen[:, None]
         if log_probs:
-            shared = model.broadcast_log_probs(torch.stack(of_chosen, dim=1) if of_chosen else None, step + 1)
+            shared = model.broadcast_log_probs(of_chosen, ends.max_new_tokens)
             for row, values in zip(mine, shared.tolist(), strict=False):
                 row.log_probs = values[: len(row.new_ids)]
     return mine

@@ -12,15 +12,15 @@ import pytest
 pytestmark = pytest.mark.drill
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "drill"
-COUNTS = {"config_typos": 100, "corrupt_checkpoint": 24, "fuzz_config": 400, "kill_during_save": 12}
+COUNTS = {"config_typos": 100, "corrupt_checkpoint": 24, "fuzz_config": 400, "grpo": 1, "kill_during_save": 12}
 
 
-READ_CONFIGURATIONS = ("config_typos", "fuzz_config")
+ONE_MEGATRON_CORE = ("config_typos", "fuzz_config", "grpo")
 
 
 def _cases() -> list[Any]:
     names = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-    marks = {name: [pytest.mark.one_megatron_core] for name in READ_CONFIGURATIONS}
+    marks = {name: [pytest.mark.one_megatron_core] for name in ONE_MEGATRON_CORE}
     return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
