@@ -69,7 +69,7 @@ on_newer_megatron_core() {
   # left out: what does not call Megatron-Core, which is the reading of a configuration, and what check-parity reports on a
   # zoo of right and wrong flows. The other unit tests run once for the same reason, but for those of the platform.
   part "distributed tests on 0.19" on_both_paths "$newer/bin/python" -m pytest -p no:cacheprovider --durations=5 \
-    tests/distributed tests/unit/platform -m "not one_megatron_core"
+    tests/distributed tests/unit/platform tests/unit/data/test_indexed.py -m "not one_megatron_core"
   part "checkpoints across versions" on_both_paths across_versions "$newer/bin/python"
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part
-from megatron_wrap.config import load_resolved
+from megatron_wrap.config import derived, load_resolved
 from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
 
@@ -68,8 +69,11 @@ def check_checkpoints(config: RunConfig) -> None:
         found = find_checkpoint(folder) if folder is not None else None
         if found is not None:
             if (found / RESOLVED).is_file():
+                saved = load_resolved(found / RESOLVED)
                 try:
-                    compare_models(load_resolved(found / RESOLVED), config)
+                    compare_models(saved, config)
+                    if folder == config.train.save or not config.train.finetune:
+                        compare_index(saved, config)
                 except CheckpointError as error:
                     raise CheckpointError(f"{found}: {error}") from error
             return  # a run that resumes ignores `load`
@@ -85,12 +89,7 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
         CheckpointError: an architecture key differs; the message names the first such key, both values and the first
             parameter that it affects.
     """
-    section = SECTION_PATHS["arch"]
-    saved: Any = saved_resolved
-    for name in section.split("."):
-        saved = saved.get(name) if isinstance(saved, Mapping) else None
-    if not isinstance(saved, Mapping):
-        return
+    section, saved = SECTION_PATHS["arch"], _section(saved_resolved, "arch")
     for key, parameter in _FIRST_PARAMETER.items():
         before, now = saved.get(key), getattr(config.arch, key)
         if before is None or now is None or before == now:
@@ -102,6 +101,40 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
             f"{before} when it was saved and is {now} here{_origin(config, f'{section}.{key}')}; use the architecture "
             f"of the checkpoint ({RESOLVED} in its folder), or another load or save folder"
         )
+
+
+def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the number of windows that the index of indexed data is built for, on which their order depends.
+
+    Args:
+        saved_resolved: as `compare_models`.
+
+    Raises:
+        CheckpointError: the same prefixes are read in another order than the checkpoint's run did.
+    """
+    if not derived.is_indexed(config.data):
+        return
+    saved = {name: _section(saved_resolved, name) for name in ("data", "train")}
+    own = {name: _section(config.resolved, name) for name in ("data", "train")}
+    same = {"data": ("data_key", "train", "split", "mock_data"), "train": ("seed", "seq_length")}
+    if any(saved[name].get(key) != own[name].get(key) for name, keys in same.items() for key in keys):
+        return  # other windows, whose order is new anyway
+    length = {name: saved["train"].get(name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
+    train = replace(config.train, **length, global_batch_size=saved["train"]["global_batch_size"])
+    data = replace(config.data, index_samples=saved["data"].get("index_samples"))
+    before, now = derived.indexed_samples(replace(config, train=train, data=data)), derived.indexed_samples(config)
+    if before != now:
+        raise CheckpointError(
+            f"its windows would come in another order: its index was built for {before} samples, and this run's is for "
+            f"{now}; set {SECTION_PATHS['data']}.index_samples: {before} to read on, or finetune: true to begin anew"
+        )
+
+
+def _section(resolved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found: Any = resolved
+    for part in SECTION_PATHS[name].split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _origin(config: RunConfig, path: str) -> str:

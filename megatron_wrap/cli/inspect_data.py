@@ -15,6 +15,7 @@ from megatron_wrap.config import RunConfig, derived
 from megatron_wrap.config.paths import output_dir
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.errors import ConfigError, DataError, did_you_mean
+from megatron_wrap.platform import choose_platform
 
 if TYPE_CHECKING:
     from megatron_wrap.data.inspection import Inspected, Tokens
@@ -67,8 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_run(config)
     check_flow(config)
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    sources = sources_of(config, arguments.split)
-    total, samples = read_samples(sources, derived.mock_samples(config.data), arguments.limit)
+    if derived.is_indexed(config.data):
+        sources: Sequence[SourceConfig] = ()
+        total, samples = read_opened([windows_of(config, arguments.split, tokenizer)], arguments.limit)
+    else:
+        sources = sources_of(config, arguments.split)
+        total, samples = read_samples(sources, derived.mock_samples(config.data), arguments.limit)
     found = inspect(
         samples,
         encoder(config, tokenizer),
@@ -110,6 +115,25 @@ def sources_of(config: RunConfig, split: str) -> Sequence[SourceConfig]:
     return sources
 
 
+def windows_of(config: RunConfig, split: str, tokenizer: Any) -> tuple[str, Any]:
+    """Name and windows of the training set, or of an evaluation set, of indexed data.
+
+    Raises:
+        ConfigError: there is no such evaluation set. DataError: as `open_indexed`.
+    """
+    from megatron_wrap.cli.one_process import vocabulary_size
+    from megatron_wrap.data.indexed import open_indexed
+
+    choose_platform(config.init.platform).install()  # Megatron-Core's modules are imported for it
+    data = open_indexed(config, vocabulary_size(config, tokenizer), tokenizer)
+    if split == "train":
+        return split, data.training.windows
+    if split not in data.evaluation:
+        names = ", ".join(["train", *data.evaluation])
+        raise ConfigError(f"--split {split}: the run has {names}{did_you_mean(split, data.evaluation)}")
+    return split, data.evaluation[split]
+
+
 def read_samples(
     sources: Sequence[SourceConfig], mock_samples: int | None, limit: int
 ) -> tuple[int | None, Iterator[tuple[Callable[[], str], str, Any]]]:
@@ -130,6 +154,14 @@ def read_samples(
             for source in sources
         ]
         opened = [(source.name, open_source(source)) for source in bounded]
+    total, samples = read_opened(opened, limit)
+    return None if streaming else total, samples
+
+
+def read_opened(
+    opened: Sequence[tuple[str, Any]], limit: int
+) -> tuple[int, Iterator[tuple[Callable[[], str], str, Any]]]:
+    """`read_samples` of sets that are open, each with its name."""
     total = sum(len(samples) for _, samples in opened)
     step = max(1.0, total / limit) if limit else 1.0
 
@@ -147,7 +179,7 @@ def read_samples(
                 yield functools.partial(samples.where, index), name, sample
             begin += len(samples)
 
-    return None if streaming else total, read()
+    return total, read()
 
 
 def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Tokens]]:

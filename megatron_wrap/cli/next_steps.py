@@ -18,6 +18,7 @@ from megatron_wrap.config.paths import output_dir, tensorboard_dir
 from megatron_wrap.errors import MegatronWrapError
 
 _TRAIN = "megatron_lm.train.common."
+_UNITS = {"train_iters": "step", "train_samples": "sample", "train_epochs": "epoch"}
 _LAUNCH_VARIABLES = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,10 +39,10 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
         save = f"{_TRAIN}save={os.path.join(output_dir(config), 'checkpoints')}"
         add("train again and save checkpoints", _train(config, [*command, save]))
     elif _has_checkpoint(config.train.save):
-        if evaluates and config.data.validation:
+        if evaluates and derived.evaluation_set_names(config):
             add("evaluate the checkpoint: no steps are left, so nothing is trained", _train(config, command))
         key, last = _doubled(config)
-        until = f"step {last}" if key == "train_iters" else f"epoch {last:g}"
+        until = f"{_UNITS[key]} {last}" if isinstance(last, int) else f"{_UNITS[key]} {last:g}"
         add(
             f"resume up to {until}, on the schedule of the longer run",
             _train(config, _longer(config, command, f"{_TRAIN}{key}=", last)),
@@ -69,12 +70,16 @@ def _doubled(config: RunConfig) -> tuple[str, float]:
     train = config.train
     if train.train_epochs is not None:
         return "train_epochs", 2 * train.train_epochs
+    if train.train_samples is not None:
+        return "train_samples", 2 * train.train_samples
     return "train_iters", 2 * derived.train_iters(config)
 
 
 def _longer(config: RunConfig, command: Sequence[str], key: str, length: float) -> list[str]:
     """The command for a longer run: a schedule of another length is refused unless one of two keys chooses."""
     words = [text for text in command if not text.startswith(key)]
+    if derived.is_indexed(config.data) and config.data.index_samples is None:
+        words.append(f"megatron_wrap.data.index_samples={derived.indexed_samples(config)}")  # the same order of windows
     words.append(f"{key}{length:g}" if isinstance(length, float) else f"{key}{length}")
     chosen = config.optimizer.override_opt_param_scheduler or config.optimizer.use_checkpoint_opt_param_scheduler
     return words if chosen else [*words, "megatron_lm.train.optimizer.override_opt_param_scheduler=true"]

@@ -46,6 +46,14 @@ def run_file(content: Mapping[str, Any]) -> Iterator[Path]:
         yield path
 
 
+def vocabulary_size(config: RunConfig, tokenizer: Any) -> int:
+    """The model's vocabulary size, without padding; ConfigError if it is not known."""
+    vocab_size = config.arch.vocab_size
+    if vocab_size is None and tokenizer is None:
+        raise ConfigError("megatron_lm.model.arch.vocab_size is null and there is no tokenizer; set one of the two")
+    return len(tokenizer) if vocab_size is None else vocab_size
+
+
 def flow_of_one_rank(config: RunConfig, tokenizer: Any) -> MegatronWrapTrainingFlowBase:
     """The run's flow with micro-batches of one sample, to encode samples; no process group is needed.
 
@@ -55,14 +63,12 @@ def flow_of_one_rank(config: RunConfig, tokenizer: Any) -> MegatronWrapTrainingF
     from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry
     from megatron_wrap.flow.config import decode_flow_config
 
-    vocab_size = config.arch.vocab_size
-    if vocab_size is None and tokenizer is None:
-        raise ConfigError("megatron_lm.model.arch.vocab_size is null and there is no tokenizer; set one of the two")
+    vocab_size = vocabulary_size(config, tokenizer)
     flow_class = MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
     context = FlowContext(
         micro_batch_size=1,
         seq_length=config.train.seq_length,
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        vocab_size=vocab_size,
         cp_size=1,
         sum_on_cp_group=lambda partial: partial,
         average_across_dp_ranks=lambda value: value,

@@ -135,6 +135,8 @@ def virtual_pipeline_size(config: RunConfig) -> int | None:
 
 def train_iters(config: RunConfig) -> int:
     """Optimizer steps of the whole run; of a run given in epochs after the setup has counted them."""
+    if config.train.train_iters is None and config.train.train_samples is not None:
+        return iterations_of_samples(config, config.train.train_samples)
     assert config.train.train_iters is not None, "the setup of a run derives train_iters from train_epochs"
     return config.train.train_iters
 
@@ -178,6 +180,48 @@ def samples_of_iterations(config: RunConfig, iterations: float) -> float:
             break
         samples, left = samples + size, left - 1
     return samples + left * global_batch_size_at(config, samples)
+
+
+def iterations_of_samples(config: RunConfig, samples: int) -> int:
+    """Steps of a run of so many samples; the last partial batch is left out (Megatron-LM's `update_train_iters`,
+    megatron/training/training.py)."""
+    consumed = iterations = 0
+    ramp = config.train.rampup_batch_size
+    while ramp is not None and consumed <= min(ramp[2], samples):
+        consumed += global_batch_size_at(config, consumed)
+        iterations += 1
+    return iterations + max(0, samples - consumed) // config.train.global_batch_size
+
+
+def train_samples(config: RunConfig) -> float:
+    """Samples of the whole run."""
+    given = config.train.train_samples
+    return samples_of_iterations(config, train_iters(config)) if given is None else given
+
+
+def lr_decay_samples(config: RunConfig) -> float:
+    """Samples until the learning rate reaches its floor."""
+    if config.train.train_samples is None:
+        return samples_of_iterations(config, lr_decay_iters(config))
+    given = config.learning_rate.lr_decay_samples
+    return config.train.train_samples if given is None else given
+
+
+def lr_warmup_samples(config: RunConfig) -> float:
+    """Samples of warm-up."""
+    rate = config.learning_rate
+    if config.train.train_samples is None:
+        return samples_of_iterations(config, lr_warmup_iters(config))
+    fraction = rate.lr_warmup_fraction
+    return rate.lr_warmup_samples if fraction is None else fraction * lr_decay_samples(config)
+
+
+def lr_wsd_decay_samples(config: RunConfig) -> float | None:
+    """Samples of the last phase of WSD; None where there is none."""
+    rate = config.learning_rate
+    if rate.lr_wsd_decay_iters is None:
+        return rate.lr_wsd_decay_samples
+    return lr_decay_samples(config) - samples_of_iterations(config, lr_decay_iters(config) - rate.lr_wsd_decay_iters)
 
 
 def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:
@@ -224,7 +268,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 def indexed_samples(config: RunConfig) -> int:
     """Windows that the training index of indexed data is built for."""
     given = config.data.index_samples
-    return math.ceil(samples_of_iterations(config, train_iters(config))) if given is None else given
+    return math.ceil(train_samples(config)) if given is None else given
 
 
 def training_sources(config: RunConfig) -> tuple[SourceConfig, ...]:

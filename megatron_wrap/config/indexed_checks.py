@@ -60,12 +60,6 @@ def _check_batches(config: RunConfig) -> None:
         path = f"{SECTION_PATHS['flow']}.packing"
         rule = f"true needs {path}: true, which keeps attention within each document"
         refuse(config, ["data.reset_attention_mask", "flow.packing"], rule)
-    if data.index_samples is None or train.train_iters is None:
-        return
-    needed = math.ceil(derived.samples_of_iterations(config, train.train_iters))
-    if data.index_samples < needed:
-        rule = f"{data.index_samples} is less than the {needed} windows of train_iters {train.train_iters}; raise it"
-        refuse(config, ["data.index_samples"], rule)
 
 
 def _check_split(config: RunConfig) -> None:

@@ -221,7 +221,10 @@ class TrainConfig:
     seq_length: int = key(at_least=1)
     """Longest sequence a flow may collate, in tokens."""
     train_iters: int | None = key(None, at_least=1)
-    """Optimizer steps of the whole run, resumed parts included; give this or train_epochs."""
+    """Optimizer steps of the whole run, resumed parts included; give this, train_samples or train_epochs."""
+    train_samples: int | None = key(None, at_least=1)
+    """Samples of the whole run, instead of train_iters: the number of steps follows, with a batch size ramp-up as in
+    Megatron-LM, and the learning rate takes the keys that end with _samples."""
     train_epochs: float | None = key(None, above=0)
     """Length of the run in epochs of the training data, instead of train_iters: steps, warm-up and decay follow from
     the number of samples, with global_batch_tokens from their lengths."""
@@ -270,16 +273,22 @@ class LearningRateConfig:
     """Learning rate at the first warm-up step."""
     lr_warmup_iters: int = key(0, at_least=0)
     """Iterations of linear warm-up; give this or lr_warmup_fraction."""
+    lr_warmup_samples: int = key(0, at_least=0)
+    """The same in samples, with train_samples."""
     lr_warmup_fraction: float | None = key(None, at_least=0, below=1)
     """Warm-up as a share of lr_decay_iters; null: lr_warmup_iters."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay."""
     lr_decay_iters: int | None = key(None, at_least=1)
     """Iterations until min_lr is reached; null: train_iters."""
+    lr_decay_samples: int | None = key(None, at_least=1)
+    """The same in samples, with train_samples; null: train_samples."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the last phase of WSD."""
     lr_wsd_decay_iters: int | None = key(None, at_least=1)
     """Length of the last phase of WSD, iterations; needed for WSD."""
+    lr_wsd_decay_samples: int | None = key(None, at_least=1)
+    """The same in samples, with train_samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,8 +559,8 @@ class DataConfig:
     reset_attention_mask: bool = False
     """indexed: tokens attend only to their own document; needs flow.packing."""
     index_samples: int | None = key(None, at_least=1)
-    """indexed: windows that the training index is built for, on which their order depends; null: those of the run. Runs
-    that continue one another with another length need the same number."""
+    """indexed: windows that the training index is built for, on which their order depends; null: those of the run. A
+    run that continues another one with another length needs the same number; behind it the windows come again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ def check_training(config: RunConfig) -> None:
     _check_length(config)
     _check_batches(config)
     _check_learning_rate(config)
-    if config.train.train_iters is not None:
+    if config.train.train_iters is not None or config.train.train_samples is not None:
         check_schedule(config)
     _check_optimizer(config)
     _check_precision(config)
@@ -35,33 +35,42 @@ def check_schedule(config: RunConfig) -> None:
     Raises:
         ConfigError: a phase is too long.
     """
-    rate, decay = config.learning_rate, derived.lr_decay_iters(config)
+    rate = config.learning_rate
+    if config.train.train_samples is not None:
+        decay_samples, warmup_samples = derived.lr_decay_samples(config), derived.lr_warmup_samples(config)
+        _check_phases(config, "samples", decay_samples, warmup_samples, rate.lr_wsd_decay_samples)
+        return
+    decay = derived.lr_decay_iters(config)
     warmup = derived.lr_warmup_iters(config)
+    _check_phases(config, "iters", decay, warmup, rate.lr_wsd_decay_iters)
+
+
+def _check_phases(config: RunConfig, unit: str, decay: float, warmup: float, wsd: int | None) -> None:
+    """Lengths of the phases of the learning rate, in iterations or samples."""
     if warmup >= decay:
-        refuse(
-            config,
-            ["learning_rate.lr_warmup_iters", "learning_rate.lr_warmup_fraction", "learning_rate.lr_decay_iters"],
-            f"the warm-up of {warmup:g} iterations must be shorter than the decay of {decay} "
-            "(lr_decay_iters, else train_iters)",
-        )
-    wsd = rate.lr_wsd_decay_iters
+        keys = [f"learning_rate.lr_{name}" for name in (f"warmup_{unit}", "warmup_fraction", f"decay_{unit}")]
+        words = "iterations" if unit == "iters" else unit
+        rule = f"the warm-up of {warmup:g} {words} must be shorter than the decay of {decay}"
+        refuse(config, keys, f"{rule} (lr_decay_{unit}, else train_{unit})")
     if wsd is not None and wsd > decay:
-        refuse(config, ["learning_rate.lr_wsd_decay_iters"], f"{wsd} is longer than the whole schedule of {decay}")
+        rule = f"{wsd} is longer than the whole schedule of {decay}"
+        refuse(config, [f"learning_rate.lr_wsd_decay_{unit}"], rule)
 
 
 def _check_length(config: RunConfig) -> None:
     train, data = config.train, config.data
-    keys = ["train.train_iters", "train.train_epochs"]
-    if train.train_iters is None and train.train_epochs is None:
+    keys = ["train.train_iters", "train.train_samples", "train.train_epochs"]
+    given = {key.partition(".")[2]: value_of(config, key) for key in keys if value_of(config, key) is not None}
+    if not given:
         refuse(config, keys, "a run needs train_iters, its number of steps, or train_epochs")
+    if len(given) > 1:
+        texts = {name: str(value) if isinstance(value, int) else f"{value:g}" for name, value in given.items()}
+        names = " and ".join(f"{name} {text}" for name, text in texts.items())
+        rule = "are both given; delete one" if len(given) == 2 else "are all given; keep one"
+        refuse(config, [f"train.{name}" for name in given], f"{names} {rule}")
+    _check_units(config)
     if train.train_epochs is None:
         return
-    if train.train_iters is not None:
-        refuse(
-            config,
-            keys,
-            f"train_iters {train.train_iters} and train_epochs {train.train_epochs:g} are both given; delete one",
-        )
     if derived.is_indexed(data):
         refuse(config, keys[1:], "the index of indexed data is built for a number of windows; give train_iters")
     if not data.train and derived.mock_samples(data) is None:
@@ -69,6 +78,20 @@ def _check_length(config: RunConfig) -> None:
     streamed = [source.name for source in data.train if source.streaming]
     if streamed:
         refuse(config, keys[1:], f"{', '.join(streamed)} stream, so an epoch has no known length; give train_iters")
+
+
+def _check_units(config: RunConfig) -> None:
+    """The phases of the learning rate in the unit of the run's length, as Megatron-LM's arguments.py requires."""
+    of_samples = config.train.train_samples is not None
+    wrong, right = ("iters", "samples") if of_samples else ("samples", "iters")
+    for phase in ("warmup", "decay", "wsd_decay"):
+        name = f"lr_{phase}_{wrong}"
+        if getattr(config.learning_rate, name):
+            other = "train_samples" if of_samples else "train_iters or train_epochs"
+            rule = f"{getattr(config.learning_rate, name)} does not go with {other}; give lr_{phase}_{right}"
+            refuse(config, [f"learning_rate.{name}"], rule)
+    if of_samples and config.train.global_batch_tokens is not None:
+        refuse(config, ["train.global_batch_tokens"], "counts tokens and train_samples samples; give train_iters")
 
 
 def _check_batches(config: RunConfig) -> None:
@@ -134,12 +157,13 @@ def _check_token_budgets(config: RunConfig) -> None:
 
 def _check_learning_rate(config: RunConfig) -> None:
     rate = config.learning_rate
-    if rate.lr_warmup_fraction is not None and rate.lr_warmup_iters:
+    unit = "iters" if config.train.train_samples is None else "samples"
+    warmup, wsd = getattr(rate, f"lr_warmup_{unit}"), getattr(rate, f"lr_wsd_decay_{unit}")
+    if rate.lr_warmup_fraction is not None and warmup:
         refuse(
             config,
-            ["learning_rate.lr_warmup_fraction", "learning_rate.lr_warmup_iters"],
-            f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_iters {rate.lr_warmup_iters} are both given; "
-            "delete one",
+            ["learning_rate.lr_warmup_fraction", f"learning_rate.lr_warmup_{unit}"],
+            f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_{unit} {warmup} are both given; delete one",
         )
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(rate, name) > rate.lr:
@@ -148,13 +172,13 @@ def _check_learning_rate(config: RunConfig) -> None:
                 [f"learning_rate.{name}", "learning_rate.lr"],
                 f"{name} {getattr(rate, name)} is above lr {rate.lr}",
             )
-    wsd = rate.lr_wsd_decay_iters
     if rate.lr_decay_style == "WSD" and wsd is None:
-        refuse(config, ["learning_rate.lr_decay_style"], "WSD needs lr_wsd_decay_iters, the length of its last phase")
+        rule = f"WSD needs lr_wsd_decay_{unit}, the length of its last phase"
+        refuse(config, ["learning_rate.lr_decay_style"], rule)
     if rate.lr_decay_style != "WSD" and wsd is not None:
         refuse(
             config,
-            ["learning_rate.lr_wsd_decay_iters"],
+            [f"learning_rate.lr_wsd_decay_{unit}"],
             f"{wsd} only applies to lr_decay_style WSD, which is {rate.lr_decay_style}; delete it",
         )
 

@@ -107,8 +107,10 @@ class LoadingVerbs:
         return cached_samples(self.config, sources, stream, flow, preparation(flow, self.config.train.seed))
 
     def _with_counted_steps(self, parallel: ParallelState) -> RunConfig:
-        """The configuration with `train_iters`, from `train_epochs` and the training data if that is given."""
+        """The configuration with `train_iters`, from `train_samples`, or from `train_epochs` and the training data."""
         config = self.config
+        if config.train.train_samples is not None:
+            return replace(config, train=replace(config.train, train_iters=derived.train_iters(config)))
         if config.train.train_epochs is None or config.train.train_iters is not None:
             return config
         from megatron_wrap.engine.build import build_flow, model_shape, resolve_vocab_size

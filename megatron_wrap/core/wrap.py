@@ -253,9 +253,10 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
     @property
     def train_iters(self) -> int:
         """Number of steps of the run; of one given in epochs after the setup."""
-        if self.config.train.train_iters is None:
+        train = self.config.train
+        if train.train_iters is None and train.train_samples is None:
             raise MegatronWrapError("train_epochs: call wrap.setup_model_and_optimizer() first, which counts the steps")
-        return self.config.train.train_iters
+        return derived.train_iters(self.config)
 
     @property
     def consumed_samples(self) -> int:

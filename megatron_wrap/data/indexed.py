@@ -90,24 +90,24 @@ class IndexedStream:
     `SampleStream`. Behind its end it begins anew."""
 
     def __init__(self, windows: Windows) -> None:
-        self._windows = windows
+        self.windows = windows
 
     @property
     def samples_per_epoch(self) -> int:
         """Windows of the index."""
-        return len(self._windows)
+        return len(self.windows)
 
     def read(self, position: int) -> Sample:
         """See `SampleStream`."""
-        return self._windows[position % len(self._windows)]
+        return self.windows[position % len(self.windows)]
 
     def where(self, position: int) -> str:
         """See `SampleStream`."""
-        return self._windows.where(position % len(self._windows))
+        return self.windows.where(position % len(self.windows))
 
     def row(self, position: int) -> tuple[int, int]:
         """See `SampleStream`."""
-        return self._windows.row(position % len(self._windows))
+        return self.windows.row(position % len(self.windows))
 
 
 @dataclass(frozen=True)

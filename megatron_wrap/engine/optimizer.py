@@ -43,25 +43,21 @@ def build_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     rate, optim = config.learning_rate, config.optimizer
-    weight_decay, decay_iters = optim.weight_decay, derived.lr_decay_iters(config)
-    decay_steps = derived.samples_of_iterations(config, decay_iters)
-    wsd_steps = None
-    if rate.lr_wsd_decay_iters is not None:
-        wsd_steps = decay_steps - derived.samples_of_iterations(config, decay_iters - rate.lr_wsd_decay_iters)
+    weight_decay = optim.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=rate.lr_warmup_init,
         max_lr=rate.lr,
         min_lr=rate.min_lr,
-        lr_warmup_steps=derived.samples_of_iterations(config, derived.lr_warmup_iters(config)),
-        lr_decay_steps=decay_steps,
+        lr_warmup_steps=derived.lr_warmup_samples(config),
+        lr_decay_steps=derived.lr_decay_samples(config),
         lr_decay_style=rate.lr_decay_style,
         start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
         end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
-        wd_incr_steps=derived.samples_of_iterations(config, derived.train_iters(config)),
+        wd_incr_steps=derived.train_samples(config),
         wd_incr_style=optim.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
-        wsd_decay_steps=wsd_steps,
+        wsd_decay_steps=derived.lr_wsd_decay_samples(config),
         lr_wsd_decay_style=rate.lr_wsd_decay_style,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from _checkpoint_runs import TRAIN, VOCAB, started
+from _checkpoint_runs import TRAIN, VOCAB, started, warm_up
 
 DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
 EOD = 2
@@ -18,6 +18,8 @@ EOD = 2
 def write_prefix(prefix: Path, count: int, seed: int, vocab: int = VOCAB) -> str:
     """Random documents of unequal lengths that end with EOD, by Megatron-Core's own writer; returns the prefix."""
     import torch
+
+    warm_up()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     generator = numpy.random.default_rng(seed)
@@ -71,6 +73,7 @@ def train_from(folder: str, config: Path, overrides: Sequence[str]) -> tuple[lis
 
 def megatron_windows(prefix: str, seq_length: int, vocab: int, count: int) -> tuple[Any, Any]:
     """Megatron-Core's training and validation sets of split 90,10,0, straight from its API."""
+    warm_up()  # Megatron-Core is imported for the CPU
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 

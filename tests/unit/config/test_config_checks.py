@@ -197,6 +197,12 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "seq_aux_loss needs one sequence in each row; set packing: false, or the router's loss to aux_loss, "
             "global_aux_loss or none",
         ),
+        (["train.train_samples=80"], "train_iters 10 and train_samples 80 are both given; delete one"),
+        (
+            ["train.train_iters=null", "train.train_samples=80", "rate.lr_warmup_iters=2"],
+            "2 does not go with train_samples; give lr_warmup_samples",
+        ),
+        (["rate.lr_decay_samples=8"], "8 does not go with train_iters or train_epochs; give lr_decay_iters"),
         (["train.train_epochs=2"], "train_iters 10 and train_epochs 2 are both given; delete one"),
         (["train.train_iters=null"], "a run needs train_iters, its number of steps, or train_epochs"),
         (
@@ -626,3 +632,22 @@ def test_an_output_folder_that_cannot_be_written(write_run: Write, tmp_path: Pat
 def test_a_check_writes_nothing(write_run: Write, tmp_path: Path) -> None:
     check_run(load(write_run(), "train.save=deep/down/ckpt"))
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_the_steps_of_a_number_of_samples_are_those_of_megatron(write_run: Write) -> None:
+    """`update_train_iters` of Megatron-LM (megatron/training/training.py), with Megatron-Core's own calculator."""
+    calculator = getattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator", None)
+    for samples, ramp in ((1000, None), (1007, (4, 4, 100)), (90, (4, 4, 100)), (500, (8, 16, 33))):
+        overrides = ["train.train_iters=null", f"train.train_samples={samples}", "train.global_batch_size=24"]
+        config = load(write_run(), *overrides, f"train.rampup_batch_size={'null' if ramp is None else list(ramp)}")
+        check_values(config)
+        consumed = iterations = 0
+        if ramp is not None and calculator is not None:  # 0.19 has none
+            theirs = calculator(24, 2, 1, False, 0, *ramp)
+            while consumed <= ramp[2] and consumed <= samples:
+                theirs.update(consumed, False)
+                consumed += theirs.current_global_batch_size
+                iterations += 1
+        if ramp is None or calculator is not None:
+            assert derived.train_iters(config) == iterations + max(0, samples - consumed) // 24
+        assert (derived.lr_decay_samples(config), derived.lr_warmup_samples(config)) == (samples, 0)

@@ -308,6 +308,19 @@ def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations():
         assert wrap._ready().scheduler.get_lr({}) == pytest.approx(1e-3)
 
 
+def test_a_run_of_samples_grows_its_batch_and_counts_its_schedule_in_samples():
+    ramp = [f"{TRAIN}.rampup_batch_size=[2,2,12]", f"{TRAIN}.global_batch_size=8", f"{TRAIN}.train_iters=null"]
+    rate = [f"{RATE}.lr_warmup_samples=8", f"{RATE}.lr_decay_samples=40", f"{RATE}.lr_decay_style=linear"]
+    with started(*ramp, *rate, f"{TRAIN}.train_samples=50") as wrap:
+        steps = [(len(batch), wrap.train(batch)["learning_rate"]) for batch in wrap.batches(data())]
+    assert [size for size, _ in steps] == [2, 2, 4, 6, 8, 8, 8, 8]  # the last four samples are no whole batch
+    # Megatron-Core's schedule at 0, 2, 4, 8, ... samples: up over 8, then down to the floor at 40
+    expected = [
+        1e-2 * at / 8 if at <= 8 else max(1e-3, 1e-2 - 9e-3 * (at - 8) / 32) for at in (0, 2, 4, 8, 14, 22, 30, 38)
+    ]
+    assert [rate for _, rate in steps] == pytest.approx(expected)
+
+
 STYLES = {
     "constant": {},
     "linear": {},

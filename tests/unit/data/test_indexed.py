@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 
 import numpy
@@ -289,7 +290,6 @@ def test_documents_need_their_last_token(folder):
         (["split=0,1,1"], ["not '0,1,1'"]),
         (["validation=b"], ["95,5,0", "validation is given, too"]),
         (["reset_attention_mask=true"], ["flow.packing: true"]),
-        (["index_samples=10"], ["10 is less than the 1600 windows"]),
         (["shuffle=false"], ["shuffled"]),
         (["data_key=dataset"], ["split", "no effect with data_key dataset"]),
     ],
@@ -305,3 +305,34 @@ def test_no_line_of_megatron_core_reaches_the_user(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), VOCAB, None)
     assert [record for record in caplog.records if record.name.startswith("megatron")] == []
+
+
+def test_one_of_several_processes_builds_the_index(folder, tmp_path, monkeypatch):
+    import multiprocessing
+
+    from megatron_wrap.data import megatron_datasets
+
+    real, log = megatron_datasets.write_cache, tmp_path / "log"
+
+    def slow(made, cache):
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(0.3)
+        real(made, cache)
+
+    monkeypatch.setattr(megatron_datasets, "write_cache", slow)
+    config = run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}/cache")
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def body():
+        queue.put(open_indexed(config, VOCAB, None).training.read(7)["tokens"].tolist())
+
+    processes = [context.Process(target=body) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [queue.get() for _ in processes]
+    for process in processes:
+        process.join()
+    assert found[0] == found[1] == found[2]
+    assert log.read_text() == "built\n"

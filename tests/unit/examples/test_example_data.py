@@ -11,6 +11,7 @@ import pytest
 from megatron_wrap.data.chat import tokenize_chat
 from megatron_wrap.data.jsonl import JsonLines
 from megatron_wrap.data.tokenizer import end_token_id, load_tokenizer, pad_token_id
+from megatron_wrap.platform import choose_platform
 
 pytestmark = pytest.mark.transformers
 
@@ -129,8 +130,12 @@ def test_the_tokenizer(data):
 
 
 def test_the_indexed_documents_are_the_answers(data):
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
+    platform = choose_platform("cpu")
+    platform.install()
+    try:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+    finally:
+        platform.uninstall()
     tokenizer, documents = load_tokenizer(data / "tokenizer"), IndexedDataset(str(data / "text_document"))
     samples = JsonLines(data / "train.jsonl")
     assert len(documents) == len(samples)
