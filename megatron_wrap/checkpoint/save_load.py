@@ -12,7 +12,7 @@ import torch
 
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
-from megatron_wrap.checkpoint.schedule import load_schedule
+from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
@@ -307,6 +307,8 @@ def _read_and_set(
         loaded = read(request, path, state.parallel.dp_cp.group)
         content.load_model(state.chunks, loaded)
         if with_optimizer:
+            from_checkpoint = state.config.optimizer.use_checkpoint_opt_param_scheduler
+            take_group_values(loaded["optimizer"], state.optimizer.param_groups, from_checkpoint)
             state.optimizer.load_state_dict(loaded["optimizer"])
             if state.transformer_config.fp8_param:
                 quantize_parameters(state.optimizer, state.chunks)

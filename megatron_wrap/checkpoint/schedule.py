@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.config.schema import SECTION_PATHS
@@ -22,6 +22,9 @@ _KEYS = {
     "wd_incr_steps": f"{_TRAIN}.train_iters",
 }
 """Value of Megatron-Core's `OptimizerParamScheduler` -> the YAML key that sets it."""
+
+_OF_A_GROUP = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""Values of a parameter group that the schedule reads (optimizer_param_scheduler.py, get_lr and get_wd)."""
 
 _OLDER_NAMES = {
     "start_lr": "max_lr",
@@ -57,6 +60,42 @@ def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: i
         saved |= {name: own[name] for name in _KEYS if name in saved}
     # Megatron-Core adds num_steps to the samples that the scheduler has counted so far
     scheduler.load_state_dict({**saved, "num_steps": saved["num_steps"] - scheduler.num_steps})
+
+
+def take_group_values(saved: Any, own_groups: Sequence[dict[str, Any]], from_checkpoint: bool) -> None:
+    """Give the parameter groups of a loaded optimizer state this run's limits of learning rate and weight decay, from
+    which Megatron-Core's schedule computes each group's values; 0.19 also finds a group by them (optimizer.py,
+    `_filter_and_reorder_param_groups`). Call it before the state is loaded.
+
+    Args:
+        saved: the loaded state, which is changed.
+        own_groups: parameter groups of this run's optimizer.
+        from_checkpoint: this run's groups get the checkpoint's values instead (`use_checkpoint_opt_param_scheduler`).
+    """
+    own = {_identity(group): group for group in own_groups}
+    for group in _groups(saved):
+        other = own.get(_identity(group))
+        if other is None:
+            continue
+        source, target = (group, other) if from_checkpoint else (other, group)
+        target.update({name: source[name] for name in _OF_A_GROUP if name in source})
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
+
+
+def _groups(state: Any) -> Iterator[dict[str, Any]]:
+    """The parameter groups anywhere in an optimizer's state; a chained optimizer has several parts."""
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            if name == "param_groups":
+                yield from value
+            else:
+                yield from _groups(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _groups(value)
 
 
 def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], global_batch_size: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 from _checkpoint_runs import TRAIN, VOCAB, started, warm_up
 
 DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
@@ -48,8 +49,10 @@ def train(
             if wrap.iteration == until:
                 break
             ids = [(sample["source"], *sample["tokens"][:6].tolist()) for sample in batch]
+            (rate,) = {group["lr"] for group in wrap.state.optimizer.param_groups}
             metrics = wrap.train(batch)
-            taken.append((ids, metrics["loss"], metrics["learning_rate"]))
+            assert rate == pytest.approx(metrics["learning_rate"]), wrap.iteration  # what the optimizer uses
+            taken.append((ids, metrics["loss"], rate))
             if wrap.iteration == save_at:
                 wrap.save()
             if wrap.iteration == die_at:
