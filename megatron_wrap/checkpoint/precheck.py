@@ -119,8 +119,11 @@ def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
     same = {"data": ("data_key", "train", "split", "mock_data"), "train": ("seed", "seq_length")}
     if any(saved[name].get(key) != own[name].get(key) for name, keys in same.items() for key in keys):
         return  # other windows, whose order is new anyway
-    length = {name: saved["train"].get(name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
-    train = replace(config.train, **length, global_batch_size=saved["train"]["global_batch_size"])
+    length: dict[str, Any] = {
+        name: saved["train"].get(name)
+        for name in ("train_iters", "train_samples", "rampup_batch_size", "global_batch_size")
+    }
+    train = replace(config.train, **length)
     data = replace(config.data, index_samples=saved["data"].get("index_samples"))
     before, now = derived.indexed_samples(replace(config, train=train, data=data)), derived.indexed_samples(config)
     if before != now:

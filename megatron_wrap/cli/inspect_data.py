@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
     if derived.is_indexed(config.data):
         sources: Sequence[SourceConfig] = ()
+        total: int | None
         total, samples = read_opened([windows_of(config, arguments.split, tokenizer)], arguments.limit)
     else:
         sources = sources_of(config, arguments.split)
