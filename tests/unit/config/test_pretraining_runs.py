@@ -79,7 +79,7 @@ def test_a_layout_fits_its_gpus(row):
 
 @pytest.mark.parametrize("run", [row["run"] for row in SCHEDULES])
 def test_the_parameters_are_as_many_as_published(run):
-    """Counted as tensors of the Hugging Face folder that the model is exported to, without padding of the vocabulary."""
+    """Counted over the tensors of a Hugging Face folder of the model, without padding of the vocabulary."""
     config = read(run)
     arch = complete(config.arch, config.train.seq_length)
     shapes = {
