@@ -68,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_run(config)
     check_flow(config)
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    checked_by = tokenizer
     if derived.is_indexed(config.data):
+        checked_by = None  # a window begins and ends anywhere in a document
         sources: Sequence[SourceConfig] = ()
         total: int | None
         total, samples = read_opened([windows_of(config, arguments.split, tokenizer)], arguments.limit)
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = inspect(
         samples,
         encoder(config, tokenizer),
-        Checks(tokenizer, config.flow.options.get("loss_on") == "all"),
+        Checks(checked_by, config.flow.options.get("loss_on") == "all"),
         config.train.seq_length,
         show=max(arguments.n, _ON_PAGE),
         max_lengths={source.name: source.max_length for source in sources if source.max_length is not None},

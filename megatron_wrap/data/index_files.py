@@ -54,6 +54,13 @@ class IndexFile:
         return last - first, int(self.lengths[first:last].sum(dtype=np.int64))
 
 
+def some_document_ends_with(index: IndexFile, token: int) -> bool:
+    """Whether one of the first hundred documents with tokens ends with this one."""
+    ends = np.cumsum(index.lengths[:10_000], dtype=np.int64)[index.lengths[:10_000] > 0][:100] - 1
+    tokens = np.memmap(f"{index.prefix}.bin", dtype=index.dtype, mode="r")
+    return bool((tokens[ends] == token).any())
+
+
 def read_index(prefix: str) -> IndexFile:
     """Read the header of PREFIX.idx, and compare the sizes of both files with it. `~` is the home folder.
 

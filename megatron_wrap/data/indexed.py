@@ -17,7 +17,7 @@ from megatron_wrap.config import derived
 from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.data.file_lock import locked
-from megatron_wrap.data.index_files import IndexFile, read_index
+from megatron_wrap.data.index_files import IndexFile, read_index, some_document_ends_with
 from megatron_wrap.data.rows import Sample
 from megatron_wrap.data.sources import SampleSet
 from megatron_wrap.data.tokenizer import end_token_id
@@ -164,18 +164,22 @@ def check_indices(config: RunConfig) -> None:
 
 
 def _end_of_document(config: RunConfig, tokenizer: Any) -> int | None:
-    data = config.data
-    if data.eod_token is not None:
-        return data.eod_token
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return end_token_id(tokenizer)
+    data, token = config.data, config.data.eod_token
+    if token is None and tokenizer is not None and tokenizer.eos_token_id is not None:
+        token = end_token_id(tokenizer)
     needed = [name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)]
-    if needed:
+    if needed and token is None:
         raise ConfigError(
             f"{_KEYS}.{needed[0]}: true needs the token that ends a document; give {_KEYS}.tokenizer with an eos "
             f"token, or {_KEYS}.eod_token"
         )
-    return None
+    for source in data.train if needed else ():
+        if token is not None and not some_document_ends_with(read_index(source.path), token):
+            raise DataError(
+                f"{source.path}: none of its first documents ends with token {token}, by which "
+                f"{_KEYS}.{needed[0]} separates them; write them with --append-eod and this tokenizer, or set {_KEYS}.eod_token"
+            )
+    return token
 
 
 class _Opener:

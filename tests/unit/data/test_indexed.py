@@ -280,6 +280,12 @@ def test_documents_need_their_last_token(folder):
         open_indexed(run(*overrides), VOCAB, None)
 
 
+def test_documents_without_their_last_token_cannot_be_separated(folder):
+    config = run(f"{DATA}.train={folder}/a", f"{DATA}.eod_token=1", f"{DATA}.eod_mask_loss=true")
+    with pytest.raises(DataError, match=r"/a: none of its first documents ends with token 1.*--append-eod"):
+        open_indexed(config, VOCAB, None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -1,0 +1,45 @@
+"""The example of pretraining: it trains, continues as it says, and is inspected; wrong input is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAIN, CONFIG = "megatron_lm.train.common", "configs/tiny-gpt-pretrain.yaml"
+SHORT = (f"{TRAIN}.train_iters=2", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=2", f"{TRAIN}.eval_iters=1")
+OTHERS = (f"{TRAIN}.sample_prompts=null", "megatron_wrap.init.platform=cpu")
+
+
+@pytest.mark.documentation
+def test_the_example_of_pretraining(command, tmp_path, sample_data):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "examples/data").mkdir(parents=True)
+    (tmp_path / "examples/data/generated").symlink_to(sample_data)
+
+    def train(*overrides: str):
+        return command("megatron_wrap.cli.main", "train", CONFIG, *SHORT, *OTHERS, *overrides)
+
+    ended = train()
+    assert ended.code == 0, ended.err
+    assert "building the index" in ended.out + ended.err
+    longer = (f"{TRAIN}.train_iters=3", "megatron_lm.train.optimizer.override_opt_param_scheduler=true")
+    refused = train(*longer)
+    assert refused.code == 2
+    assert "index_samples: 32 to read on" in refused.err
+    ended = train(*longer, "megatron_wrap.data.index_samples=32")
+    assert ended.code == 0, ended.err
+    text = (tmp_path / "outputs/tiny-gpt-pretrain/metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["iteration"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert all(line["loss"] < 8.5 for line in lines if "loss" in line)
+
+    ended = command("megatron_wrap.cli.main", "inspect-data", CONFIG, *OTHERS, "--limit", "20", "--split", "validation")
+    assert ended.code == 0, ended.err
+    assert "text_document.bin window 1" in ended.out
+    assert "found:" not in ended.out
+    ended = train("megatron_wrap.data.train=examples/data/generated/text_documnet")
+    assert ended.code == 2
+    assert "did you mean examples/data/generated/text_document.idx?" in ended.err.splitlines()[-1]
