@@ -129,7 +129,7 @@ def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedD
 
     Raises:
         DataError: a file is missing or wrong, a part of `split` has no token, or the cache cannot be written.
-        ConfigError: documents are to be told apart, and their last token is not known.
+        ConfigError: documents are to be separated, and their last token is not known.
     """
     data = config.data
     opener = _Opener(config, vocab_size, _end_of_document(config, tokenizer))
@@ -176,8 +176,8 @@ def _end_of_document(config: RunConfig, tokenizer: Any) -> int | None:
     for source in data.train if needed else ():
         if token is not None and not some_document_ends_with(read_index(source.path), token):
             raise DataError(
-                f"{source.path}: none of its first documents ends with token {token}, by which "
-                f"{_KEYS}.{needed[0]} separates them; write them with --append-eod and this tokenizer, or set {_KEYS}.eod_token"
+                f"{source.path}: none of its first documents ends with token {token}, by which {_KEYS}.{needed[0]} "
+                f"separates them; write them with --append-eod and this tokenizer, or set {_KEYS}.eod_token"
             )
     return token
 
