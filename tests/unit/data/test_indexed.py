@@ -170,9 +170,9 @@ def test_the_index_is_built_once_and_anew_for_other_files(folder, tmp_path, monk
 
 
 def test_mock_data(tmp_path):
-    config = run(f"{DATA}.train=null", f"{DATA}.split=null", f"{DATA}.mock_data=true", f"{TRAIN}.seq_length=2048")
+    config = run(f"{DATA}.train=null", f"{DATA}.split=null", f"{DATA}.mock_data=true", f"{TRAIN}.seq_length=1024")
     data = open_indexed(config, VOCAB, None)
-    assert data.training.read(3)["tokens"].shape == (2048,)
+    assert data.training.read(3)["tokens"].shape == (1024,)
     assert len(data.evaluation["validation"]) >= 16
 
 
