@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 SFT, DISTILL = HERE / "sft.yaml", HERE / "distill.yaml"
 ARCH, TRAIN = "megatron_lm.model.arch", "megatron_lm.train.common"
 SIZES = {"num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 8, "num_query_groups": 4}
-TEACHER = (*(f"{ARCH}.{name}={size}" for name, size in SIZES.items()), f"{TRAIN}.train_iters=400")
+TEACHER = tuple(f"{ARCH}.{name}={size}" for name, size in SIZES.items())
 REVERSE = ("megatron_wrap.flow.beta=1.0", "megatron_wrap.flow.label_weight=0.0")
 """Divergence of the student's own completions, which are no labels."""
 MAX_NEW_TOKENS, NUM_EVALUATED = 32, 32
