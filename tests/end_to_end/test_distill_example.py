@@ -16,10 +16,11 @@ def test_a_student_learns_from_its_teacher_and_from_its_own_completions(command,
     overrides = (
         *(f"{data}{name}={sample_data / name}.jsonl" for name in ("train", "validation")),
         f"{data}tokenizer={sample_data / 'tokenizer'}",
-        *(f"{train}{name}" for name in ("train_iters=3", "micro_batch_size=4", "global_batch_size=4", "eval_iters=2")),
+        *(f"{train}{name}" for name in ("train_iters=3", "micro_batch_size=4", "global_batch_size=4", "eval_iters=1")),
     )
     words = ("train", "--on-policy", "--iterations", 2, "--output", tmp_path / "out", *overrides)
-    ended = command(*words, environment={"PYTHONPATH": f"{EXAMPLE}:{EXAMPLE.parents[1]}", "OMP_NUM_THREADS": "1"})
+    environment = {"PYTHONPATH": f"{EXAMPLE}:{EXAMPLE.parents[1]}", "OMP_NUM_THREADS": "1"}
+    ended = command(*words, environment=environment, timeout=480)
     assert ended.code == 0, ended.err
     found = re.findall(r"cross-entropy (\d+\.\d+), KL divergence from the teacher (\d+\.\d+)", ended.out + ended.err)
     assert len(found) == 2
