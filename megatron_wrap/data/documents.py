@@ -54,7 +54,7 @@ class InputFiles:
         unit: what a document is in a file that is neither JSON nor a table.
 
     Raises:
-        DataError: an input is missing, or contains no such file.
+        DataError: an input is missing, contains no such file, or has no keys where several are given.
     """
 
     def __init__(self, inputs: Sequence[str], keys: Sequence[str], suffixes: Sequence[str] = (), unit: Unit = "file"):
@@ -62,6 +62,12 @@ class InputFiles:
         self.paths = [path for name in inputs for path in _files(name, tuple(suffixes))]
         self.sizes = [os.path.getsize(path) for path in self.paths]
         self.total_bytes = sum(self.sizes)
+        other = next((path for path in self.paths if not _plain(path).endswith(_JSON + _TABLES)), None)
+        if len(self._keys) > 1 and other is not None:
+            raise DataError(
+                f"{other}: has no keys, and --json-keys names {', '.join(self._keys)}; give text and source code in a "
+                "command of their own, without --json-keys"
+            )
 
     def read(self, position: tuple[int, int] = (0, 0)) -> Iterator[Batch]:
         """The batches from a position on.
@@ -131,7 +137,7 @@ class InputFiles:
         for place, (_, row) in enumerate(stream.start_at(first), first + 1):
             numbers.append(place)
             batch.append(row)
-            size += 0 if isinstance(row, BadSample) else sum(len(row.get(key) or "") for key in self._keys)
+            size += sum(len(str(row.get(key))) for key in self._keys) if isinstance(row, dict) else 0
             if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
                 share = min(1.0, place / total) if stream.length else 0.0
                 yield Batch("table", path, numbers, batch, (number, place), done + int(share * self.sizes[number]))
@@ -165,6 +171,8 @@ def _texts(kind: str, row: Any, keys: Sequence[str], where: str, first: bool) ->
             row = parse_line(row.rstrip(), first)
         except DataError as error:
             raise BadSample(f"{where}: {error}") from error
+    if not isinstance(row, dict):
+        raise BadSample(f"{where}: is a {type(row).__name__}; it must be a JSON object with the keys {', '.join(keys)}")
     return [_value(row, key, where) for key in keys]
 
 

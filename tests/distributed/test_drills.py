@@ -12,10 +12,17 @@ import pytest
 pytestmark = pytest.mark.drill
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "drill"
-COUNTS = {"config_typos": 100, "corrupt_checkpoint": 24, "fuzz_config": 400, "grpo": 1, "kill_during_save": 12}
+COUNTS = {
+    "codeparrot": 24,
+    "config_typos": 100,
+    "corrupt_checkpoint": 24,
+    "fuzz_config": 400,
+    "grpo": 1,
+    "kill_during_save": 12,
+}
 
-
-ONE_MEGATRON_CORE = ("config_typos", "fuzz_config", "grpo")
+ONE_MEGATRON_CORE = ("codeparrot", "config_typos", "fuzz_config", "grpo")
+"""They read configurations, or run an example whose parts other tests run on both."""
 
 
 def _cases() -> list[Any]:

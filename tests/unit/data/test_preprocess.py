@@ -199,6 +199,11 @@ def test_wrong_inputs_and_outputs_are_refused(made, tmp_path):
     refused("latin.txt: not UTF-8", tmp_path / "latin.txt")
     (tmp_path / "empty.jsonl").write_text("\n")
     refused("0 rows and no document", tmp_path / "empty.jsonl")
+    refused("latin.txt: has no keys", tmp_path / "latin.txt", json_keys=["text", "note"])
+    (tmp_path / "array.json").write_text('[{"text": 5}, 7]')
+    refused("array.json:1: 'text' is a int", tmp_path / "array.json")
+    (tmp_path / "array.json").write_text('[7, {"text": "a"}]')
+    refused("array.json:1: is a int", tmp_path / "array.json")
     refused("contains no file with the ending .c", made, suffixes=[".c"])
     with pytest.raises(ConfigError, match="vocab_size 99 is below"):
         train_tokenizer(InputFiles([str(made / "code.jsonl")], ["text"]), ["text"], tmp_path / "t", vocab_size=99)

@@ -1,0 +1,51 @@
+"""Train examples/codeparrot in a new folder, and compare its figures with what they should be.
+
+    python scripts/drill/codeparrot.py [--count 1200]
+
+With as many iterations as cpu.yaml has, the validation loss must be below 60% of the unigram entropy of the tokens, and
+at least 10 percentage points more of the completions must be Python of more than one statement than at the first
+evaluation after the first step. With fewer, the validation loss must be 0.5 below that of uniform probabilities, with
+which a run begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from _counted import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples/codeparrot/run.py"
+FULL, VOCABULARY = 1200, 512
+
+
+def drill(count: int, seed: int, scratch: Path) -> list[str]:
+    """What is wrong with a run of `count` iterations."""
+    train = "megatron_lm.train"
+    overrides = [f"{train}.common.seed={seed + 1234}"]
+    if count < FULL:
+        overrides += [f"{train}.common.train_iters={count}", f"{train}.common.eval_interval={count // 2}"]
+        overrides += [f"{train}.learning-rate.lr_warmup_iters={count // 10}"]
+    command = [sys.executable, EXAMPLE, "--folder", scratch / "run", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [done.stdout[-2000:] + done.stderr[-2000:]]
+    found = json.loads((scratch / "run/summary.json").read_text(encoding="utf-8"))
+    print(json.dumps(found))
+    loss, rates = found["validation_loss"], [100 * rate for rate in found["parse_rate_by_iteration"].values()]
+    if count < FULL:
+        highest = math.log(VOCABULARY) - 0.5
+        return [] if loss < highest else [f"validation loss {loss} after {count} iterations, not below {highest:.3f}"]
+    wrong = []
+    if found["share_of_entropy"] >= 0.6:
+        wrong.append(f"validation loss {loss}, not below 60% of the unigram entropy {found['unigram_entropy']}")
+    if rates[-1] < rates[1] + 10:
+        wrong.append(f"{rates[-1]:.0f}% of the completions are Python, {rates[1]:.0f}% at the first evaluation")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(run(drill, __doc__ or "", FULL, "iterations of the training"))
