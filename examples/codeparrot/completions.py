@@ -7,21 +7,21 @@ import re
 from collections.abc import Sequence
 
 PROMPTS = (
-    "def hello_world():\n",
-    "def add(a, b):\n",
-    "def read_lines(path):\n",
-    "class Point:\n    def __init__(self, x, y):\n",
-    "class Stack:\n    def push(self, item):\n",
-    "for name in names:\n",
-    "if value is None:\n",
-    "while True:\n",
-    "with open(path) as file:\n",
-    "try:\n    import json\nexcept ImportError:\n",
+    "def hello_world():",
+    "def add(a, b):",
+    "def read_lines(path):",
+    "class Point:\n    def __init__(self, x, y):",
+    "class Stack:\n    def push(self, item):",
+    "for name in names:",
+    "if value is None:",
+    "while True:",
+    "with open(path) as file:",
+    "try:\n    import json\nexcept ImportError:",
 )
 """Beginnings of a block, which a completion continues."""
 EACH = 5
 """Completions of a prompt."""
-MAX_NEW_TOKENS = 80
+MAX_NEW_TOKENS = 64
 
 
 def block_of(completion: str) -> str:
@@ -31,8 +31,8 @@ def block_of(completion: str) -> str:
     longer than the tokens it may have ends within a line, which is left out.
     """
     whole = completion[: completion.rfind("\n") + 1]
-    end = re.search(r"^\S", whole, re.M)
-    return whole[: end.start()] if end else whole
+    end = re.search(r"\n(?=\S)", whole)
+    return whole[: end.end()] if end else whole
 
 
 def is_python(prompt: str, completion: str) -> bool:
@@ -40,7 +40,7 @@ def is_python(prompt: str, completion: str) -> bool:
     block = block_of(completion)
     try:
         statements = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(prompt + block)))
-        of_prompt = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(prompt.rstrip() + " pass\n"))) - 1
+        of_prompt = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(prompt + " pass\n"))) - 1
     except (SyntaxError, ValueError):  # ValueError: a null character
         return False
     return statements - of_prompt > 1

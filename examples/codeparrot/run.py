@@ -23,8 +23,8 @@ from curve import write_curve
 
 HERE = Path(__file__).parent
 PROMPT = "def hello_world():"
-LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"}
-"""Folders of the standard library that are no part of the text."""
+LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+"""Folders of the standard library that are no part of the text: tests, tables and the text of the manual."""
 
 
 def library_files() -> list[str]:

@@ -2,10 +2,9 @@
 
     python scripts/drill/codeparrot.py [--count 1200]
 
-With as many iterations as cpu.yaml has, the validation loss must be below 60% of the unigram entropy of the tokens, and
-at least 10 percentage points more of the completions must be Python of more than one statement than at the first
-evaluation after the first step. With fewer, the validation loss must be 0.5 below that of uniform probabilities, with
-which a run begins.
+With as many iterations as cpu.yaml has, the validation loss must be below 60% of the unigram entropy of the tokens.
+With fewer, it must be 0.5 below that of uniform probabilities, with which a run begins. The share of completions that
+are Python is printed, and not judged.
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
         return [done.stdout[-2000:] + done.stderr[-2000:]]
     found = json.loads((scratch / "run/summary.json").read_text(encoding="utf-8"))
     print(json.dumps(found))
-    loss, rates = found["validation_loss"], [100 * rate for rate in found["parse_rate_by_iteration"].values()]
+    loss = found["validation_loss"]
     if count < FULL:
         highest = math.log(VOCABULARY) - 0.5
         return [] if loss < highest else [f"validation loss {loss} after {count} iterations, not below {highest:.3f}"]
-    wrong = []
-    if found["share_of_entropy"] >= 0.6:
-        wrong.append(f"validation loss {loss}, not below 60% of the unigram entropy {found['unigram_entropy']}")
-    if rates[-1] < rates[1] + 10:
-        wrong.append(f"{rates[-1]:.0f}% of the completions are Python, {rates[1]:.0f}% at the first evaluation")
-    return wrong
+    entropy = found["unigram_entropy"]
+    return [] if loss < 0.6 * entropy else [f"validation loss {loss}, not below 60% of the unigram entropy {entropy}"]
 
 
 if __name__ == "__main__":

@@ -30,18 +30,18 @@ def loaded(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("completion", "is_python"),
     [
-        ("    x = 1\n    return x\nclass Cut", True),
-        ("    x = 1\n", False),  # one statement
-        ("    x = 1\n    return", False),  # its last line is not whole
-        ("    if x:\n        return 1\nreturn (", True),  # what follows the block is not counted
-        ("    x = (\n    return x\n", False),
-        ("return 1\nreturn 2\n", False),
-        ("    x = '\0'\n    y = 1\n", False),
+        ("\n    x = 1\n    return x\nclass Cut", True),
+        ("\n    x = 1\n", False),  # one statement
+        ("\n    x = 1\n    return", False),  # its last line is not whole
+        ("\n    if x:\n        return 1\nreturn (\n", True),  # what follows the block is not counted
+        ("\n    x = (\n    return x\n", False),
+        ("\nreturn 1\nreturn 2\n", False),
+        ("\n    x = '\0'\n    y = 1\n", False),
     ],
 )
 def test_a_completion_is_python_of_more_than_one_statement(completion, is_python):
     completions = loaded("completions")
-    assert completions.is_python("def hello_world():\n", completion) == is_python
+    assert completions.is_python("def hello_world():", completion) == is_python
     assert not any(completions.is_python(prompt, "") for prompt in completions.PROMPTS)
 
 
