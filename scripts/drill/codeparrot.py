@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
     train = "megatron_lm.train"
     overrides = [f"{train}.common.seed={seed + 1234}"]
     if count < FULL:
+        library = Path(os.__file__).parent
+        overrides += ["--input", str(library / "asyncio"), str(library / "email"), "--folder", str(scratch / "run")]
         overrides += [f"{train}.common.train_iters={count}", f"{train}.common.eval_interval={count // 2}"]
         overrides += [f"{train}.learning-rate.lr_warmup_iters={count // 10}"]
     command = [sys.executable, EXAMPLE, "--folder", scratch / "run", *overrides]
