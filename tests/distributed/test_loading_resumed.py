@@ -63,7 +63,7 @@ def overrides_of(mode: Mode, folder: Path, workers: int) -> tuple[str, ...]:
     return (f"{DATA}.train={source}", f"{DATA}.num_workers={workers}", *mode.overrides)
 
 
-@pytest.mark.parametrize("name", quick(MODES, ("map", "budget-packed-skip")))
+@pytest.mark.parametrize("name", quick(MODES, ("budget-packed-skip",)))
 def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str) -> None:
     mode = MODES[name]
     (before, workers), (after, workers_after) = mode.before, mode.after

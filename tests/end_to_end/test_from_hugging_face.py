@@ -75,6 +75,7 @@ def test_the_folder_that_comes_out_answers(tuned, command, tmp_path):
     assert "the standard library's documentation" in verified.out
 
 
+@pytest.mark.matrix
 def test_a_folder_of_half_the_weights_is_refused_before_a_process_starts(command, tmp_path, sample_data):
     made = command("make_model", "model", sample_data / "tokenizer", environment={"PYTHONPATH": str(EXAMPLE)})
     assert made.code == 0, made.err

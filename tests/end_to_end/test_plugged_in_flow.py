@@ -91,6 +91,7 @@ def test_a_wrong_key_is_one_line_and_no_process(command, tmp_path, line, message
     assert "INFO" not in ended.out + ended.err
 
 
+@pytest.mark.matrix
 def test_a_new_flow_passes_its_test(command, tmp_path):
     assert command("megatron_wrap.cli.main", "new-flow", "my_loss", "--folder", "flows").code == 0
     test = tmp_path / "flows/test_my_loss.py"

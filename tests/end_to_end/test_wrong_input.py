@@ -130,6 +130,7 @@ def test_flow_without_its_methods(command, tmp_path):
             environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_flow_that_collates_no_tensor(command, tmp_path):
     """Found on the head of the data before the model is built, and said once."""
     (tmp_path / "my_flow.py").write_text(UNFINISHED)
@@ -201,6 +202,7 @@ def test_a_mistake_that_only_the_ranks_find_is_said_once_and_ends_them_all(comma
     assert ended.seconds < 60
 
 
+@pytest.mark.matrix
 def test_run_example_ends_with_2_too(tmp_path):
     import subprocess
 
@@ -216,6 +218,7 @@ def test_run_example_ends_with_2_too(tmp_path):
     assert ended.stderr.count("error: ") == 1
 
 
+@pytest.mark.matrix
 def test_the_summary_of_torchrun_has_the_message_as_root_cause(command, tmp_path):
     run = config(tmp_path, parallel="tensor_model_parallel_size: 2")
     train = Path(__file__).parents[2] / "examples/train.py"

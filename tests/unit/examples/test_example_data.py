@@ -42,6 +42,7 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_two_runs_write_the_same_bytes(data, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('a stray module of the working directory was imported')")
     (tmp_path / "math.py").write_text('def stray():\n    """No part of the standard library."""\n')
