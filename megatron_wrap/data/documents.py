@@ -172,7 +172,8 @@ def _texts(kind: str, row: Any, keys: Sequence[str], where: str, first: bool) ->
         except DataError as error:
             raise BadSample(f"{where}: {error}") from error
     if not isinstance(row, dict):
-        raise BadSample(f"{where}: is a {type(row).__name__}; it must be a JSON object with the keys {', '.join(keys)}")
+        keys_text = ", ".join(keys)
+        raise BadSample(f"{where}: of type {type(row).__name__}; it must be a JSON object with the keys {keys_text}")
     return [_value(row, key, where) for key in keys]
 
 
@@ -184,7 +185,7 @@ def _value(row: dict[str, Any], key: str, where: str) -> Texts:
         raise BadSample(f"{where}: no key {key!r}{hint}; name the keys with --json-keys")
     if not all(isinstance(text, str) for text in texts):
         wrong = next(text for text in texts if not isinstance(text, str))
-        raise BadSample(f"{where}: {key!r} is a {type(wrong).__name__}; it must be a text, or a list of texts")
+        raise BadSample(f"{where}: {key!r} is of type {type(wrong).__name__}; it must be a text, or a list of texts")
     return list(texts)
 
 

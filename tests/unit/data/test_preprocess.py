@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -126,12 +125,18 @@ def test_any_number_of_workers_gives_the_same_bytes(made, tmp_path):
 
 
 PROGRAM = """
-import sys
+import os, sys, time
 from megatron_wrap.data.preprocess import Preprocessing, preprocess
-path, tokenizer, output = sys.argv[1:]
+path, tokenizer, output, *signals = sys.argv[1:]
 options = {"append_eod": True, "workers": 2, "partitions": 2}
 settings = Preprocessing(input=[path], tokenizer=tokenizer, output_prefix=output, **options)
-preprocess(settings, record_seconds=0.0)
+
+def stop(progress):
+    if signals and progress.rows and os.path.exists(output + ".preprocess.json"):
+        os.kill(os.getpid(), int(signals[0]))
+        time.sleep(60)
+
+preprocess(settings, stop, record_seconds=0.0)
 """
 
 
@@ -140,12 +145,9 @@ def test_a_killed_run_continues_and_ends_with_the_same_bytes(made, tmp_path, sig
     path, output = lines(tmp_path / "many.jsonl", TEXTS * 100), tmp_path / "stopped"
     whole = run(made, path, tmp_path / "whole", append_eod=True, partitions=2).prefix("text")
     record = tmp_path / "stopped.preprocess.json"
-    words = [sys.executable, "-c", PROGRAM, path, made / "tok", output]
-    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as process:
-        while not record.exists():
-            assert process.poll() is None
-            time.sleep(0.002)
-        process.send_signal(signal_number)
+    words = [sys.executable, "-c", PROGRAM, path, made / "tok", output, str(int(signal_number))]
+    ended = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, timeout=60)
+    assert ended.returncode != 0
     before = json.loads(record.read_text())["progress"]
     assert 0 < before["rows"] < 4000
     assert not (tmp_path / "stopped_text_document.bin").exists()
@@ -170,7 +172,7 @@ def test_sentences_are_sequences_of_one_document(made, tmp_path):
     [
         ('{"text": "open', [":3:", "not JSON"]),
         ('{"texts": "a"}', [":3:", "did you mean texts?", "--json-keys"]),
-        ('{"text": 5}', [":3:", "'text' is a int"]),
+        ('{"text": 5}', [":3:", "'text' is of type int"]),
         ('{"text": ""}', [":3:", "empty document", "--on-bad-document skip"]),
         ('{"text": "\\ud800"}', [":3:", "lone surrogate '\\ud800'"]),
     ],
@@ -201,9 +203,9 @@ def test_wrong_inputs_and_outputs_are_refused(made, tmp_path):
     refused("0 rows and no document", tmp_path / "empty.jsonl")
     refused("latin.txt: has no keys", tmp_path / "latin.txt", json_keys=["text", "note"])
     (tmp_path / "array.json").write_text('[{"text": 5}, 7]')
-    refused("array.json:1: 'text' is a int", tmp_path / "array.json")
+    refused("array.json:1: 'text' is of type int", tmp_path / "array.json")
     (tmp_path / "array.json").write_text('[7, {"text": "a"}]')
-    refused("array.json:1: is a int", tmp_path / "array.json")
+    refused("array.json:1: of type int", tmp_path / "array.json")
     refused("contains no file with the ending .c", made, suffixes=[".c"])
     with pytest.raises(ConfigError, match="vocab_size 99 is below"):
         train_tokenizer(InputFiles([str(made / "code.jsonl")], ["text"]), ["text"], tmp_path / "t", vocab_size=99)
