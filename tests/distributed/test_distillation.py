@@ -17,6 +17,7 @@ from _trl_runs import model_of
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.testing import check_parity
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
 
 STEPS = 5
 TEACHER = "megatron_wrap.models.teacher"
@@ -134,12 +135,17 @@ GROUPS = {
     "with-pipeline": ["mbs1", "tp2-sp", "pp2-vpp2", "token-budget-dp2"],
     "four": ["packed-cp2", "tp2-sp-dp2", "cp2-dp2", "pp2-dp2"],
 }
+FURTHER = ("dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt")
+GROUPS["others"] = [
+    layout for layout in (*DEFAULT_LAYOUTS, *FURTHER) if not any(layout in group for group in GROUPS.values())
+]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_layout_agrees(ranks, teacher, group):
-    overrides = [*overrides_of("mixture", f"{{hf_path: {teacher}}}"), "megatron_lm.train.common.micro_batch_size=2"]
+    sizes = ("megatron_lm.train.common.micro_batch_size=2", "megatron_lm.train.common.global_batch_size=8")
+    overrides = [*overrides_of("mixture", f"{{hf_path: {teacher}}}"), *sizes]
     report = check_parity(dpo.CONFIG, overrides, samples=sequences(16), layouts=GROUPS[group], steps=2, ranks=ranks)
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 

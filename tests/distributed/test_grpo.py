@@ -12,6 +12,7 @@ from _trl_runs import model_of
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.testing import check_parity
+from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
 
 OLD, REFERENCE, ROLLOUT = "old_log_probs", "reference_log_probs", "rollout_log_probs"
 CASES: dict[str, dict[str, Any]] = {
@@ -86,8 +87,13 @@ def test_ten_steps_agree_with_trl(ranks, tmp_path, name):
 
 
 LAYOUTS = ("mbs1", "packed", "token-budget-dp2", "packed-cp2", "tp2-sp", "pp2-vpp2", "dp2-dopt", "cp2")
+FURTHER = ("dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt")
 PARITY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.1, "epsilon": 0.1}, LAYOUTS),
+    "grpo, all layouts": (
+        {"loss_type": "grpo", "beta": 0.1, "epsilon": 0.1},
+        tuple(layout for layout in (*DEFAULT_LAYOUTS, *FURTHER) if layout not in LAYOUTS),
+    ),
     "entropy": (
         {"top_entropy_quantile": 0.5, "entropy_coefficient": 0.1},
         ("mbs1", "packed-cp2", "tp2-sp", "dp2-dopt"),
@@ -123,7 +129,12 @@ def of_lengths() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "grpo" else pytest.mark.matrix) for name in PARITY]
+    "name",
+    [
+        "grpo",
+        pytest.param("grpo, all layouts", marks=[pytest.mark.matrix, pytest.mark.one_megatron_core]),
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in PARITY if not name.startswith("grpo")),
+    ],
 )
 def test_the_objective_does_not_depend_on_the_cut_or_the_layout(ranks, name):
     options, layouts = PARITY[name]
