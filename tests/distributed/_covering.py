@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+ONCE = (pytest.mark.matrix, pytest.mark.one_megatron_core)
+"""The markers of a case that only `--all` has, on one Megatron-Core: its subject is the formula of a flow."""
+
 
 def axes(case: Any) -> set[str]:
     """The parts of a case's name: those of tp2-pp2 are tp2 and pp2."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import _grpo_runs as runs
 import pytest
+from _covering import ONCE
 from _dpo_runs import CONFIG, COPY, TRAIN
 from _trl_runs import model_of
 
@@ -57,9 +58,7 @@ def overrides_of(options: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"megatron_wrap.flow.{key}={json.dumps(value)}" for key, value in options.items())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.matrix) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else ONCE) for name in CASES])
 def test_ten_steps_agree_with_trl(ranks, tmp_path, name):
     """trl has the eight responses of a step in one micro-batch; we have four micro-batches, and groups across two."""
     options, config = CASES[name], load_run_config(CONFIG, runs.GRPO)
@@ -132,8 +131,8 @@ def of_lengths() -> list[dict[str, Any]]:
     "name",
     [
         "grpo",
-        pytest.param("grpo, all layouts", marks=[pytest.mark.matrix, pytest.mark.one_megatron_core]),
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in PARITY if not name.startswith("grpo")),
+        pytest.param("grpo, all layouts", marks=ONCE),
+        *(pytest.param(name, marks=ONCE) for name in PARITY if not name.startswith("grpo")),
     ],
 )
 def test_the_objective_does_not_depend_on_the_cut_or_the_layout(ranks, name):

@@ -7,6 +7,7 @@ from typing import Any
 
 import _dpo_runs as runs
 import pytest
+from _covering import ONCE
 from _dpo_runs import COPY
 from _trl_runs import model_of, on_tokens, steps_of_trl
 
@@ -67,9 +68,7 @@ def compare(found: list[dict[str, float]], of_trl: list[dict[str, float]], round
                 assert value == pytest.approx(theirs[metric], rel=1e-4, abs=floor), f"{metric} of step {step}"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=ONCE) for name in CASES])
 def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
     """trl has the four pairs of a step in one micro-batch; we have two micro-batches."""
     from trl import DPOConfig, DPOTrainer
