@@ -66,3 +66,11 @@ def covering(cases: Iterable[Any], factors: Callable[[Any], set[str]] = axes) ->
         )
         for place, case in enumerate(cases)
     ]
+
+
+def once(parameters: Iterable[Any]) -> list[Any]:
+    """The parameters, where those that only `--all` has carry the markers `ONCE`."""
+    return [
+        pytest.param(*parameter.values, id=parameter.id, marks=ONCE) if parameter.marks else parameter
+        for parameter in parameters
+    ]

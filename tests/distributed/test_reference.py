@@ -9,7 +9,7 @@ import _reference_runs as seconds
 import numpy
 import pytest
 from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
-from _covering import covering, quick
+from _covering import covering, once, quick
 from _dpo_runs import COPY, TRAIN
 from _reference_runs import REFERENCE
 
@@ -52,7 +52,7 @@ def of_smaller(ranks, smaller):
     return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), STEPS)[0]
 
 
-@pytest.mark.parametrize("name", covering(LAYOUTS))
+@pytest.mark.parametrize("name", once(covering(LAYOUTS)))
 def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
     processes, layout = LAYOUTS[name]
     given = f"{REFERENCE}={{hf_path: {smaller}, offload: true}}"
@@ -62,7 +62,7 @@ def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("name", covering(LAYOUTS))
+@pytest.mark.parametrize("name", once(covering(LAYOUTS)))
 def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tmp_path, name):
     processes, layout = LAYOUTS[name]
     given = f"hf_path: {smaller}, precomputed: {tmp_path}/outputs"

@@ -7,7 +7,7 @@ from typing import Any
 import _pair_runs as runs
 import pytest
 from _checkpoint_runs import CP2, PP2, TP2
-from _covering import covering
+from _covering import covering, once
 from _dpo_runs import CONFIG, pairs
 from _trl_runs import as_text, model_of, on_numbers, steps_of_trl
 
@@ -63,7 +63,7 @@ def of_trl(ranks, tmp_path_factory):
 
 @pytest.mark.one_megatron_core
 @pytest.mark.parametrize(
-    ("variant", "layout"), covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]})
+    ("variant", "layout"), once(covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]}))
 )
 def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
     processes, overrides = LAYOUTS[layout]
