@@ -31,12 +31,18 @@ def writable(parameter: Tensor) -> Iterator[Tensor]:
     whole on leaving, from a copy in its nominal dtype. An optimizer that is built later takes the values of the copy,
     without the rounding to FP8, as it would from a parameter that Transformer Engine initialized
     (`preserve_high_precision_init_val`).
+
+    The recipe `delayed` scales by the largest value that was written earlier, which for a new model is of uninitialized
+    memory: that record begins anew.
     """
     if not is_quantized(parameter):
         yield parameter
         return
     values = in_high_precision(parameter)
     yield values
+    largest = getattr(getattr(parameter, "_quantizer", None), "amax", None)
+    if largest is not None:
+        largest.zero_()
     parameter.copy_(values)
     initial = getattr(parameter, "get_high_precision_init_val", lambda: None)()
     if initial is not None:

@@ -62,6 +62,7 @@ class CudaPlatform(Platform):
             replacements.keep_variable(name)
             os.environ.setdefault(name, value)
         torch.cuda.set_device(self.device)
+        replacements.on_undo(fp8.forget_scales)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
         repairs.repair(replacements)

@@ -1,6 +1,8 @@
-"""What the FP8 recipes need of a GPU and of Transformer Engine."""
+"""What the FP8 recipes need of a GPU and of Transformer Engine, and what Transformer Engine keeps of a run."""
 
 from __future__ import annotations
+
+import sys
 
 ADA, HOPPER = (8, 9), (9, 0)
 
@@ -32,6 +34,15 @@ def missing_for(
         if here < needed:
             return f"it needs {name} {_text(needed)} or later, this is {_text(here)}"
     return None
+
+
+def forget_scales() -> None:
+    """Forget the scales of `delayed`, which Transformer Engine keeps, and updates, for the rest of the process."""
+    for name in ("quantization", "fp8"):  # the module's newer and older name
+        manager = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+            return
 
 
 def _text(version: tuple[int, ...]) -> str:

@@ -1,8 +1,11 @@
 """FP8 recipes on mocked machines, against the requirements that Transformer Engine's documentation lists."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_wrap.platform.fp8 import missing_for
+from megatron_wrap.platform.fp8 import forget_scales, missing_for
 
 HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
 
@@ -25,3 +28,16 @@ def test_requirements(recipe, capability, transformer_engine, cuda, facts):
     found = missing_for(recipe, capability, transformer_engine, cuda)
     assert (found is None) == (facts is None)
     assert all(fact in (found or "") for fact in facts or ())
+
+
+@pytest.mark.parametrize("name", ["quantization", "fp8"])
+def test_the_scales_of_a_run_are_forgotten(name, monkeypatch):
+    manager = SimpleNamespace(reset=lambda: calls.append(name))
+    calls = []
+    for other in ("quantization", "fp8"):
+        monkeypatch.delitem(sys.modules, f"transformer_engine.pytorch.{other}", raising=False)
+    forget_scales()  # Transformer Engine is not in use
+    module = SimpleNamespace(FP8GlobalStateManager=manager)
+    monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", module)
+    forget_scales()
+    assert calls == [name]
