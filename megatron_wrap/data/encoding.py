@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import queue
@@ -122,8 +121,8 @@ class Encoder:
 class EncodingPool:
     """Worker processes that encode batches; results come in the order of the batches, whatever the number of workers.
 
-    The processes are forked, so fork before files are opened and threads started. They end with `close`, and when this
-    process ends, however it ends. A worker takes one core: the library's own threads are off.
+    The processes are forked, so make a pool before files are opened and threads started. They end with `close`, and
+    when this process ends, however it ends. A worker takes one core: the library's own threads are off.
 
     Args:
         encoder: of each worker.
@@ -134,6 +133,7 @@ class EncodingPool:
         context = multiprocessing.get_context("fork")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._waiting: list[queue.SimpleQueue[Batch | None]] = []
         for _ in range(count):
             here, there = context.Pipe()
             self._connections.append(here)
@@ -141,6 +141,10 @@ class EncodingPool:
             process.start()
             there.close()
             self._processes.append(process)
+        for connection in self._connections:  # threads are here, because those of a worker would slow its allocations
+            waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+            threading.Thread(target=_send, args=(connection, waiting), daemon=True).start()
+            self._waiting.append(waiting)
 
     def map(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
         """Each batch, without its rows' content, and its documents.
@@ -157,28 +161,30 @@ class EncodingPool:
                     exhausted = True
                     break
                 worker = sent % len(self._connections)
-                self._exchange(worker, functools.partial(_send, batch))
+                self._waiting[worker].put(batch)
                 running.append((worker, batch))
                 sent += 1
             if not running:
                 return
             worker, batch = running.popleft()
-            result = self._exchange(worker, Connection.recv)
+            result = self._receive(worker)
             if isinstance(result, BaseException):
                 raise result
             yield batch, result
 
     def close(self) -> None:
         """End the workers."""
-        for connection in self._connections:
-            connection.close()
         for process in self._processes:
             process.terminate()
             process.join()
+        for waiting in self._waiting:
+            waiting.put(None)
+        for connection in self._connections:
+            connection.close()
 
-    def _exchange(self, worker: int, action: Callable[[Connection], Any]) -> Any:
+    def _receive(self, worker: int) -> Any:
         try:
-            return action(self._connections[worker])
+            return self._connections[worker].recv()
         except (EOFError, OSError) as error:
             self._processes[worker].join(5)
             raise DataError(
@@ -193,11 +199,10 @@ def _work(encoder: Callable[[Batch], Encoded], connection: Connection, others: l
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for other in others:  # else the pipes stay open when the process that writes is killed
         other.close()
-    waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
     while True:
-        batch = waiting.get()
-        if batch is None:
+        try:
+            batch = connection.recv()
+        except (EOFError, OSError):
             return
         result: Encoded | BaseException
         try:
@@ -212,17 +217,13 @@ def _work(encoder: Callable[[Batch], Encoded], connection: Connection, others: l
             return
 
 
-def _send(batch: Batch, connection: Connection) -> None:
-    connection.send(batch)
-
-
-def _receive(connection: Connection, waiting: queue.SimpleQueue[Batch | None]) -> None:
-    """Takes batches off the pipe while the previous one is encoded, so that no two sends wait for each other."""
-    try:
-        while True:
-            waiting.put(connection.recv())
-    except (EOFError, OSError):
-        waiting.put(None)
+def _send(connection: Connection, waiting: queue.SimpleQueue[Batch | None]) -> None:
+    """Sends batches while the results of earlier ones are received, so that no two sends wait for each other."""
+    while (batch := waiting.get()) is not None:
+        try:
+            connection.send(batch)
+        except OSError:  # the worker was killed: whoever waits for its result says so
+            return
 
 
 def _own_copy(tokenizer: Any) -> Any:

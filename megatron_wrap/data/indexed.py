@@ -18,6 +18,7 @@ from megatron_wrap.config.schema import RunConfig
 from megatron_wrap.config.sources import SourceConfig
 from megatron_wrap.data.file_lock import locked
 from megatron_wrap.data.index_files import IndexFile, read_index, some_document_ends_with
+from megatron_wrap.data.preprocess_record import check_vocabulary
 from megatron_wrap.data.rows import Sample
 from megatron_wrap.data.sources import SampleSet
 from megatron_wrap.data.tokenizer import end_token_id
@@ -128,10 +129,14 @@ def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedD
         tokenizer: of the run, for the id of its eos token; or None.
 
     Raises:
-        DataError: a file is missing or wrong, a part of `split` has no token, or the cache cannot be written.
+        DataError: a file is missing or wrong, was written with another vocabulary, a part of `split` has no token, or
+            the cache cannot be written.
         ConfigError: documents are to be separated, and their last token is not known.
     """
     data = config.data
+    for source in (*data.train, *(each for sources in data.validation.values() for each in sources)):
+        if tokenizer is not None:
+            check_vocabulary(os.path.abspath(os.path.expanduser(source.path)), tokenizer)
     opener = _Opener(config, vocab_size, _end_of_document(config, tokenizer))
     if data.mock_data:
         training, validation, _ = opener.splits({}, (), (opener.training_size, opener.evaluation_size or 1, 1))

@@ -19,6 +19,7 @@ from megatron_wrap.errors import DataError
 
 _COMPRESSED = (".gz", ".zst")
 _BLOCK_BYTES = 1 << 20
+_BUFFER = 1 << 18
 _DAMAGE = (OSError, EOFError, zlib.error)
 
 
@@ -116,7 +117,7 @@ def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
     if os.path.isdir(expanded):
         raise DataError(f"{path}: is a folder; give a data file")
     try:
-        stored = open(expanded, "rb")  # noqa: SIM115 - closed with the reader of its bytes
+        stored = open(expanded, "rb", buffering=_BUFFER)  # noqa: SIM115 - closed with the reader of its bytes
         if path.endswith(".gz"):
             return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
         if path.endswith(".zst"):

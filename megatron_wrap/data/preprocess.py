@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +20,10 @@ import numpy as np
 from megatron_wrap.data.documents import Batch, InputFiles, Unit
 from megatron_wrap.data.encoding import Encoded, Encoder, EncodingPool
 from megatron_wrap.data.index_writer import GrowingFiles, delete_unfinished, write_pair
-from megatron_wrap.data.tokenizer import load_tokenizer
+from megatron_wrap.data.preprocess_record import Progress, Record, named_write_errors
+from megatron_wrap.data.tokenizer import load_tokenizer, vocabulary_hash
 from megatron_wrap.errors import DataError
 
-_RECORD = ".preprocess.json"
 _MESSAGES = 5
 
 
@@ -72,38 +69,6 @@ class Preprocessing:
         return f"{os.path.abspath(os.path.expanduser(self.output_prefix))}_{key}_document"
 
 
-@dataclass
-class Progress:
-    """What was written so far, of all runs of the same settings.
-
-    Attributes:
-        position: number of the next input file and of its next row, from 0.
-        rows: that were read.
-        documents: that were written.
-        left_out: rows that could not be used.
-        tokens: of all keys, with the ends of documents.
-        text_bytes: of all keys, in UTF-8.
-        done_bytes: of the input files, as they are on the disk.
-        total_bytes: of all input files.
-        files: bytes of the growing files of each key and part.
-        messages: about the first rows that were left out.
-        complete: the final files are there.
-    """
-
-    position: tuple[int, int] = (0, 0)
-    rows: int = 0
-    documents: int = 0
-    left_out: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    done_bytes: int = 0
-    total_bytes: int = 0
-    files: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
-    messages: list[str] = field(default_factory=list)
-    all_read: bool = False
-    complete: bool = False
-
-
 def preprocess(
     settings: Preprocessing, report: Callable[[Progress], None] = lambda _: None, record_seconds: float = 2.0
 ) -> Progress:
@@ -119,7 +84,10 @@ def preprocess(
     inputs = InputFiles(settings.input, settings.json_keys, settings.suffixes, settings.text_unit)
     tokenizer = load_tokenizer(settings.tokenizer)
     encoder = Encoder(tokenizer, settings.json_keys, settings.append_eod)
-    record = _Record(settings, _fingerprint(settings, inputs, tokenizer))
+    finals = [settings.prefix(key) + end for key in settings.json_keys for end in (".bin", ".idx")]
+    fingerprint = _fingerprint(settings, inputs, tokenizer)
+    vocabulary = {"tokenizer": settings.tokenizer, "sha256": vocabulary_hash(tokenizer)}
+    record = Record(settings.output_prefix, finals, fingerprint, vocabulary)
     progress = record.read()
     progress.total_bytes = inputs.total_bytes
     report(progress)
@@ -128,7 +96,7 @@ def preprocess(
     pool = EncodingPool(encoder, settings.workers)  # forked before files are opened
     with contextlib.closing(pool), record.locked():
         outputs = _Outputs(settings, encoder.dtype, progress)
-        with _named_write_errors(settings.output_prefix):
+        with named_write_errors(settings.output_prefix):
             if not progress.all_read:
                 _encode(settings, inputs, pool, outputs, progress, record, report, record_seconds)
             if progress.documents == 0:
@@ -149,7 +117,7 @@ def _encode(
     pool: EncodingPool,
     outputs: _Outputs,
     progress: Progress,
-    record: _Record,
+    record: Record,
     report: Callable[[Progress], None],
     record_seconds: float,
 ) -> None:
@@ -249,94 +217,17 @@ class _Outputs:
         return [prefix if self._parts == 1 else f"{prefix}.{part}" for part in range(self._parts)]
 
 
-class _Record:
-    """The file PREFIX.preprocess.json: the settings, and what was written with them."""
-
-    def __init__(self, settings: Preprocessing, fingerprint: dict[str, Any]) -> None:
-        self._path = Path(os.path.abspath(os.path.expanduser(settings.output_prefix)) + _RECORD)
-        self._fingerprint = fingerprint
-        self._finals = [settings.prefix(key) + end for key in settings.json_keys for end in (".bin", ".idx")]
-
-    def read(self) -> Progress:
-        """What earlier runs have written.
-
-        Raises:
-            DataError: the output is of other settings or inputs, or the final files are there without a record.
-        """
-        present = [path for path in self._finals if os.path.exists(path)]
-        if not self._path.is_file():
-            if present:
-                raise DataError(f"{present[0]}: exists already; delete it, or give another --output-prefix")
-            return Progress()
-        try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            progress = Progress(**found["progress"])
-            differing = [name for name, value in self._fingerprint.items() if found["settings"][name] != value]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._path}: not a record of preprocess ({error}); delete it to begin anew") from error
-        if differing:
-            name = differing[0]
-            raise DataError(
-                f"{self._path}: was written with another {name}; give the same to continue, or delete it and the files "
-                "of this prefix to begin anew"
-            )
-        if progress.complete and len(present) < len(self._finals):
-            missing = next(path for path in self._finals if path not in present)
-            raise DataError(f"{missing}: missing, and {self._path} records it as complete; delete that to begin anew")
-        progress.position = (progress.position[0], progress.position[1])
-        return progress
-
-    def write(self, progress: Progress) -> None:
-        """Replace the record, in one step."""
-        unfinished = self._path.with_name(self._path.name + ".new")
-        content = {"settings": self._fingerprint, "progress": dataclasses.asdict(progress)}
-        unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        unfinished.replace(self._path)
-
-    def delete(self) -> None:
-        """Remove the record."""
-        self._path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """No second process writes the same files.
-
-        Raises:
-            DataError: another does, or the folder cannot be written.
-        """
-        with _named_write_errors(str(self._path)):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(self._path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"{self._path}: another process writes the files of this prefix; wait for it") from None
-            try:
-                yield
-            finally:
-                os.unlink(lock.name)
-
-
-@contextlib.contextmanager
-def _named_write_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}; the same command continues") from error
-
-
 def _fingerprint(settings: Preprocessing, inputs: InputFiles, tokenizer: Any) -> dict[str, Any]:
     """What the bytes of the files depend on."""
     content = hashlib.sha256()
     for path, size in zip(inputs.paths, inputs.sizes, strict=True):
         content.update(f"{os.path.abspath(path)}\0{size}\0{os.stat(path).st_mtime_ns}\n".encode())
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + str(tokenizer.eos_token_id)
+    encoding = vocabulary_hash(tokenizer)
     if tokenizer.is_fast:
-        vocabulary += tokenizer.backend_tokenizer.to_str()
+        encoding += tokenizer.backend_tokenizer.to_str()
     return {
         "input": content.hexdigest(),
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(encoding.encode()).hexdigest(),
         "json_keys": list(settings.json_keys),
         "append_eod": settings.append_eod,
         "partitions": settings.parts,

@@ -1,5 +1,7 @@
 """Loads Hugging Face tokenizers, and finds the pad and end-of-sequence ids for training."""
 
+import hashlib
+import json
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -60,6 +62,12 @@ def end_token_id(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
         raise DataError(f"{_name(tokenizer)}: has no eos_token; set it in its tokenizer_config.json")
     return int(tokenizer.eos_token_id)
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """SHA-256 of the tokens, their ids and the id of the eos token."""
+    content = json.dumps(sorted(tokenizer.get_vocab().items())) + str(tokenizer.eos_token_id)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _name(tokenizer: Any) -> str:

@@ -18,6 +18,8 @@ import pytest
 from megatron_wrap.data.documents import InputFiles
 from megatron_wrap.data.index_writer import read_part
 from megatron_wrap.data.preprocess import Preprocessing, preprocess
+from megatron_wrap.data.preprocess_record import check_vocabulary
+from megatron_wrap.data.tokenizer import load_tokenizer
 from megatron_wrap.data.tokenizer_training import train_tokenizer
 from megatron_wrap.errors import ConfigError, DataError
 
@@ -225,6 +227,20 @@ def test_a_tokenizer_without_an_end_is_refused(made, tmp_path):
     with pytest.raises(DataError, match="has no eos_token"):
         run(tmp_path, made / "code.jsonl", tmp_path / "out", append_eod=True)
     run(tmp_path, made / "code.jsonl", tmp_path / "out")
+
+
+def test_tokens_of_another_vocabulary_are_refused(made, tmp_path):
+    inputs = InputFiles([str(made / "code.jsonl")], ["text"])
+    train_tokenizer(inputs, ["text"], tmp_path / "smaller", vocab_size=299)
+    path = tmp_path / "notes.jsonl"
+    path.write_text('{"my_note": "def f(x):"}\n')
+    prefix = run(made, path, tmp_path / "my_out", json_keys=["my_note"]).prefix("my_note")
+    check_vocabulary(prefix, load_tokenizer(made / "tok"))
+    named = r"my_out_my_note_document: was tokenized with .*tok, .* tokenizer .*smaller; set"
+    with pytest.raises(DataError, match=named):
+        check_vocabulary(prefix, load_tokenizer(tmp_path / "smaller"))
+    (tmp_path / "my_out.preprocess.json").unlink()
+    check_vocabulary(prefix, load_tokenizer(tmp_path / "smaller"))  # nothing is known
 
 
 def test_the_same_documents_train_the_same_tokenizer(made, tmp_path):
