@@ -9,6 +9,7 @@ resumes. Without --input the text is Python's standard library.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -27,12 +28,33 @@ LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3",
 """Folders of the standard library that are no part of the text: tests, tables and the text of the manual."""
 
 
-def library_files() -> list[str]:
-    """The Python files of the standard library, in an order in which its end is like the rest: it is for validation."""
+def without_docstrings(tree: ast.AST) -> ast.AST:
+    """The same tree, in which no statement is a text alone; a block of nothing else has `pass`."""
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            kept = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
+
+
+def write_library(path: Path) -> None:
+    """Write the code of the standard library as JSON lines, without comments and docstrings.
+
+    They are most of the text and prose, which a model of this size does not learn within minutes. The order is random,
+    so that the end, which is for validation, is like the rest. A file that is there already is kept.
+    """
+    if path.is_file():
+        return
     library = Path(os.__file__).parent
     found = sorted(path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
     random.Random(0).shuffle(found)
-    return [str(path) for path in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".new")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for each in found:
+            code = ast.unparse(without_docstrings(ast.parse(each.read_bytes())))
+            file.write(json.dumps({"text": code + "\n"}) + "\n")
+    unfinished.replace(path)
 
 
 def call(*words: object) -> None:
@@ -46,7 +68,9 @@ def call(*words: object) -> None:
 
 def write_tokens(arguments: argparse.Namespace, folder: Path) -> Path:
     """Train the tokenizer and tokenize the text; returns the prefix of the files."""
-    text = arguments.input or library_files()
+    text = arguments.input or [folder / "library.jsonl"]
+    if not arguments.input:
+        write_library(folder / "library.jsonl")
     read = ["--input", *text, "--json-keys", arguments.json_key, "--on-bad-document", "skip"]
     wrap = "megatron_wrap.cli.main"
     if not (folder / "tokenizer/tokenizer.json").is_file():
@@ -107,7 +131,7 @@ def main() -> None:
     parser.add_argument("--folder", default="outputs/codeparrot", help="for everything that is written")
     parser.add_argument("--input", nargs="+", help="files, patterns or folders (default: the standard library)")
     parser.add_argument("--json-key", default="text", help="the text in rows of --input (default: text)")
-    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--vocab-size", type=int, default=1024)
     arguments = parser.parse_intermixed_args()
     begun, folder = time.monotonic(), Path(arguments.folder)
     prefix = write_tokens(arguments, folder)

@@ -17,8 +17,12 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 def complete(wrap: MegatronWrap) -> list[str]:
-    """The texts of the completions, the same for the same weights."""
-    found = wrap.generate(PROMPTS, MAX_NEW_TOKENS, temperature=0.4, seed=0, n=EACH, batch_size=len(PROMPTS) * EACH)
+    """The texts of the completions, the same for the same weights.
+
+    The empty lines before a prompt say that it begins at the margin, and not within a class.
+    """
+    prompts = ["\n\n" + prompt for prompt in PROMPTS]
+    found = wrap.generate(prompts, MAX_NEW_TOKENS, temperature=0.4, seed=0, n=EACH, batch_size=len(PROMPTS) * EACH)
     return [completion["text"] or "" for completion in found]
 
 
