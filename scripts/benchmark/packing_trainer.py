@@ -36,15 +36,17 @@ def varlen_attention(
 
 
 class Timer(transformers.TrainerCallback):
-    """Seconds at the end of each step."""
+    """Seconds at the end of each step, which a line of stderr reports."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.begun = time.perf_counter()
 
     def on_step_end(self, *arguments: Any, **named: Any) -> None:
         """Called by the Trainer."""
         torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        sys.stderr.write(f"step {len(self.ends)} at {self.ends[-1] - self.begun:.1f} s\n")
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -112,5 +112,7 @@ def _trl_trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Tr
     arguments = SFTConfig(
         **_settings(task, folder), max_length=task.seq_length, dataset_kwargs={"skip_prepare_dataset": True}
     )
-    table = datasets.Dataset.from_dict({"input_ids": rows.numpy(), "labels": rows.numpy()})
+    tokens = list(rows.numpy())
+    columns = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
+    table = datasets.Dataset(columns, fingerprint="rows")  # else it is computed from the content
     return SFTTrainer(model=_model(task), args=arguments, train_dataset=table, processing_class=tokenizer)
