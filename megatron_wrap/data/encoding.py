@@ -219,6 +219,7 @@ def _work(encoder: Callable[[Batch], Encoded], connection: Connection, others: l
 
 def _send(connection: Connection, waiting: queue.SimpleQueue[Batch | None]) -> None:
     """Sends batches while the results of earlier ones are received, so that no two sends wait for each other."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they interrupt the main thread, as Ctrl-C should
     while (batch := waiting.get()) is not None:
         try:
             connection.send(batch)

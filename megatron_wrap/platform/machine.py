@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def this_machine(platform: str) -> Machine:
     megatron_core = megatron_core_version()
     if platform == "cpu":
         return Machine(platform, None, megatron_core, weight_gradients=False)
-    triton = _version("triton") is not None
+    triton = importlib.util.find_spec("triton") is not None  # the package also has other names, as pytorch-triton
     return Machine(platform, transformer_engine_version(), megatron_core, triton=triton)
 
 

@@ -127,9 +127,10 @@ def test_any_number_of_workers_gives_the_same_bytes(made, tmp_path):
 
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from megatron_wrap.data.preprocess import Preprocessing, preprocess
 path, tokenizer, output, *signals = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 options = {"append_eod": True, "workers": 2, "partitions": 2}
 settings = Preprocessing(input=[path], tokenizer=tokenizer, output_prefix=output, **options)
 
