@@ -29,7 +29,7 @@ LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3",
 
 
 def without_docstrings(tree: ast.AST) -> ast.AST:
-    """The same tree, in which no statement is a text alone; a block of nothing else has `pass`."""
+    """The same tree without statements that are a constant alone, as docstrings are; an emptied block gets `pass`."""
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             kept = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]

@@ -223,7 +223,7 @@ def _send(connection: Connection, waiting: queue.SimpleQueue[Batch | None]) -> N
     while (batch := waiting.get()) is not None:
         try:
             connection.send(batch)
-        except OSError:  # the worker was killed: whoever waits for its result says so
+        except OSError:  # the worker was killed, which `_receive` reports
             return
 
 

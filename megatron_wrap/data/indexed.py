@@ -134,9 +134,9 @@ def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedD
         ConfigError: documents are to be separated, and their last token is not known.
     """
     data = config.data
-    for source in (*data.train, *(each for sources in data.validation.values() for each in sources)):
-        if tokenizer is not None:
-            check_vocabulary(os.path.abspath(os.path.expanduser(source.path)), tokenizer)
+    if tokenizer is not None:
+        sources = (*data.train, *(source for each in data.validation.values() for source in each))
+        check_vocabulary((source.path for source in sources), tokenizer)
     opener = _Opener(config, vocab_size, _end_of_document(config, tokenizer))
     if data.mock_data:
         training, validation, _ = opener.splits({}, (), (opener.training_size, opener.evaluation_size or 1, 1))

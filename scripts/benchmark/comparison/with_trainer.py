@@ -114,5 +114,5 @@ def _trl_trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Tr
     )
     tokens = list(rows.numpy())
     columns = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
-    table = datasets.Dataset(columns, fingerprint="rows")  # else it is computed from the content
+    table = datasets.Dataset(columns, fingerprint="rows")  # else `datasets` pickles the content for it
     return SFTTrainer(model=_model(task), args=arguments, train_dataset=table, processing_class=tokenizer)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -272,6 +275,17 @@ def test_tokens_of_another_vocabulary_are_refused(folder, tmp_path):
     data = open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), 40, None)
     with pytest.raises(DataError, match=r"/a\.bin window 1: token ids are between .* ids 0 to 39; tokenize"):
         data.training.read(0)
+
+
+def test_files_of_another_tokenizer_are_refused_before_the_first_window(folder, tmp_path):
+    for end in (".bin", ".idx"):
+        shutil.copy(f"{folder}/a{end}", f"{tmp_path}/x_text_document{end}")
+    record = {"settings": {"json_keys": ["text"]}, "vocabulary": {"tokenizer": "first", "sha256": "other"}}
+    (tmp_path / "x.preprocess.json").write_text(json.dumps(record))
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, eos_token_id=0, name_or_path="second")
+    config = run(f"{DATA}.train={tmp_path}/x_text_document", f"{DATA}.cache_dir={tmp_path}")
+    with pytest.raises(DataError, match=r"x_text_document: was tokenized with first, .* tokenizer second; set"):
+        open_indexed(config, VOCAB, tokenizer)
 
 
 def test_documents_need_their_last_token(folder):

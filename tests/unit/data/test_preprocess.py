@@ -236,12 +236,12 @@ def test_tokens_of_another_vocabulary_are_refused(made, tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text('{"my_note": "def f(x):"}\n')
     prefix = run(made, path, tmp_path / "my_out", json_keys=["my_note"]).prefix("my_note")
-    check_vocabulary(prefix, load_tokenizer(made / "tok"))
+    check_vocabulary([prefix], load_tokenizer(made / "tok"))
     named = r"my_out_my_note_document: was tokenized with .*tok, .* tokenizer .*smaller; set"
     with pytest.raises(DataError, match=named):
-        check_vocabulary(prefix, load_tokenizer(tmp_path / "smaller"))
+        check_vocabulary([prefix], load_tokenizer(tmp_path / "smaller"))
     (tmp_path / "my_out.preprocess.json").unlink()
-    check_vocabulary(prefix, load_tokenizer(tmp_path / "smaller"))  # nothing is known
+    check_vocabulary([prefix], load_tokenizer(tmp_path / "smaller"))  # nothing is known
 
 
 def test_the_same_documents_train_the_same_tokenizer(made, tmp_path):
