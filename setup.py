@@ -25,10 +25,11 @@ REQUIREMENTS = [
     "tokenizers",
     "safetensors",
     "datasets>=5.2",
+    "filelock>=3.12",
     "jinja2",  # chat templates of transformers
 ]
 EXTRAS = {
-    "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+    "gpu": ["transformer-engine[pytorch]", "flash-attn", "liger-kernel>=0.8.5,<0.9"],
     "tensorboard": ["tensorboard"],
     "png": ["matplotlib"],
     "dev": [

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable
 
 _TYPO = 2
-"""Edits up to which a name is taken for a misspelling of another."""
+"""Largest number of edits of a misspelling."""
 
 
 def closest(name: object, known: Iterable[str], further: Iterable[str] = ()) -> str | None:
@@ -29,8 +29,8 @@ def closest(name: object, known: Iterable[str], further: Iterable[str] = ()) -> 
 
 def did_you_mean(name: object, known: Iterable[str], further: Iterable[str] = ()) -> str:
     """The suffix `; did you mean NAME?` with the closest name; empty if no name is similar."""
-    found = closest(name, known, further)
-    return "" if found is None else f"; did you mean {found}?"
+    suggestion = closest(name, known, further)
+    return "" if suggestion is None else f"; did you mean {suggestion}?"
 
 
 def _folded(name: object) -> str:
@@ -43,11 +43,11 @@ def _edits(first: str, second: str) -> int:
         return _TYPO + 1
     above: list[int] = []
     row = list(range(len(second) + 1))
-    for place, character in enumerate(first, 1):
-        before, above, row = above, row, [place]
+    for index, character in enumerate(first, 1):
+        before, above, row = above, row, [index]
         for column, other in enumerate(second, 1):
             cost = min(above[column] + 1, row[-1] + 1, above[column - 1] + (character != other))
-            swapped = place > 1 and column > 1 and character == second[column - 2] and first[place - 2] == other
+            swapped = index > 1 and column > 1 and character == second[column - 2] and first[index - 2] == other
             row.append(min(cost, before[column - 2] + 1) if swapped else cost)
     return min(row[-1], _TYPO + 1)
 
@@ -75,7 +75,7 @@ class LayoutError(MegatronWrapError):
 
 
 class FlowError(MegatronWrapError):
-    """A flow violates its contract (see `megatron_wrap.flow.base`)."""
+    """A flow violates its contract (see `megatron_wrap.flow.contract.base`)."""
 
 
 class DataError(MegatronWrapError):

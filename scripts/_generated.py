@@ -11,13 +11,13 @@ from pathlib import Path
 def write_or_check(
     files: Mapping[str, str], root: Path, description: str, message: str, arguments: list[str] | None
 ) -> int:
-    """Write the files that differ; with --check only name them; returns the exit status.
+    """Write the files that differ; with --check only report them; returns the exit status.
 
     Args:
         files: path below `root` -> text.
         description: of the script; its first line is shown by --help.
         message: of --check, with {} for the files that differ.
-        arguments: of the command line; None: those of the process.
+        arguments: of the command line; None: of the process.
     """
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")

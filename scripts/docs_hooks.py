@@ -1,4 +1,4 @@
-"""What mkdocs lacks for this site: pages and links outside docs/, optional pages, and mermaid without a network.
+"""Hooks of mkdocs: pages and links outside docs/, optional pages, and mermaid without a network.
 
 Diagrams need mermaid's script, which the theme would load from a content delivery network. It is taken from npm into
 build/ once and copied into the site. Without npm the diagrams' sources are shown as text.
@@ -25,14 +25,14 @@ MERMAID = "11.17.2"
 OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Page of the site -> file of the repository."""
 OPTIONAL = {"config-reference.md": ("Reference", "Configuration keys"), "testing.md": ("Project", "Testing")}
-"""Page -> its section of the navigation and its title; in the navigation where the file exists."""
+"""Page -> its section of the navigation and its title; listed if the file exists."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 log = logging.getLogger("mkdocs.hooks.docs")
 
 
 def on_config(config: Any) -> Any:
-    """Add the optional pages to the navigation, and mermaid's script where it can be had."""
+    """Add the optional pages to the navigation, and mermaid's script if it is available."""
     sections = {name: entries for section in config.nav for name, entries in section.items()}
     for page, (section, title) in OPTIONAL.items():
         if (Path(config.docs_dir) / page).is_file():
@@ -56,12 +56,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Lead links to the site's pages; show the path of a file that is none of them, or link to it under `repo_url`."""
+    """Point links to the site's pages; show the path of any other file, or link to it under `repo_url`."""
     folder = posixpath.dirname(page.file.src_uri)
     origin = "" if page.file.src_uri in OUTSIDE else posixpath.join("docs", folder)
     inside = {source: target for target, source in OUTSIDE.items()}
 
-    def lead(match: re.Match[str]) -> str:
+    def resolve(match: re.Match[str]) -> str:
         text, target = match.groups()
         if re.match(r"[a-z]+:|#", target):
             return match.group()
@@ -77,14 +77,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [LINK.sub(lead, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(resolve, part) for part in parts[::2]]
     if not config.extra["mermaid_script"]:
         parts = [re.sub(r"^```mermaid$", "```text", part, flags=re.M) for part in parts]
     return "".join(parts)
 
 
 def mermaid_script() -> Path | None:
-    """The minified script, fetched once; None without npm or network."""
+    """The minified script, downloaded once; None without npm or network."""
     script = ROOT / "build" / f"mermaid-{MERMAID}.min.js"
     npm = shutil.which("npm")
     if script.is_file():
@@ -97,7 +97,7 @@ def mermaid_script() -> Path | None:
         packed = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         archive = next(Path(folder).glob("mermaid-*.tgz"), None)
         if packed.returncode or archive is None:
-            log.info("npm could not fetch mermaid: diagrams are shown as text")
+            log.info("npm could not download mermaid: diagrams are shown as text")
             return None
         script.parent.mkdir(exist_ok=True)
         with tarfile.open(archive) as files:

@@ -1,4 +1,4 @@
-"""Writes the tables of metrics in the documentation from their declaration, megatron_wrap/metrics/declared.py.
+"""Write the tables of metrics in the documentation from their declaration, megatron_wrap/metrics/declared.py.
 
 python scripts/metric_docs.py            between the markers `metrics: begin` and `metrics: end` of each page
 python scripts/metric_docs.py --check    writes nothing; exits 1 where a page differs
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- metrics: begin -->", "<!-- metrics: end -->"
 
 @dataclass(frozen=True)
 class Language:
-    """What differs between the pages."""
+    """The texts of a page's table."""
 
     header: tuple[str, str, str, str]
     meanings: Mapping[str, str]
@@ -103,7 +103,7 @@ def with_table(page: str, language: Language) -> str:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Writes or checks the pages below `root`; returns the exit status."""
+    """Write or check the pages below `root`; returns the exit status."""
     pages = {name: with_table((root / name).read_text(encoding="utf-8"), language) for name, language in PAGES.items()}
     message = "the tables of metrics differ in {}; run python scripts/metric_docs.py"
     return write_or_check(pages, root, __doc__ or "", message, arguments)

@@ -1,5 +1,5 @@
-"""The end of scripts/run_tests.sh: from a folder with the output of each part and the seconds it took in all, the
-failures, the last line of each part and the totals as pytest prints them."""
+"""The summary of scripts/run_tests.sh, from a folder with the output of each part and the total seconds: the failures,
+the last line of each part, and the totals as pytest prints them."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|xpassed|errors?)\b")
 
 
 def main() -> int:
-    """Print the failures and the totals; 1 where a test failed."""
+    """Print the failures and the totals; returns 1 if a test failed."""
     total: Counter[str] = Counter()
     for path in sorted(Path(sys.argv[1]).glob("[!.]*")):
         lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

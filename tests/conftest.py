@@ -89,7 +89,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("process_group") is None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    _import_what_runs_need()
+    _import_for_ranks()
     _in_process(lambda: pyfuncitem.obj(**arguments))
     return True
 
@@ -131,23 +131,11 @@ def _in_process(body: Callable[[], None]) -> None:
 
 
 @functools.cache
-def _import_what_runs_need() -> None:
-    """Here, once, so that no forked process has to; Megatron-Core's modules keep the CPU's meaning."""
-    from megatron_wrap.platform import choose_platform
+def _import_for_ranks() -> None:
+    """Here, once, so that no forked process has to."""
+    from megatron_wrap.testing.pools import import_for_ranks
 
-    platform = choose_platform("cpu")
-    at_work = platform._installed
-    platform.install()
-    try:
-        from megatron.core.models.gpt import GPTModel  # noqa: F401
-        from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
-
-        import megatron_wrap.core.wrap
-        import megatron_wrap.engine.build
-        import megatron_wrap.engine.forward  # noqa: F401
-    finally:
-        if not at_work:
-            platform.uninstall()
+    import_for_ranks()
 
 
 # ---- random numbers ----

@@ -1,4 +1,4 @@
-"""Fifty completions of ten beginnings, and how many of them are Python of more than one statement."""
+"""Fifty completions of ten prompts, and the share of them that is Python of more than one statement."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def is_python(prompt: str, completion: str) -> bool:
 
 def parse_rate(completions: Sequence[str]) -> float:
     """The share of the completions, `EACH` of each prompt in order, that are Python of more than one statement."""
-    good = [is_python(PROMPTS[place // EACH], text) for place, text in enumerate(completions)]
+    good = [is_python(PROMPTS[index // EACH], text) for index, text in enumerate(completions)]
     return sum(good) / len(good)

@@ -30,12 +30,12 @@ def write_curve(metrics: Path, picture: Path, entropy: float) -> None:
     ]
     drawn = [
         f'<polyline points="{each}" fill="none" stroke="{color}" stroke-width="1.5" stroke-dasharray="{dashes}"/>'
-        f'<text x="{WIDTH - MARGIN - 190}" y="{MARGIN + 18 * place}" fill="{color}">{label}</text>'
-        for place, (each, color, dashes, label) in enumerate(lines)
+        f'<text x="{WIDTH - MARGIN - 190}" y="{MARGIN + 18 * row}" fill="{color}">{label}</text>'
+        for row, (each, color, dashes, label) in enumerate(lines)
     ]
     for value in range(int(highest) + 1):
-        (place,) = points([(0, value)]).split()
-        drawn.append(f'<text x="{MARGIN - 20}" y="{float(place.split(",")[1]) + 4:.1f}" fill="#555">{value}</text>')
+        (point,) = points([(0, value)]).split()
+        drawn.append(f'<text x="{MARGIN - 20}" y="{float(point.split(",")[1]) + 4:.1f}" fill="#555">{value}</text>')
     drawn.append(
         f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - MARGIN + 20}" fill="#555" text-anchor="end">{last} steps</text>'
     )

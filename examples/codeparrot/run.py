@@ -2,8 +2,8 @@
 
 python examples/codeparrot/run.py [--config YAML] [--folder FOLDER] [--input PATH ...] [a.b.c=value ...]
 
-Each step is a command of its own that the program prints; one whose result is there is not repeated, and the training
-resumes. Without --input the text is Python's standard library.
+Each step is a command, which the program prints. A step whose result exists is not repeated, and the training resumes.
+Without --input the text is Python's standard library.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def write_library(path: Path) -> None:
     if path.is_file():
         return
     library = Path(os.__file__).parent
-    found = sorted(path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
-    random.Random(0).shuffle(found)
+    files = sorted(path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
+    random.Random(0).shuffle(files)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".new")
     with unfinished.open("w", encoding="utf-8") as file:
-        for each in found:
+        for each in files:
             code = ast.unparse(without_docstrings(ast.parse(each.read_bytes())))
             file.write(json.dumps({"text": code + "\n"}) + "\n")
     unfinished.replace(path)
@@ -99,7 +99,7 @@ def train(arguments: argparse.Namespace, folder: Path, prefix: Path) -> None:
 
 
 def complete(folder: Path) -> str:
-    """What transformers' pipeline writes behind the prompt."""
+    """The text that transformers' pipeline writes after the prompt."""
     from transformers import pipeline
 
     generator = pipeline("text-generation", model=str(folder / "hf"))
@@ -108,14 +108,14 @@ def complete(folder: Path) -> str:
 
 def summarize(folder: Path, entropy: float, seconds: float) -> dict[str, object]:
     """The figures of the run."""
-    found = json.loads((folder / "completions.json").read_text(encoding="utf-8"))
-    rates = {int(step): parse_rate(texts) for step, texts in found["completions"].items()}
-    loss = found["validation_loss"]
+    record = json.loads((folder / "completions.json").read_text(encoding="utf-8"))
+    rates = {int(step): parse_rate(texts) for step, texts in record["completions"].items()}
+    loss = record["validation_loss"]
     return {
         "validation_loss": round(loss, 4),
         "unigram_entropy": round(entropy, 4),
         "share_of_entropy": round(loss / entropy, 4),
-        "completions": len(next(iter(found["completions"].values()))),
+        "completions": len(next(iter(record["completions"].values()))),
         "prompts": len(PROMPTS),
         "parse_rate_by_iteration": rates,
         "seconds": round(seconds),

@@ -22,8 +22,10 @@ def complete(wrap: MegatronWrap) -> list[str]:
     The empty lines before a prompt say that it begins at the margin, and not within a class.
     """
     prompts = ["\n\n" + prompt for prompt in PROMPTS]
-    found = wrap.generate(prompts, MAX_NEW_TOKENS, temperature=0.4, seed=0, n=EACH, batch_size=len(PROMPTS) * EACH)
-    return [completion["text"] or "" for completion in found]
+    completions = wrap.generate(
+        prompts, MAX_NEW_TOKENS, temperature=0.4, seed=0, n=EACH, batch_size=len(PROMPTS) * EACH
+    )
+    return [completion["text"] or "" for completion in completions]
 
 
 def main(folder: str, config: str, *overrides: str) -> None:

@@ -1,4 +1,4 @@
-"""A flow of one's own: supervised fine-tuning with a second named term that keeps the largest logits small.
+"""A custom flow: supervised fine-tuning with a second named term that keeps the largest logits small.
 
 The term is the max-z loss of Baichuan 2 (https://arxiv.org/abs/2309.10305, section 2.6): coefficient * z^2, where z is
 the largest logit of a token. The cross-entropy is a mean over the assistant's tokens, the max-z loss over all tokens.

@@ -12,7 +12,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL_TOKENS = (PAD, BOS, END, *ROLES)
 """They get the ids 0, 1, 2, ... in this order; END closes each turn and is the tokenizer's eos token."""
 
-# The generation markers enclose what the model writes of an assistant's turn: the text and the END after it.
+# The generation markers enclose the part of an assistant's turn that the model writes: the text and the END after it.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -82,4 +82,4 @@ def encode(texts: Sequence[str], folder: Path) -> list[list[int]]:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    return [[*found.ids, SPECIAL_TOKENS.index(END)] for found in encoded]
+    return [[*text.ids, SPECIAL_TOKENS.index(END)] for text in encoded]

@@ -23,7 +23,7 @@ import indexed_text  # noqa: E402
 import preferences  # noqa: E402
 
 BUILD_VERSION = 4
-"""Goes up when the builder makes something else of the same Python; a folder of another version is made anew."""
+"""Increased when the builder writes other data for the same Python; a folder of another version is built again."""
 FILES = (
     "train.jsonl",
     "validation.jsonl",
@@ -46,7 +46,7 @@ def build(output: Path, force: bool = False) -> tuple[dict, bool]:
         return manifest, False
     output.mkdir(parents=True, exist_ok=True)
     train, validation = conversations.make_conversations()
-    # Beside the place where it goes, so that the renames below stay on one file system.
+    # Beside its destination, so that the renames below stay on one file system.
     with tempfile.TemporaryDirectory(prefix=".building-", dir=output) as temporary:
         folder = Path(temporary)
         for name, samples in (("train", train), ("validation", validation)):

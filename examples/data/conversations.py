@@ -25,8 +25,8 @@ MAX_ANSWER_CHARS = 800
 VALIDATION_ONE_IN = 20
 """One object in this many is held out for validation."""
 
-# Left out: what distributions ship apart from Python (tests, Tk, IDLE, ...), so that most installations of one version
-# read the same files, and three modules whose docstrings are no documentation.
+# Excluded: modules that distributions ship apart from Python (tests, Tk, IDLE, ...), so that most installations of one
+# version read the same files, and three modules whose docstrings are no documentation.
 LEFT_OUT_MODULES = frozenset(
     {"antigravity", "distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
     | {"test", "this", "tkinter", "turtle", "turtledemo", "venv"}
@@ -97,7 +97,7 @@ def make_conversations() -> tuple[list[dict], list[dict]]:
 
 
 def ask(item: Documented) -> str:
-    """The question about one object: unique, as it holds the name; a hash of the name chooses the wording."""
+    """The question about one object: unique, because it contains the name; a hash of the name chooses the wording."""
     wordings = CLASS_QUESTIONS if item.kind == "class" else FUNCTION_QUESTIONS
     wording = wordings[_stable_hash("wording " + item.name) % len(wordings)]
     return wording.format(name=item.name, kind=item.kind, signature=item.signature)
@@ -106,7 +106,7 @@ def ask(item: Documented) -> str:
 def cap_answer(docstring: str) -> str:
     """At most MAX_ANSWER_CHARS characters: whole paragraphs from the start, or whole lines of a longer first paragraph.
 
-    Long tables and option lists follow the paragraph that describes the object, so they are cut first.
+    Long tables and option lists follow the paragraph that describes the object, so they are removed first.
     """
     text = "\n".join(line.rstrip() for line in docstring.strip().splitlines())
     if len(text) <= MAX_ANSWER_CHARS:
@@ -135,7 +135,7 @@ def documented_objects() -> Iterator[Documented]:
 def _source_files() -> list[tuple[str, str]]:
     """(public module name, path) of each source file of the standard library that is read."""
     root = sysconfig.get_path("stdlib")  # the base interpreter's, also inside a virtual environment
-    found = []
+    modules = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT_FOLDERS]
         for file_name in files:
@@ -150,8 +150,8 @@ def _source_files() -> list[tuple[str, str]]:
             name = ".".join(parts)
             name = PUBLIC_NAMES.get(name, name)
             if not any(part.startswith("_") for part in name.split(".")):
-                found.append((name, path))
-    return found
+                modules.append((name, path))
+    return modules
 
 
 def _from_body(body: list[ast.stmt], prefix: str, inside_class: bool) -> Iterator[Documented]:
@@ -194,9 +194,9 @@ def _from_compiled_module(module_name: str) -> Iterator[Documented]:
         return
     prefix = "" if module_name == "builtins" else module_name + "."
     for name, value in sorted(vars(module).items()):
-        # `site` and notebooks put helpers into builtins: only what C defined there counts.
-        own = getattr(value, "__module__", None) == module_name
-        if name.startswith("_") or not own or not isinstance(value, (type, types.BuiltinFunctionType)):
+        # `site` and notebooks put helpers into builtins: only objects that C defines there count.
+        defined_there = getattr(value, "__module__", None) == module_name
+        if name.startswith("_") or not defined_there or not isinstance(value, (type, types.BuiltinFunctionType)):
             continue
         is_class = isinstance(value, type)
         if value.__doc__:

@@ -11,7 +11,7 @@ UINT16 = 8
 
 
 def write_indexed(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
-    """Token ids below 65536, one document after the other, and the index of their lengths."""
+    """Token ids below 65536, concatenated by document, and the index of their lengths."""
     lengths = numpy.array([len(document) for document in documents], dtype="<i4")
     pointers = (numpy.cumsum(lengths, dtype="<i8") - lengths) * 2
     ends = numpy.arange(len(documents) + 1, dtype="<i8")

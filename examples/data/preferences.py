@@ -16,14 +16,14 @@ def make_pairs(conversations: list[dict]) -> list[dict]:
 def make_answers(pairs: list[dict]) -> list[dict]:
     """`{"prompt", "completion", "label"}` for each pair: its chosen answer, or its rejected one, in turn."""
     return [
-        {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
-        for place, pair in enumerate(pairs)
+        {"prompt": pair["prompt"], "completion": pair["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+        for index, pair in enumerate(pairs)
     ]
 
 
 def disordered(text: str) -> str:
-    """The words of a text in the order of a hash of each and its place; no text of two words stays as it is."""
+    """The words of a text in the order of a hash of each word and its position; no text of two words stays as it is."""
     words = text.split()
-    order = sorted(range(len(words)), key=lambda place: hashlib.sha256(f"{place} {words[place]}".encode()).digest())
-    changed = [words[place] for place in order]
+    order = sorted(range(len(words)), key=lambda index: hashlib.sha256(f"{index} {words[index]}".encode()).digest())
+    changed = [words[index] for index in order]
     return " ".join(changed if changed != words else changed[::-1])

@@ -3,7 +3,7 @@
 python examples/distill/train.py [--on-policy] [a.b=value ...]
 
 A teacher is fine-tuned, then one student on the labels and one on the teacher's distributions and the labels, from the
-same initial weights and data. With --on-policy the second student goes on with completions that it generates itself
+same initial weights and data. With --on-policy the second student continues on completions that it generates itself
 (GKD, arXiv:2306.13649). Each part that has written its folder is not repeated; overrides apply to all parts.
 """
 
@@ -65,13 +65,15 @@ def prompts_of(file: str, tokenizer: Any) -> list[list[int]]:
 
 def completed(wrap: MegatronWrap, prompts: list[list[int]], seed: int) -> list[dict[str, list[int]]]:
     """Samples of `gpt_distill`: the prompts with completions by the student, whose tokens have a loss. Collective."""
-    found = wrap.generate(prompts, max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=seed, batch_size=len(prompts))
+    completions = wrap.generate(
+        prompts, max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=seed, batch_size=len(prompts)
+    )
     return [
         {
             "input_ids": prompt + completion["token_ids"],
             "loss_mask": [0] * len(prompt) + [1] * len(completion["token_ids"]),
         }
-        for prompt, completion in zip(prompts, found, strict=True)
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 
@@ -89,8 +91,8 @@ def learn_on_policy(start: Path, folder: Path, iterations: int, overrides: Seque
 
         before, size = divergence(), wrap.global_batch_size
         while wrap.iteration < wrap.train_iters:
-            place = wrap.iteration * size % (len(prompts) - size)
-            wrap.train(completed(wrap, prompts[place : place + size], seed=wrap.iteration + 1))
+            start = wrap.iteration * size % (len(prompts) - size)
+            wrap.train(completed(wrap, prompts[start : start + size], seed=wrap.iteration + 1))
             wrap.log_last_metrics()
         after = divergence()
         wrap.save_pretrained(folder)
@@ -100,7 +102,7 @@ def learn_on_policy(start: Path, folder: Path, iterations: int, overrides: Seque
 def main(words: list[str] | None = None) -> None:
     """The command line; `words` are those of the program if None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on-policy", action="store_true", help="go on with the student's own completions")
+    parser.add_argument("--on-policy", action="store_true", help="continue on the student's own completions")
     parser.add_argument("--iterations", type=int, default=40, help="steps on own completions (default: 40)")
     parser.add_argument("--output", type=Path, default=Path("outputs/distill"), help="folder (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="of sft.yaml and distill.yaml")

@@ -15,7 +15,7 @@ START = (
 
 
 def train(config: str, *overrides: str) -> dict[str, float]:
-    """Run a configuration to its end (nothing, where it has come there before); metrics of a last evaluation."""
+    """Run a configuration to its end (nothing if it has finished before); metrics of a last evaluation."""
     with MegatronWrap(config, overrides=[*overrides, *sys.argv[1:]]) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()

@@ -24,7 +24,7 @@ def answer_of(prompt: str) -> str:
 
 
 def reward_of(prompt: str, completion: str) -> float:
-    """Share of places, from 0 to 1, with the right character; of the longer one of completion and answer."""
+    """Share of positions, from 0 to 1, with the right character, of the longer of completion and answer."""
     answer = answer_of(prompt)
     right = sum(ours == theirs for ours, theirs in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))
@@ -33,8 +33,8 @@ def reward_of(prompt: str, completion: str) -> float:
 def best_constant(prompts: Sequence[str]) -> tuple[float, str]:
     """The largest mean reward of one completion for all prompts, and that completion.
 
-    All answers have the same length, so a completion of this length is best, and each place counts alone: its best
-    character is the most frequent one there.
+    All answers have the same length, so a completion of this length is best, and positions are independent: the best
+    character of a position is the most frequent one.
     """
     answers = [answer_of(prompt) for prompt in prompts]
     completion = "".join(Counter(characters).most_common(1)[0][0] for characters in zip(*answers, strict=True))

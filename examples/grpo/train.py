@@ -4,7 +4,7 @@ python examples/grpo/train.py [a.b=value ...]
 torchrun --nproc-per-node 2 examples/grpo/train.py --updates 2
 
 Each iteration completes 64 prompts eight times, rewards the completions, and takes an optimization step. A run that was
-ended resumes from its last checkpoint. In the output folder, rollouts.jsonl has completions of every rollout, and
+interrupted resumes from its last checkpoint. In the output folder, rollouts.jsonl has completions of every rollout, and
 held-out.jsonl the mean reward on prompts that are not trained on.
 """
 
@@ -33,14 +33,14 @@ class JsonLines:
     """A file of one JSON object with an `iteration` in each line, written by global rank 0.
 
     Args:
-        iteration: of the resumed run; lines of this and later iterations are removed, because they come again.
+        iteration: of the resumed run; lines of this and later iterations are removed, because the run repeats them.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
         self._path = path if torch.distributed.get_rank() == 0 else None
         if self._path is not None:
             lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
-            whole = [line for line in lines if line.endswith("}")]  # the last one may be cut
+            whole = [line for line in lines if line.endswith("}")]  # the last line may be incomplete
             kept = [line + "\n" for line in whole if json.loads(line)["iteration"] < iteration]
             self._path.write_text("".join(kept), encoding="utf-8")
 
@@ -54,9 +54,9 @@ class JsonLines:
 def roll_out(wrap: MegatronWrap, prompts: list[str], num_completions: int, seed: int) -> list[dict[str, Any]]:
     """Samples of `gpt_grpo`: completions of each prompt, with their log-probabilities and rewards. Collective.
 
-    This function is what changes for another rollout engine: docs/policy.md has it for vLLM.
+    Another rollout engine replaces this function; docs/policy.md shows it for vLLM.
     """
-    found = wrap.generate(
+    completions = wrap.generate(
         prompts,
         n=num_completions,
         max_new_tokens=task.MAX_NEW_TOKENS,
@@ -75,24 +75,24 @@ def roll_out(wrap: MegatronWrap, prompts: list[str], num_completions: int, seed:
             "truncated": completion["finish_reason"] == "length",
             "text": completion["text"],  # for the log
         }
-        for place, completion in enumerate(found)
-        for prompt in [prompts[place // num_completions]]
+        for index, completion in enumerate(completions)
+        for prompt in [prompts[index // num_completions]]
     ]
 
 
 def held_out_reward(wrap: MegatronWrap, prompts: list[str]) -> float:
     """Mean reward of the most probable completions of prompts that are not trained on. Collective."""
-    found = wrap.generate(prompts, max_new_tokens=task.MAX_NEW_TOKENS, batch_size=len(prompts))
-    rewards = [task.reward_of(prompt, one["text"] or "") for prompt, one in zip(prompts, found, strict=True)]
+    completions = wrap.generate(prompts, max_new_tokens=task.MAX_NEW_TOKENS, batch_size=len(prompts))
+    rewards = [task.reward_of(prompt, each["text"] or "") for prompt, each in zip(prompts, completions, strict=True)]
     return sum(rewards) / len(rewards)
 
 
 def check_intervals(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
-    """A rollout lies between two checkpoints, so that a resumed run begins with a new one.
+    """No rollout spans a checkpoint or an evaluation, so that a resumed run begins with a new rollout.
 
     Raises:
-        ConfigError: a number of iterations is no multiple of the updates of a rollout, or the batch no multiple of the
-            completions of a prompt.
+        ConfigError: a number of iterations is not a multiple of the updates of a rollout, or the batch is not a
+            multiple of the completions of a prompt.
     """
     train = wrap.config.train
     numbers = {name: getattr(train, name) for name in ("train_iters", "save_interval", "eval_interval")}

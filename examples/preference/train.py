@@ -15,11 +15,11 @@ SHOWN = {
     "orpo": ("logps/chosen", "logps/rejected", "rewards/accuracies"),
     "reward": ("margin", "accuracy"),
 }
-"""Flow -> the metrics that the program logs of the validation set, before and after."""
+"""Flow -> metrics of the validation set that the program logs, before and after training."""
 
 
 def fine_tune(overrides: list[str]) -> None:
-    """Train SFT to its end (nothing, where it has come there before), and write its weights as a folder."""
+    """Train SFT to its end (nothing if it has finished before), and write its weights as a folder."""
     with MegatronWrap(SFT, overrides=overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints: `families` defines how a family's weights and configuration correspond to Megatron-Core's,
-`mapping` describes where each part of a tensor is stored, `source` reads a folder, `transfer` loads it into a model,
-`stream` gathers the model's weights for export, `rollout_weights` for rollout engines.
+`mapping` describes where each part of a tensor is stored, `loading` reads a folder into a model, `export` gathers a
+model's weights and writes a folder, `engines` sends them to rollout engines.
 
-Importing this package, a family or `mapping` needs neither torch nor Megatron-Core, because reading a YAML uses them.
+Importing this package, a family or `mapping.tensors` needs neither torch nor Megatron-Core, because reading a YAML uses
+them.
 """
 
 from megatron_wrap.config.hugging_face import register_bridge

@@ -1,39 +1,7 @@
-"""Definition of a Hugging Face family: translation of its config.json to `megatron_lm.model.arch` and back, and the
-mapping of its weights."""
+"""Former path of `megatron_wrap.bridge.mapping.family`."""
 
-from __future__ import annotations
+import warnings
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from megatron_wrap.bridge.mapping.family import *  # noqa: F403
 
-from megatron_wrap.bridge.mapping import Mapping as WeightMapping
-from megatron_wrap.config.schema import ArchConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """One `model_type` of transformers. Both directions of the translation are pure functions of the values, so the
-    family can express an architecture if and only if `arch_values(config_values(arch))` returns it unchanged."""
-
-    model_type: str
-    architecture: str
-    """transformers' class of the causal language model, written into `architectures`."""
-    arch_values: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """config.json -> keys of `megatron_lm.model.arch`, including further fields of Megatron-Core's TransformerConfig.
-    Raises `UnsupportedModel` for values that Megatron-Core cannot express."""
-    config_values: Callable[[ArchConfig], dict[str, Any]]
-    """Keys of `megatron_lm.model.arch` -> config.json, without the keys that every family has (`architectures`,
-    `model_type`, `dtype`)."""
-    parameters: Callable[[ArchConfig], dict[str, WeightMapping]]
-    """Global name of each parameter of the model -> its Hugging Face tensors, in model order."""
-    base_prefix: str = "model."
-    """Prefix that is missing in files saved from transformers' base model (without the output layer)."""
-    ignored: tuple[str, ...] = ()
-    """Patterns (full match) of buffers that older files contain; they are not read."""
-    left_out: Callable[[ArchConfig], dict[str, str]] = lambda arch: {}
-    """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
-    new_if_missing: tuple[str, ...] = ()
-    """Tensors that a folder may lack; the model then keeps its initial weights of them."""
-    exported_values: Mapping[str, Any] = field(default_factory=dict)
-    """Values of an exported config.json that replace those of the original."""
+warnings.warn(f"{__name__} is now megatron_wrap.bridge.mapping.family", DeprecationWarning, stacklevel=2)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.engine.state import BestEvaluation, Progress
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.platform.fp8_scales import readable_scales
+from megatron_wrap.platform.gpu.fp8_scales import readable_scales
 
 CONTENT_METADATA: dict[str, Any] = {
     # Megatron-Core no longer supports saving its default, fully_sharded_model_space (dist_checkpointing/mapping.py)
@@ -34,7 +34,7 @@ OPTIMIZER_PREFIX = "optimizer.state."
 def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, dict[str, Any]]:
     """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline."""
     metadata = _metadata(parallel)
-    names = ["model"] if len(chunks) == 1 else [f"model{place}" for place in range(len(chunks))]
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {
         name: bare_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
     }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.checkpoint.saved_run import read_saved_run, section_of
 from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part
-from megatron_wrap.config import derived, load_resolved
-from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
 
 _FIRST_PARAMETER: dict[str, str] = {
@@ -59,24 +60,44 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return _validated(store.folder_of(present[-1])) if present else None
 
 
+@dataclass(frozen=True)
+class StartingCheckpoint:
+    """The checkpoint that a run begins with."""
+
+    path: Path
+    resumes: bool
+    """It is in `save`, and the run continues it; else it is in `load`."""
+
+
+def starting_checkpoint(config: RunConfig) -> StartingCheckpoint | None:
+    """The checkpoint in `save`, else in `load`; None if there is none.
+
+    Raises:
+        CheckpointError: as `find_checkpoint`.
+    """
+    for folder, resumes in ((config.train.save, True), (config.train.load, False)):
+        path = None if folder is None else find_checkpoint(folder)
+        if path is not None:
+            return StartingCheckpoint(path, resumes)
+    return None
+
+
 def check_checkpoints(config: RunConfig) -> None:
     """Compare the run's model with that of the checkpoint that the run would resume or start from.
 
     Raises:
         CheckpointError: the models differ, or the checkpoint cannot be loaded.
     """
-    for folder in (config.train.save, config.train.load):
-        found = find_checkpoint(folder) if folder is not None else None
-        if found is not None:
-            if (found / RESOLVED).is_file():
-                saved = load_resolved(found / RESOLVED)
-                try:
-                    compare_models(saved, config)
-                    if folder == config.train.save or not config.train.finetune:
-                        compare_index(saved, config)
-                except CheckpointError as error:
-                    raise CheckpointError(f"{found}: {error}") from error
-            return  # a run that resumes ignores `load`
+    start = starting_checkpoint(config)
+    saved = None if start is None else read_saved_run(start.path)
+    if start is None or saved is None:
+        return
+    try:
+        compare_models(saved.resolved, config)
+        if start.resumes or not config.train.finetune:
+            compare_index(saved.resolved, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{start.path}: {error}") from error
 
 
 def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
@@ -89,7 +110,7 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
         CheckpointError: an architecture key differs; the message names the first such key, both values and the first
             parameter that it affects.
     """
-    section, saved = SECTION_PATHS["arch"], _section(saved_resolved, "arch")
+    section, saved = SECTION_PATHS["arch"], section_of(saved_resolved, "arch")
     for key, parameter in _FIRST_PARAMETER.items():
         before, now = saved.get(key), getattr(config.arch, key)
         if before is None or now is None or before == now:
@@ -114,35 +135,30 @@ def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
     """
     if not derived.is_indexed(config.data):
         return
-    saved = {name: _section(saved_resolved, name) for name in ("data", "train")}
-    own = {name: _section(config.resolved, name) for name in ("data", "train")}
-    same = {"data": ("data_key", "train", "split", "mock_data"), "train": ("seed", "seq_length")}
-    if any(saved[name].get(key) != own[name].get(key) for name, keys in same.items() for key in keys):
-        return  # other windows, whose order is new anyway
+    keys_of_windows = {"data": ("data_key", "train", "split", "mock_data"), "train": ("seed", "seq_length")}
+    for section, keys in keys_of_windows.items():
+        before, now = section_of(saved_resolved, section), section_of(config.resolved, section)
+        if any(before.get(key) != now.get(key) for key in keys):
+            return  # other windows, whose order is new anyway
     length: dict[str, Any] = {
-        name: saved["train"].get(name)
+        name: section_of(saved_resolved, "train").get(name)
         for name in ("train_iters", "train_samples", "rampup_batch_size", "global_batch_size")
     }
     train = replace(config.train, **length)
-    data = replace(config.data, index_samples=saved["data"].get("index_samples"))
-    before, now = derived.indexed_samples(replace(config, train=train, data=data)), derived.indexed_samples(config)
-    if before != now:
+    data = replace(config.data, index_samples=section_of(saved_resolved, "data").get("index_samples"))
+    size_before = derived.indexed_samples(replace(config, train=train, data=data))
+    size = derived.indexed_samples(config)
+    if size_before != size:
         raise CheckpointError(
-            f"its windows would come in another order: its index was built for {before} samples, and this run's is for "
-            f"{now}; set {SECTION_PATHS['data']}.index_samples: {before} to read on, or finetune: true to begin anew"
+            f"its windows would come in another order: its index was built for {size_before} samples, and this run's "
+            f"for {size}; set {SECTION_PATHS['data']}.index_samples: {size_before} to continue, or finetune: true to "
+            "begin again"
         )
 
 
-def _section(resolved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Any = resolved
-    for part in SECTION_PATHS[name].split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
 def _origin(config: RunConfig, path: str) -> str:
-    source = config.sources.get(path)
-    return f" ({source})" if source else ""
+    origin = config.origins.get(path)
+    return f" ({origin})" if origin else ""
 
 
 def _validated(checkpoint: Path) -> Path:
@@ -169,10 +185,10 @@ def _validated(checkpoint: Path) -> Path:
 def _refuse_torch_format(root: Path) -> None:
     """Megatron-LM's `torch` format has one file for each model-parallel rank and can be loaded on one layout only."""
     for pattern in ("mp_rank_*", "iter_*/mp_rank_*", "release/mp_rank_*"):
-        found = min(root.glob(pattern), default=None)
-        if found is not None:
+        path = min(root.glob(pattern), default=None)
+        if path is not None:
             raise CheckpointError(
-                f"{found} is a Megatron-LM checkpoint in the old torch format, one file per rank; convert it to a "
+                f"{path} is a Megatron-LM checkpoint in the old torch format, one file per rank; convert it to a "
                 "Hugging Face folder with Megatron-LM's tools/checkpoint/convert.py and start from that, or load and "
                 "save it in Megatron-LM with --ckpt-format torch_dist"
             )

@@ -1,5 +1,5 @@
-"""Checkpoint of the reference model, beside those of the run: saved once if it never changes, else with each one of
-them. All functions are collective."""
+"""Checkpoints of the reference or teacher model beside those of the run: a single one if it never changes, else one for
+each of the run's. All functions are collective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, publish
+from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, prune, publish
 from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, read
-from megatron_wrap.engine.reference import ReferenceModel
-from megatron_wrap.engine.state import BestEvaluation, Progress, TrainingState
+from megatron_wrap.engine.reference.reference_model import ReferenceModel
+from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
@@ -54,15 +54,11 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
 
 def prune_references(state: TrainingState, folder: str | os.PathLike[str], keep: int | None) -> None:
     """Remove the models of checkpoints that were removed."""
-    store = CheckpointStore(Path(folder) / FOLDER)
-    on_rank_0(
-        lambda: store.prune(keep, state.best.iteration), f"{store.folder}: older checkpoints cannot be removed: {{}}"
-    )
+    prune(CheckpointStore(Path(folder) / FOLDER), keep, state.best.iteration)
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
-    """Load the reference model that was saved with the checkpoint which `state` has loaded; it may have been saved on
-    another layout.
+    """Load the reference model that was saved with the checkpoint in `state`, on any layout.
 
     Args:
         folder: a run's checkpoint folder, or one checkpoint in it.
@@ -75,14 +71,19 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     """
     iteration = saved_iteration(_of(state), state.progress)
     stores = [CheckpointStore(Path(folder) / FOLDER), CheckpointStore(Path(folder).parent / FOLDER)]
-    found = on_rank_0(
+    checkpoint = on_rank_0(
         lambda: next(
-            (str(one.find(iteration) or one.folder_of(iteration)) for one in stores if iteration in one.present()), None
+            (
+                str(store.find(iteration) or store.folder_of(iteration))
+                for store in stores
+                if iteration in store.present()
+            ),
+            None,
         )
     )
-    if found is None:
+    if checkpoint is None:
         return False
-    load_weights(state, found)
+    load_weights(state, checkpoint)
     return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
     load_reference,
@@ -16,18 +16,12 @@ from megatron_wrap.checkpoint.reference import (
 )
 from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
-from megatron_wrap.config.schema import RunConfig
-from megatron_wrap.engine.parameters import synchronize_parameters
-from megatron_wrap.engine.state import BestEvaluation, TrainingState
+from megatron_wrap.config.schema import derived
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
-
-
-def has_checkpoint(config: RunConfig) -> bool:
-    """Whether a run resumes from a checkpoint in `save`, or starts from one in `load`."""
-    folders = (config.train.save, config.train.load)
-    return any(find_checkpoint(folder) is not None for folder in folders if folder is not None)
 
 
 class RunCheckpoints:
@@ -59,8 +53,8 @@ class RunCheckpoints:
         """
         state, train = self._state, self._state.config.train
         resumed_from, with_reference = None, False
-        found = find_checkpoint(train.save) if train.save is not None else None
-        if found is not None and train.save is not None:
+        start = starting_checkpoint(state.config)
+        if start is not None and start.resumes:
             if state.config.checkpoint.resume == "never":
                 raise CheckpointError(
                     f"{train.save} contains a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
@@ -77,7 +71,7 @@ class RunCheckpoints:
         return resumed_from
 
     def _start_reference(self, resumed_from: int | None) -> None:
-        """Give the reference model its first weights."""
+        """Load or copy the first weights of the reference model."""
         state = self._state
         reference = state.reference
         assert reference is not None
@@ -95,11 +89,12 @@ class RunCheckpoints:
             synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
             reference.copy_policy(state.chunks)
 
-    def load(self, folder: str | os.PathLike[str], weights_only: bool) -> bool:
+    def load(self, folder: str | os.PathLike[str] | None, weights_only: bool) -> bool:
         """Load a checkpoint, and the reference model saved with it.
 
         Args:
-            folder: a checkpoint folder (the newest checkpoint is loaded) or one checkpoint.
+            folder: a checkpoint folder (the newest checkpoint is loaded) or one checkpoint; None: `save`, else `load`
+                of the configuration.
             weights_only: do not load iteration, optimizer, schedule, random generators and reference model.
 
         Returns:
@@ -109,6 +104,9 @@ class RunCheckpoints:
             CheckpointError: the checkpoint is missing, in an unsupported format, or from another model.
         """
         state, train = self._state, self._state.config.train
+        folder = folder or train.save or train.load
+        if folder is None:
+            raise CheckpointError("wrap.load: there is no folder; pass one, or set megatron_lm.train.common.load")
         self._saved = None
         report = load_checkpoint(
             state,
@@ -129,8 +127,9 @@ class RunCheckpoints:
         logger.info_rank_0(f"loaded {', '.join(parts)} from {folder}{layout}{skipped}")
         return with_reference
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Save everything that a resumed run needs; a second call without a step in between writes nothing.
+    def save(self) -> Path:
+        """Save everything that a resumed run needs, into `save` of the configuration; a second call without a step in
+        between writes nothing.
 
         Returns:
             The checkpoint's folder.
@@ -138,41 +137,49 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
         """
-        state, iteration = self._state, self._state.progress.iteration
+        state, iteration, keep = self._state, self._state.progress.iteration, self._state.config.checkpoint.keep
+        folder = self._folder()
         self._save_reference(folder)
-        saved = self.saved_in(folder)
-        if saved is not None:
-            logger.debug_rank_0(f"checkpoint of iteration {iteration} exists already: {saved}")
-            return saved
-        self._saved = None
-        final = save_checkpoint(state, folder, keep=state.config.checkpoint.keep)
-        self._saved = (final, iteration)
-        if state.reference is not None and state.reference.settings.update_interval is not None:
-            prune_references(state, folder, state.config.checkpoint.keep)
-        return final
+        checkpoint = self.saved()
+        if checkpoint is None:
+            self._saved = None
+            checkpoint = save_checkpoint(state, folder, keep=keep)
+            self._saved = (checkpoint, iteration)
+            if state.reference is not None and state.reference.settings.update_interval is not None:
+                prune_references(state, folder, keep)
+        metrics = f"{derived.output_dir(state.config)}/metrics.jsonl"
+        logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint} | metrics: {metrics}")
+        return checkpoint
 
-    def _save_reference(self, folder: str | os.PathLike[str]) -> None:
+    def _save_reference(self, folder: str) -> None:
         """Save the reference model, unless it is part of no checkpoint or was saved before; first, so that a visible
         checkpoint has its reference."""
         reference = self._state.reference
         if reference is None or not is_saved(reference):
             return
-        place = str(folder), saved_iteration(reference, self._state.progress)
-        if self._reference_saved != place:
+        target = folder, saved_iteration(reference, self._state.progress)
+        if self._reference_saved != target:
             save_reference(self._state, folder)
-            self._reference_saved = place
+            self._reference_saved = target
 
-    def saved_in(self, folder: str | os.PathLike[str]) -> Path | None:
-        """The checkpoint in `folder` that contains the current state; None if there is none."""
+    def saved(self) -> Path | None:
+        """The checkpoint that contains the current state; None if there is none."""
         iteration = self._state.progress.iteration
-        final = CheckpointStore(folder).folder_of(iteration)
-        return final if self._saved == (final, iteration) and on_rank_0(lambda: missing_part(final) is None) else None
+        checkpoint = CheckpointStore(self._folder()).folder_of(iteration)
+        is_saved_here = self._saved == (checkpoint, iteration)
+        return checkpoint if is_saved_here and on_rank_0(lambda: missing_part(checkpoint) is None) else None
 
-    def record_best(self, folder: str | os.PathLike[str]) -> None:
-        """Write into `folder` that the checkpoint of the current iteration has the best evaluation.
+    def record_best(self) -> None:
+        """Write beside the checkpoints that the one of the current iteration has the best evaluation.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
-        store, iteration = CheckpointStore(folder), self._state.progress.iteration
+        store, iteration = CheckpointStore(self._folder()), self._state.progress.iteration
         on_rank_0(lambda: store.record_best(iteration), f"{store.folder / BEST} cannot be written: {{}}")
+
+    def _folder(self) -> str:
+        folder = self._state.config.train.save
+        if folder is None:
+            raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
+        return folder

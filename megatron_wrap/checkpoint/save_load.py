@@ -16,12 +16,12 @@ from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
-from megatron_wrap.engine.parameters import quantize_parameters, synchronize_parameters
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
+from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.platform import versions
+from megatron_wrap.platform.megatron_core import versions
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -58,9 +58,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     iteration = state.progress.iteration
     store = CheckpointStore(folder)
     publish(state, store, iteration, lambda: _full_state(state))
-    on_rank_0(
-        lambda: store.prune(keep, state.best.iteration), f"{store.folder}: older checkpoints cannot be removed: {{}}"
-    )
+    prune(store, keep, state.best.iteration)
     return store.folder_of(iteration)
 
 
@@ -79,8 +77,8 @@ def load_checkpoint(
     Args:
         folder: a run's checkpoint folder (the newest complete checkpoint is loaded) or one checkpoint.
         weights_only: do not load iteration, optimizer, schedule and random generators.
-        with_optimizer: load optimizer and schedule too.
-        with_rng: restore the random generators too.
+        with_optimizer: load optimizer and schedule.
+        with_rng: restore the random generators.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is missing, incomplete, in an unsupported format, from another
@@ -140,6 +138,15 @@ def publish(
         raise
 
 
+def prune(store: CheckpointStore, keep: int | None, best: int | None) -> None:
+    """`CheckpointStore.prune` on rank 0. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if a checkpoint cannot be removed.
+    """
+    on_rank_0(lambda: store.prune(keep, best), f"{store.folder}: older checkpoints cannot be removed: {{}}")
+
+
 def _full_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
     train, optim = state.config.train, state.config.optimizer
@@ -149,7 +156,7 @@ def _full_state(state: TrainingState) -> dict[str, Any]:
         sharded_state["optimizer"] = content.optimizer_entry(
             state.optimizer, models, state.parallel, is_loading=False, distributed=bool(optim.use_distributed_optimizer)
         )
-        sharded_state["opt_param_scheduler"] = state.scheduler.state_dict()
+        sharded_state["opt_param_scheduler"] = state.lr_scheduler.state_dict()
     if not train.no_save_rng:
         sharded_state["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=False)
     return content.without_fp8(sharded_state)
@@ -241,15 +248,15 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
     )
 
 
-def _check_optimizer(saved: SavedContent, wanted: tuple[str, str]) -> None:
+def _check_optimizer(saved: SavedContent, kind: tuple[str, str]) -> None:
     hint = "or set megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
     if not saved.has_optimizer:
         raise CheckpointError(f"{saved.path} contains no optimizer (no_save_optim); choose another checkpoint, {hint}")
-    found = content.saved_optimizer_kind(set(saved.shapes))
-    if found is not None and found != wanted:
+    saved_kind = content.saved_optimizer_kind(set(saved.shapes))
+    if saved_kind is not None and saved_kind != kind:
         raise CheckpointError(
-            f"{saved.path} contains the state of a {found[0]} {found[1]} optimizer, but this run has a {wanted[0]} "
-            f"{wanted[1]} one; use the precision, optimizer and use_distributed_optimizer that it was saved with, "
+            f"{saved.path} contains the state of a {' '.join(saved_kind)} optimizer, but this run has a "
+            f"{' '.join(kind)} one; use the precision, optimizer and use_distributed_optimizer that it was saved with, "
             + hint
         )
 
@@ -274,16 +281,16 @@ def check_tensors(saved: SavedContent, request: dict[str, Any]) -> None:
             wanted[value.key] = (tuple(value.global_shape), value.allow_shape_mismatch)
     everywhere = {name: entry for part in gather_objects(wanted) for name, entry in part.items()}
     for name, (shape, flexible) in everywhere.items():
-        found = saved.shapes.get(name)
+        saved_shape = saved.shapes.get(name)
         # an embedding's rows are padded to a multiple of the tensor-parallel size, so their number may differ
-        same = found == shape or (found is not None and flexible and found[1:] == shape[1:])
+        same = saved_shape == shape or (saved_shape is not None and flexible and saved_shape[1:] == shape[1:])
         if not same:
-            there = "is missing" if found is None else f"has shape {_words(name, found)}"
-            raise _other_model(saved, name, f"{there} there and has shape {_words(name, shape)} here")
+            there = "is missing" if saved_shape is None else f"has shape {_shown(name, saved_shape)}"
+            raise _other_model(saved, name, f"{there} there and has shape {_shown(name, shape)} here")
     for name in saved.shapes:
         if name not in everywhere and not name.startswith("optimizer."):
             raise _other_model(
-                saved, name, f"has shape {_words(name, saved.shapes[name])} there and is not in this model"
+                saved, name, f"has shape {_shown(name, saved.shapes[name])} there and is not in this model"
             )
 
 
@@ -295,7 +302,7 @@ def _other_model(saved: SavedContent, name: str, difference: str) -> CheckpointE
     )
 
 
-def _words(name: str, shape: tuple[int, ...]) -> str:
+def _shown(name: str, shape: tuple[int, ...]) -> str:
     numbers = " x ".join(str(size) for size in shape)
     return f"{numbers} (layers first)" if ".layers." in name else numbers
 
@@ -312,7 +319,7 @@ def _read_and_set(
             state.optimizer.load_state_dict(loaded["optimizer"])
             if state.transformer_config.fp8_param:
                 quantize_parameters(state.optimizer, state.chunks)
-            load_schedule(state.scheduler, loaded["opt_param_scheduler"], state.config.train.global_batch_size)
+            load_schedule(state.lr_scheduler, loaded["opt_param_scheduler"], state.config.train.global_batch_size)
         elif state.optimizer is not None:
             # FP8 parameters have lost precision that the loaded tensors have
             state.optimizer.reload_model_params(loaded if state.transformer_config.fp8_param else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.config.schema import SECTION_PATHS
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError
 
 _RATE, _OPTIMIZER, _TRAIN = (SECTION_PATHS[name] for name in ("learning_rate", "optimizer", "train"))
@@ -54,30 +54,31 @@ def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: i
         CheckpointError: the two schedules differ; the message names the YAML keys.
     """
     saved = {_OLDER_NAMES.get(name, name): value for name, value in saved.items()}
-    own = scheduler.state_dict()
+    current = scheduler.state_dict()
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
-        _compare(saved, own, global_batch_size)
-        saved |= {name: own[name] for name in _KEYS if name in saved}
+        _compare(saved, current, global_batch_size)
+        saved |= {name: current[name] for name in _KEYS if name in saved}
     # Megatron-Core adds num_steps to the samples that the scheduler has counted so far
     scheduler.load_state_dict({**saved, "num_steps": saved["num_steps"] - scheduler.num_steps})
 
 
-def take_group_values(saved: Any, own_groups: Sequence[dict[str, Any]], from_checkpoint: bool) -> None:
-    """Give the parameter groups of a loaded optimizer state this run's limits of learning rate and weight decay, from
-    which Megatron-Core's schedule computes each group's values; 0.19 also finds a group by them (optimizer.py,
-    `_filter_and_reorder_param_groups`). Call it before the state is loaded.
+def take_group_values(saved: Any, groups: Sequence[dict[str, Any]], from_checkpoint: bool) -> None:
+    """Set the limits of learning rate and weight decay in the parameter groups of a loaded optimizer state to this
+    run's. Megatron-Core's schedule computes each group's values from them, and 0.19 identifies a group by them
+    (optimizer.py, `_filter_and_reorder_param_groups`). Call it before the state is loaded.
 
     Args:
         saved: the loaded state, which is changed.
-        own_groups: parameter groups of this run's optimizer.
-        from_checkpoint: this run's groups get the checkpoint's values instead (`use_checkpoint_opt_param_scheduler`).
+        groups: parameter groups of this run's optimizer.
+        from_checkpoint: set this run's groups to the checkpoint's limits instead
+            (`use_checkpoint_opt_param_scheduler`), which changes `groups`.
     """
-    own = {_identity(group): group for group in own_groups}
-    for group in _groups(saved):
-        other = own.get(_identity(group))
-        if other is None:
+    groups_by_identity = {_identity(group): group for group in groups}
+    for saved_group in _groups(saved):
+        group = groups_by_identity.get(_identity(saved_group))
+        if group is None:
             continue
-        source, target = (group, other) if from_checkpoint else (other, group)
+        source, target = (saved_group, group) if from_checkpoint else (group, saved_group)
         target.update({name: source[name] for name in _OF_A_GROUP if name in source})
 
 
@@ -98,8 +99,8 @@ def _groups(state: Any) -> Iterator[dict[str, Any]]:
             yield from _groups(value)
 
 
-def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], global_batch_size: int) -> None:
-    before, now = _effective(saved), _effective(own)
+def _compare(saved: Mapping[str, Any], current: Mapping[str, Any], global_batch_size: int) -> None:
+    before, now = _effective(saved), _effective(current)
     differing = [name for name in _KEYS if name in before and name in now and before[name] != now[name]]
     if not differing:
         return
@@ -117,14 +118,12 @@ def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], global_batch_size
 
 def _effective(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that affect the schedule (optimizer_param_scheduler.py, get_lr and get_wd)."""
-    found = {name: value for name, value in values.items() if name in _KEYS}
-    if found.get("lr_decay_style") == "constant":
-        found.pop("lr_decay_steps", None)
-        found.pop("min_lr", None)
-    if found.get("start_wd") == found.get("end_wd"):
-        found.pop("wd_incr_steps", None)
-        found.pop("wd_incr_style", None)
-    return found
+    without_effect: set[str] = set()
+    if values.get("lr_decay_style") == "constant":
+        without_effect |= {"lr_decay_steps", "min_lr"}
+    if values.get("start_wd") == values.get("end_wd"):
+        without_effect |= {"wd_incr_steps", "wd_incr_style"}
+    return {name: value for name, value in values.items() if name in _KEYS and name not in without_effect}
 
 
 def _shown(name: str, value: Any, global_batch_size: int) -> str:

@@ -2,7 +2,7 @@
 
 Names are Megatron-LM's (megatron/training/checkpointing.py): `iter_0000010/` and `latest_checkpointed_iteration.txt`.
 A checkpoint is written into a hidden folder, flushed to disk, and published with one rename; then the tracker is
-replaced, also by a rename. So the newest visible checkpoint is complete at any moment, also if a process is killed.
+replaced, again by a rename. So the newest visible checkpoint is complete at any moment, even if a process is killed.
 Nothing here needs torch, and only one process (global rank 0) may write.
 """
 
@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_wrap.utils.atomic_write import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -113,7 +115,7 @@ class CheckpointStore:
         """
         partial, final = self._partials[iteration], self.folder_of(iteration)
         sizes = {name: _make_durable(partial / name) for name in sorted(_files(partial))}
-        _write_durably(partial / MANIFEST, json.dumps({**facts, "iteration": iteration, "files": sizes}, indent=1))
+        write_atomically(partial / MANIFEST, json.dumps({**facts, "iteration": iteration, "files": sizes}, indent=1))
         _make_folders_durable(partial)
         replaced = self._hidden_name(iteration, "replaced") if final.exists() else None
         if replaced is not None:
@@ -146,7 +148,7 @@ class CheckpointStore:
         Checkpoints newer than `latest` (after the tracker was set back by hand) and incomplete ones are kept.
 
         Args:
-            best: iteration of a checkpoint that is kept, too.
+            best: iteration of a further checkpoint to keep.
 
         Returns:
             The iterations removed; none if keep is None.
@@ -171,9 +173,7 @@ class CheckpointStore:
 
     def _replace(self, name: str, iteration: int) -> None:
         """Replace a file of the folder, so that it is always the old or the new one."""
-        aside = self.folder / f".{name}.partial"
-        _write_durably(aside, str(iteration))
-        aside.replace(self.folder / name)
+        write_atomically(self.folder / name, str(iteration))
         _make_durable(self.folder)
 
     def _hidden_name(self, iteration: int, kind: str) -> Path:
@@ -220,11 +220,11 @@ def missing_part(checkpoint: Path) -> str | None:
         return f"{MANIFEST} cannot be read ({error})"
     for name, size in sizes.items():
         try:
-            found = (checkpoint / name).stat().st_size
+            actual_size = (checkpoint / name).stat().st_size
         except OSError:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
+        if actual_size != size:
+            return f"{name} has {actual_size} bytes instead of {size}"
     return None
 
 
@@ -241,11 +241,6 @@ def _files(folder: Path) -> Iterator[str]:
     for root, _, names in os.walk(folder):
         for name in names:
             yield os.path.relpath(os.path.join(root, name), folder)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _make_durable(path)
 
 
 def _make_durable(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Writing and reading of Megatron-Core's distributed format, such that a failure on one rank raises on all ranks.
+"""Writing and reading of Megatron-Core's distributed format; a failure on one rank raises on all ranks.
 
 Megatron-Core's save reports failures of its writers to all ranks. But if only global rank 0 fails (writing the common
 state or the metadata), the other ranks wait in the next collective; here rank 0 takes part in it before it raises.
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.platform import versions
+from megatron_wrap.platform.megatron_core import versions
 
 FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""

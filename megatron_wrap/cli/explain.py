@@ -5,15 +5,15 @@ import contextlib
 import os
 from pathlib import Path
 
-from megatron_wrap.bridge.hub import with_downloads
+from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.cli.train import nodes_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
-from megatron_wrap.config.derived import processes_needed
 from megatron_wrap.config.explain import explain
+from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError, LayoutError
-from megatron_wrap.platform.machine import this_machine
+from megatron_wrap.platform.base.machine import this_machine
 
 EXAMPLES = (
     ("one key; its own name is enough if only one section has it", "explain configs/tiny-llama-sft.yaml eval_interval"),
@@ -49,17 +49,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"one KEY at a time, not {len(keys)}: {', '.join(keys)}; an override is written a.b.c=value")
     overrides = [text for text in args.rest if "=" in text]
     tree = with_downloads(lambda: load_tree(args.config, overrides))
-    config = decode(tree, Path(args.config).stem)  # a value of the wrong type is an error here, too
+    config = decode(tree, Path(args.config).stem)  # refuses a value of the wrong type
     print(explain(tree, keys[0] if keys else None, _choices_here(config)))
     return 0
 
 
 def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     """What `megatron-wrap train` would choose, with the processes that it would start on this machine."""
-    processes = processes_needed(config)
+    processes = derived.processes_needed(config)
     with contextlib.suppress(LayoutError):  # the environment of a node describes no run
-        processes = nodes_of(processes, config.init.platform).world_size
-    parallel = config.parallel
-    shards = processes // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+        processes = nodes_of(config).world_size
+    shards = derived.data_parallel_size(config, processes) * config.parallel.context_parallel_size
     machine = this_machine(config.init.platform)
     return all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))

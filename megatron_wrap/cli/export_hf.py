@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint import find_checkpoint
-from megatron_wrap.checkpoint.store import RESOLVED, read_facts
-from megatron_wrap.cli.one_process import run_file
-from megatron_wrap.config import load_resolved, load_run_config
-from megatron_wrap.config.schema import SECTION_PATHS
+from megatron_wrap.bridge.loading.hub import read_run_content
+from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run
+from megatron_wrap.checkpoint.store import RESOLVED
+from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import CheckpointError
 
 EXAMPLES = (
@@ -48,7 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.core import MegatronWrap
 
     checkpoint = _checkpoint(arguments.source)
-    with run_file(_run_of(checkpoint, arguments)) as config, MegatronWrap(config) as wrap:
+    saved = read_saved_run(checkpoint)
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint}: has no {RESOLVED}, which describes the model; was it saved by Megatron-LM?"
+        )
+    with MegatronWrap(read_run_content(_content(checkpoint, saved, arguments))) as wrap:
         wrap.initialize()
         wrap.setup_model()
         folder = wrap.save_pretrained(
@@ -70,39 +75,25 @@ def _checkpoint(run_or_checkpoint: str) -> Path:
         folder = save
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such run or checkpoint; name a run's YAML, or a folder of checkpoints")
-    found = find_checkpoint(folder)
-    if found is None:
-        raise CheckpointError(f"{folder}: holds no checkpoint")
-    if not (found / RESOLVED).is_file():
-        raise CheckpointError(f"{found}: has no {RESOLVED}, which describes the model; was it saved by Megatron-LM?")
-    return found
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: contains no checkpoint")
+    return checkpoint
 
 
-def _run_of(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _content(checkpoint: Path, saved: SavedRun, arguments: argparse.Namespace) -> dict[str, Any]:
     """Content of a run's YAML with the model of the checkpoint and minimal training settings."""
-    saved = load_resolved(checkpoint / RESOLVED)
-
-    def section(name: str) -> dict[str, Any]:
-        values: Any = saved
-        for part in SECTION_PATHS[name].split("."):
-            values = values[part]
-        return dict(values)
-
-    arch, provider, data = section("arch"), section("model_provider"), section("data")
-    arch["vocab_size"] = read_facts(checkpoint).get("vocab_size", arch["vocab_size"])
-    arch["max_position_embeddings"] = arch["max_position_embeddings"] or section("train")["seq_length"]
-    hf_path = provider.get("hf_path")
-    keep = {"hf_path": hf_path} if hf_path is not None and os.path.isdir(os.path.expanduser(hf_path)) else {}
-    tokenizer = arguments.tokenizer or data.get("tokenizer")
-    if tokenizer is not None and not arguments.tokenizer and not os.path.isdir(os.path.expanduser(tokenizer)):
-        tokenizer = None
-    # language-model-base gives no dimensions; the saved values override all its keys
-    chosen = {"__select__": "language-model-base", "__override__": arch}
-    dtype = {"__select__": "fp32", "__override__": {key: section("dtype")[key] for key in ("bf16", "fp16")}}
+    hf_path, tokenizer = saved.section("model_provider").get("hf_path"), saved.section("data").get("tokenizer")
+    provider = {"provider_key": saved.section("model_provider")["provider_key"]}
+    if _is_folder(hf_path):
+        provider["hf_path"] = hf_path
+    if arguments.tokenizer or not _is_folder(tokenizer):
+        tokenizer = arguments.tokenizer
+    dtype = {"__select__": "fp32", "__override__": {key: saved.section("dtype")[key] for key in ("bf16", "fp16")}}
     common = {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "train_iters": 1}
     return {
         "megatron_lm": {
-            "model": {"arch": chosen},
+            "model": {"arch": saved.arch_selection()},
             "train": {
                 "common": {**common, "load": str(checkpoint.absolute()), "finetune": True},
                 "learning-rate": {"lr": 0.0},
@@ -111,8 +102,12 @@ def _run_of(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "megatron_wrap": {
             "init": {"platform": arguments.platform},
-            "model_provider": {"__override__": {"provider_key": provider["provider_key"], **keep}},
+            "model_provider": {"__override__": provider},
             "data": {"__select__": "none", "__override__": {"tokenizer": tokenizer}},
             "flow": {"__select__": "minimal_mock"},
         },
     }
+
+
+def _is_folder(path: str | None) -> bool:
+    return path is not None and os.path.isdir(os.path.expanduser(path))

@@ -6,7 +6,7 @@ import argparse
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declares --input and what is read of it."""
+    """Declares --input and how it is read."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -18,7 +18,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, required: bool) -> None
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of rows, columns (default: text)"
     )
     parser.add_argument(
-        "--suffixes", nargs="+", default=[], metavar="END", help="take only files that end so, such as .py"
+        "--suffixes", nargs="+", default=[], metavar="END", help="take only files with these endings, such as .py"
     )
     parser.add_argument(
         "--text-unit",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.data.inspection import Counts, Finding, Inspected, Inspection, histogram, ordered, segments
-from megatron_wrap.data.mistakes import MISTAKES
+from megatron_wrap.data.inspect.inspection import Counts, Finding, Inspected, Inspection, histogram, ordered, segments
+from megatron_wrap.data.inspect.mistakes import MISTAKES
 from megatron_wrap.report import charts
 from megatron_wrap.report.page import Cell, Item, Page, visible
 
@@ -19,91 +19,96 @@ def facts(sample: Inspected) -> list[str]:
     trained = sum(tokens.count("trained") for tokens in sample.sequences)
     cut = sum(tokens.count("cut") for tokens in sample.sequences)
     total = sum(len(tokens.input_ids) for tokens in sample.sequences)
-    found = [f"{total:,} tokens", f"{trained:,} trained"]
-    found += [f"{cut:,} cut off"] if cut else []
-    found += [f"weight {sample.weight:g}"] if sample.weight != 1 else []
-    return found + [MISTAKES[key].title for key in sample.mistakes]
+    texts = [f"{total:,} tokens", f"{trained:,} trained"]
+    texts += [f"{cut:,} cut off"] if cut else []
+    texts += [f"weight {sample.weight:g}"] if sample.weight != 1 else []
+    return texts + [MISTAKES[key].title for key in sample.mistakes]
 
 
-def summary(found: Inspection, total: int | None, micro_batch_size: int) -> str:
+def summary(inspection: Inspection, total: int | None, micro_batch_size: int) -> str:
     """The table below the printed samples: counts, lengths, efficiencies, and mistakes with their first rows."""
-    rows = [*_numbers(found, total), *_lengths(found)]
-    rows += [(f"real tokens, {name}", f"{share:.1%}") for name, share in found.efficiencies(micro_batch_size).items()]
+    rows = [*_numbers(inspection, total), *_lengths(inspection)]
+    rows += [
+        (f"real tokens, {name}", f"{share:.1%}") for name, share in inspection.efficiencies(micro_batch_size).items()
+    ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    findings = ordered(found.findings)
+    findings = ordered(inspection.findings)
     lines += ["", "found:" if findings else "no mistakes found"]
     for finding in findings:
         mistake = MISTAKES[finding.key]
         sign = "!" if mistake.serious else "-"
-        lines.append(f"  {sign} {_amount(finding, found.counts)}: {mistake.title}; {mistake.advice}")
+        lines.append(f"  {sign} {_amount(finding, inspection.counts)}: {mistake.title}; {mistake.advice}")
         lines += [f"      {visible(row)}" for row in finding.rows]
     return "\n".join(lines)
 
 
-def build_page(found: Inspection, total: int | None, config: RunConfig, split: str, tokenizer: Any) -> str:
+def build_page(inspection: Inspection, total: int | None, config: RunConfig, split: str, tokenizer: Any) -> str:
     """The HTML of the page."""
     page = Page(
         f"Data of {config.name}: {split}",
-        f"{config.flow.flow_key}, seq_length {found.seq_length:,}, tokenizer {config.data.tokenizer or 'none'}",
+        f"{config.flow.flow_key}, seq_length {inspection.seq_length:,}, tokenizer {config.data.tokenizer or 'none'}",
     )
-    page.tiles(_numbers(found, total))
-    _add_findings(page, found)
-    _add_tokens(page, found, config.train.micro_batch_size)
-    if len(found.by_source) > 1:
+    page.tiles(_numbers(inspection, total))
+    _add_findings(page, inspection)
+    _add_tokens(page, inspection, config.train.micro_batch_size)
+    if len(inspection.by_source) > 1:
         page.heading("Sources")
         names = ("source", "samples", "trained tokens", "other tokens", "truncated", "left out")
-        page.table(names, [[name, *_row(counts)] for name, counts in found.by_source.items()])
+        page.table(names, [[name, *_row(counts)] for name, counts in inspection.by_source.items()])
     page.heading("Samples")
     page.paragraph("Highlighted: trained. Struck out: removed by truncation. The arrow keys turn pages.")
     items = [
-        Item(sample.place(), [sample.source, *facts(sample)], _texts(sample, tokenizer), sample.mistakes)
-        for sample in found.shown
+        Item(sample.where(), [sample.source, *facts(sample)], _texts(sample, tokenizer), sample.mistakes)
+        for sample in inspection.shown
     ]
-    labels = [key for key in MISTAKES if any(key in sample.mistakes for sample in found.shown)]
+    labels = [key for key in MISTAKES if any(key in sample.mistakes for sample in inspection.shown)]
     page.items(items, [("", f"all {len(items):,} shown here"), *((key, MISTAKES[key].title) for key in labels)])
     return page.html()
 
 
-def _add_findings(page: Page, found: Inspection) -> None:
+def _add_findings(page: Page, inspection: Inspection) -> None:
     page.heading("Mistakes")
-    findings = ordered(found.findings)
+    findings = ordered(inspection.findings)
     if not findings:
         page.paragraph("None of the usual ones.")
         return
     rows: list[list[str | Cell]] = []
     for finding in findings:
         mistake = MISTAKES[finding.key]
-        amount = Cell(_amount(finding, found.counts), "alarm" if mistake.serious else "notice")
-        what = Cell(f"{mistake.title}\n{mistake.advice}", "title")
-        rows.append([amount, what, Cell("\n".join(finding.rows), "soft")])
+        amount = Cell(_amount(finding, inspection.counts), "alarm" if mistake.serious else "notice")
+        description = Cell(f"{mistake.title}\n{mistake.advice}", "title")
+        rows.append([amount, description, Cell("\n".join(finding.rows), "soft")])
     page.table(("samples", "what, and what to do", "first rows"), rows, is_stacked=True)
 
 
-def _add_tokens(page: Page, found: Inspection, micro_batch_size: int) -> None:
-    counts = found.counts
+def _add_tokens(page: Page, inspection: Inspection, micro_batch_size: int) -> None:
+    counts = inspection.counts
     page.heading("Tokens")
     parts = [("trained", counts.trained, "share-mark"), ("other", counts.other, "share")]
     page.figure(charts.shares([*parts, ("cut off", counts.cut, "share-gone")]))
     page.heading("Lengths before truncation")
-    page.figure(charts.histogram(*histogram(found.whole_lengths), limit=found.seq_length))
-    page.table(("tokens of a sequence", ""), [[name, Cell(value, "number")] for name, value in _lengths(found)])
+    page.figure(charts.histogram(*histogram(inspection.whole_lengths), limit=inspection.seq_length))
+    page.table(("tokens of a sequence", ""), [[name, Cell(value, "number")] for name, value in _lengths(inspection)])
     page.heading("Real tokens among those that the model computes")
-    shares = found.efficiencies(micro_batch_size)
-    names = {"padded to the longest of a micro-batch": f" of {micro_batch_size}", "packed": f" to {found.seq_length:,}"}
+    shares = inspection.efficiencies(micro_batch_size)
+    names = {
+        "padded to the longest of a micro-batch": f" of {micro_batch_size}",
+        "packed": f" to {inspection.seq_length:,}",
+    }
     page.table(
         ("layout", "share"),
         [[name + names.get(name, ""), Cell(f"{share:.1%}", "number")] for name, share in shares.items()],
     )
 
 
-def _numbers(found: Inspection, total: int | None) -> list[tuple[str, str]]:
-    counts = found.counts
+def _numbers(inspection: Inspection, total: int | None) -> list[tuple[str, str]]:
+    counts = inspection.counts
     read = counts.samples + counts.dropped
     of = "" if total == read else f" of {total:,}" if total is not None else ", from the start of a stream"
     tokens = counts.trained + counts.other
     share = f", {counts.trained / tokens:.1%}" if tokens else ""
-    duplicates = found.findings["duplicate"].count if "duplicate" in found.findings else 0
+    duplicates = inspection.findings["duplicate"].count if "duplicate" in inspection.findings else 0
     return [
         ("samples read", f"{read:,}{of}"),
         ("left out", f"{counts.dropped:,}"),
@@ -115,8 +120,8 @@ def _numbers(found: Inspection, total: int | None) -> list[tuple[str, str]]:
     ]
 
 
-def _lengths(found: Inspection) -> list[tuple[str, str]]:
-    lengths = sorted(found.whole_lengths)
+def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
+    lengths = sorted(inspection.whole_lengths)
     if not lengths:
         return []
     at = [("median length", 0.5), ("90% are at most", 0.9), ("99% are at most", 0.99), ("longest", 1.0)]

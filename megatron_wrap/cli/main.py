@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
         formatter_class=_HELP_FORMAT,
     )
     module.add_arguments(parser)
-    return module, parser.parse_intermixed_args(argv[1:])  # overrides are accepted after options, too
+    return module, parser.parse_intermixed_args(argv[1:])  # overrides are accepted after options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,7 +87,7 @@ megatron_wrap:
 """
 
 _TEST = '''\
-"""CLASS gives the same training on every parallel layout, with samples of different lengths."""
+"""CLASS trains the same on every parallel layout, with samples of different lengths."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def samples(count: int = 16) -> list[dict[str, list[int]]]:
     return [
         {
             "input_ids": [generator.randrange(4096) for _ in range(length)],
-            "loss_mask": [int(place > 0 and generator.random() < 0.7) for _ in range(length)],
+            "loss_mask": [int(index > 0 and generator.random() < 0.7) for _ in range(length)],
         }
-        for place, length in enumerate(lengths)
+        for index, length in enumerate(lengths)
     ]
 
 

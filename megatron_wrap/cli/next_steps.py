@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_wrap.bridge.choose import choose_family, complete
-from megatron_wrap.checkpoint import find_checkpoint
-from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.paths import output_dir, tensorboard_dir
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir
 from megatron_wrap.errors import MegatronWrapError
 
 _TRAIN = "megatron_lm.train.common."
@@ -28,7 +29,7 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     Args:
         config: the run.
         command: arguments of `megatron-wrap` that started it: train CONFIG, options, overrides.
-        evaluates: the training script evaluates at the end, also if no steps are left.
+        evaluates: the training script evaluates at the end, even if no steps are left.
     """
     lines = ["next:"]
 
@@ -76,7 +77,7 @@ def _doubled(config: RunConfig) -> tuple[str, float]:
 
 
 def _longer(config: RunConfig, command: Sequence[str], key: str, length: float) -> list[str]:
-    """The command for a longer run: a schedule of another length is refused unless one of two keys chooses."""
+    """The command for a longer run: a schedule of another length is refused unless one of two keys selects one."""
     words = [text for text in command if not text.startswith(key)]
     if derived.is_indexed(config.data) and config.data.index_samples is None:
         words.append(f"megatron_wrap.data.index_samples={derived.indexed_samples(config)}")  # the same order of windows
@@ -108,8 +109,8 @@ def _shell(words: Sequence[str]) -> str:
 def _program(name: str) -> str:
     """How to start a program of this environment: by its name if the shell finds it, else by its path."""
     beside = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    if found is not None and Path(found).parent.samefile(beside.parent):
+    on_path = shutil.which(name)
+    if on_path is not None and Path(on_path).parent.samefile(beside.parent):
         return name
     if beside.is_file():
         relative = os.path.relpath(beside)
@@ -126,6 +127,6 @@ def _has_checkpoint(folder: str) -> bool:
 def _is_exportable(config: RunConfig) -> bool:
     """Whether a Hugging Face family can express the architecture."""
     with suppress(MegatronWrapError):
-        choose_family(complete(config.arch, config.train.seq_length), config.model_provider.hf_path)
+        export_format(config)
         return True
     return False

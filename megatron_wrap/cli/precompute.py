@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_wrap.bridge.hub import read_run
-from megatron_wrap.checkpoint.second_model import precompute_config
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.cli.train import launch_processes, nodes_of
-from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.checks import check_layout, check_run
-from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.run import check_layout, check_run
+from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 
 EXAMPLES = (
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Validates, starts the processes, and returns their exit code."""
     config = read_run(arguments.config, arguments.overrides)
-    reference = config.models.second
+    reference = config.models.reference_or_teacher
     folder = arguments.output or (None if reference is None else reference.precomputed)
     if folder is None:
         raise ConfigError(
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_run(config)
     precompute_config(config)
-    nodes = nodes_of(processes_needed(config), config.init.platform)
+    nodes = nodes_of(config)
     check_layout(config, nodes.world_size)
     return launch_processes(nodes, ["-c", _RANK, folder, arguments.config, *arguments.overrides], config)
 
@@ -63,34 +63,20 @@ def run_rank(folder: str, config: str, *overrides: str) -> None:
         with MegatronWrap(precompute_config(run_config)) as wrap:
             wrap.initialize()
             wrap.setup_model()
-            count = precompute_samples(wrap, run_config, folder)
+            from megatron_wrap.engine.precompute import precompute  # after the platform, whose Megatron-Core it imports
+
+            skip_bad = run_config.data.on_bad_sample == "skip"
+            count = precompute(wrap.state, _samples(run_config), folder, run_config.models.role, skip_bad)
             logger.info_rank_0(f"outputs of {count:,} samples: {folder}")
 
 
-def precompute_samples(wrap: Any, config: RunConfig, folder: str) -> int:
-    """Store the outputs of a run's model for each sample of its training and evaluation sets. Collective.
-
-    Args:
-        wrap: a `MegatronWrap` of `precompute_config`, with its model set up.
-        config: whose samples are read.
-
-    Returns:
-        The number of samples stored; equal ones are stored once.
-
-    Raises:
-        DataError: a row cannot be used, or there is none.
-    """
-    from megatron_wrap.engine.precomputed import precompute
-
-    return precompute(wrap.state, _samples(config), folder, config.models.role, config.data.on_bad_sample == "skip")
-
-
 def _samples(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    from megatron_wrap.data.sources import NumberedSamples, each_row
+    """(FILE:ROW, sample) of each row of the training and evaluation sets, with a DataError instead of a bad row."""
+    from megatron_wrap.data.order.sample_sets import NumberedSamples, each_row
 
     mock = derived.mock_samples(config.data)
-    for place, sample in enumerate(NumberedSamples(mock or 0)):
-        yield f"mock:{place + 1}", sample
+    for number, sample in enumerate(NumberedSamples(mock or 0), 1):
+        yield f"mock:{number}", sample
     for source in derived.training_sources(config):
         yield from each_row(source)
     for sources in derived.validation_sources(config).values():

@@ -12,7 +12,7 @@ from megatron_wrap.cli.input_arguments import add_input_arguments, count
 from megatron_wrap.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_wrap.data.preprocess import Progress
+    from megatron_wrap.data.preprocess.preprocess import PreprocessProgress
 
 EXAMPLES = (
     (
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tokenizer-type {arguments.tokenizer_type}: only HuggingFaceTokenizer is read; name the tokenizer's "
             "Hugging Face folder or hub id with --tokenizer, and delete --tokenizer-type"
         )
-    from megatron_wrap.data.preprocess import Preprocessing, preprocess
+    from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
 
     settings = Preprocessing(
         input=arguments.input,
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_statistics(written: Progress, prefixes: list[str]) -> None:
+def _print_statistics(written: PreprocessProgress, prefixes: list[str]) -> None:
     print(f"documents        {written.documents:,}")
     print(f"tokens           {written.tokens:,}")
     print(f"bytes per token  {written.text_bytes / max(1, written.tokens):.3f}")
@@ -103,7 +103,7 @@ def _print_statistics(written: Progress, prefixes: list[str]) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from megatron_wrap.data.index_writer import merge
+    from megatron_wrap.data.indexed.index_writer import merge
 
     if arguments.input or arguments.tokenizer:
         raise ConfigError("--merge takes prefixes and --output-prefix alone; delete --input and --tokenizer")
@@ -115,14 +115,14 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _prefixes(name: str) -> list[str]:
-    """A prefix is given as it is, also with the ending of a file; of a folder all prefixes, as in Megatron-LM."""
+    """The prefix of a name, which may have the ending of a file; all prefixes of a folder, as in Megatron-LM."""
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder):
         return [name.removesuffix(".idx").removesuffix(".bin")]
-    found = sorted({file[:-4] for file in os.listdir(folder) if file.endswith((".bin", ".idx"))})
-    if not found:
+    prefixes = sorted({file[:-4] for file in os.listdir(folder) if file.endswith((".bin", ".idx"))})
+    if not prefixes:
         raise ConfigError(f"{name}: contains no .bin and .idx; name prefixes, or a folder that contains them")
-    return [os.path.join(name, prefix) for prefix in found]
+    return [os.path.join(name, prefix) for prefix in prefixes]
 
 
 class _ProgressLines:
@@ -133,12 +133,12 @@ class _ProgressLines:
         self._begin: tuple[float, int, int] | None = None
         self._last, self._open = 0.0, False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PreprocessProgress) -> None:
         now = time.monotonic()
         if self._begin is None:
             self._begin, self._last = (now, progress.done_bytes, progress.tokens), now
             if progress.rows and not progress.complete:
-                self._print(f"continuing behind {progress.rows:,} rows")
+                self._print(f"continuing after {progress.rows:,} rows")
                 self.end()
         elif now - self._last >= (_SECONDS_TERMINAL if self._terminal else _SECONDS_FILE):
             self._last = now
@@ -156,7 +156,7 @@ class _ProgressLines:
             self._open = False
 
 
-def progress_text(progress: Progress, seconds: float, done_before: int, tokens_before: int) -> str:
+def progress_text(progress: PreprocessProgress, seconds: float, done_before: int, tokens_before: int) -> str:
     """One line: documents, tokens, their rate, the share of the input and the time left at the rate so far.
 
     Args:

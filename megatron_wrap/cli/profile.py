@@ -6,10 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_wrap.bridge.hub import read_run
-from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.train import launch_processes, nodes_of
-from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 
 EXAMPLES = (
@@ -28,7 +27,7 @@ _NOTHING_SAVED = (
     "megatron_wrap.logger.tensorboard_dir=null",
     *(f"megatron_wrap.logger.{key}=false" for key in ("enable_wandb", "enable_tensorboard", "progress_bar")),
 )
-"""Overrides by which a run writes no checkpoints and resumes from none."""
+"""Overrides with which a run writes no checkpoints and resumes from none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.output or f"outputs/profile-{Path(arguments.config).stem}"
     overrides = [*arguments.overrides, *overrides_of(arguments.steps, arguments.warmup, folder)]
     config = read_run(arguments.config, overrides)
-    nodes = nodes_of(processes_needed(config), config.init.platform)
-    precheck(config, nodes.world_size, own_script=False)
+    nodes = nodes_of(config)
+    validate(config, nodes.world_size)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
     return launch_processes(nodes, ["-c", _RANK, arguments.config, *overrides], config)
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:
-    """Overrides by which a run profiles `steps` steps after `warmup` others, and writes only `folder`."""
-    listed = ",".join(str(warmup + 1 + place) for place in range(steps))
-    own = (f"megatron_wrap.profile.steps=[{listed}]", f"megatron_wrap.profile.output_dir={folder}")
-    return [*_NOTHING_SAVED, f"megatron_wrap.logger.output_dir={folder}", *own]
+    """Overrides with which a run profiles `steps` steps after `warmup` others, and writes only `folder`."""
+    profiled = ",".join(str(iteration) for iteration in range(warmup + 1, warmup + 1 + steps))
+    return [
+        *_NOTHING_SAVED,
+        f"megatron_wrap.logger.output_dir={folder}",
+        f"megatron_wrap.profile.steps=[{profiled}]",
+        f"megatron_wrap.profile.output_dir={folder}",
+    ]
 
 
 def run_rank(config: str, *overrides: str) -> None:

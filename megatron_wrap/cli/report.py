@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints its path and those of the pictures."""
-    found = [read_run_files(path) for path in arguments.runs]
-    folder = found[0].folder if len(found) == 1 else Path()
+    runs = [read_run_files(path) for path in arguments.runs]
+    folder = runs[0].folder if len(runs) == 1 else Path()
     page = Path(arguments.output or folder / "report.html")
-    labels = labels_of(found)
+    labels = labels_of(runs)
     if len(set(labels)) < len(labels):
         raise ConfigError(f"{', '.join(arguments.runs)}: the same run is given twice; give it once")
-    reported = [ReportedRun(label, files, _checkpoints(files)) for label, files in zip(labels, found, strict=True)]
-    charts = [chart for section in charts_of(found, labels).values() for chart in section]
+    reported = [ReportedRun(label, files, _checkpoints(files)) for label, files in zip(labels, runs, strict=True)]
+    charts = [chart for section in charts_of(runs, labels).values() for chart in section]
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         pictures = write_png_files(charts, page.parent, page.stem) if arguments.png else []
@@ -62,12 +62,12 @@ def _checkpoints(files: RunFiles) -> Sequence[CheckpointFacts]:
         return ()
     store = CheckpointStore(folder)
     best, latest = store.best(), store.latest()
-    found = []
+    checkpoints = []
     for iteration in store.iterations():
         path = store.find(iteration)
         if path is None:
             continue
-        notes = [name for name, of in (("newest", latest), ("best", best)) if of == iteration]
+        notes = [note for note, noted in (("newest", latest), ("best", best)) if noted == iteration]
         sizes = read_facts(path).get("files", {}).values()
-        found.append(CheckpointFacts(iteration, sum(sizes) / 2**30, str(path), ", ".join(notes)))
-    return found
+        checkpoints.append(CheckpointFacts(iteration, sum(sizes) / 2**30, str(path), ", ".join(notes)))
+    return checkpoints

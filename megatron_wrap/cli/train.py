@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_wrap.bridge.hub import read_run
-from megatron_wrap.cli.precheck import precheck
+from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
-from megatron_wrap.config.derived import processes_needed
+from megatron_wrap.config.schema.derived import processes_needed
+from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError, LayoutError
-from megatron_wrap.platform.machine import visible_gpus
+from megatron_wrap.platform.base.machine import visible_gpus
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the processes."""
     config = read_run(arguments.config, arguments.overrides)
-    nodes = nodes_of(processes_needed(config), config.init.platform)
-    precheck(config, nodes.world_size, own_script=arguments.script is not None)
+    nodes = nodes_of(config)
+    validate(config, nodes.world_size, own_script=arguments.script is not None)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
     script = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
@@ -79,23 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def nodes_of(needed: int, platform: str) -> Nodes:
-    """Where the processes of a command run, from the environment.
-
-    Args:
-        needed: processes of the layout.
-        platform: `megatron_wrap.init.platform`.
+def nodes_of(config: RunConfig) -> Nodes:
+    """Where the processes of a run are started, from the environment.
 
     Raises:
         LayoutError: a variable is missing or no whole number.
     """
-    nodes = _integer("NNODES", 1)
-    default = (visible_gpus() if platform != "cpu" else 0) or -(-needed // nodes)
-    if nodes > 1 and "MASTER_ADDR" not in os.environ:
+    num_nodes = _integer("NNODES", 1)
+    gpus = visible_gpus() if config.init.platform != "cpu" else 0
+    if num_nodes > 1 and "MASTER_ADDR" not in os.environ:
         raise LayoutError("NNODES is more than 1: set MASTER_ADDR (and MASTER_PORT) to those of node 0")
     return Nodes(
-        processes_per_node=_integer("GPUS_PER_NODE", default),
-        num_nodes=nodes,
+        processes_per_node=_integer("GPUS_PER_NODE", gpus or -(-processes_needed(config) // num_nodes)),
+        num_nodes=num_nodes,
         node_rank=_integer("NODE_RANK", 0),
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer("MASTER_PORT", 0),
@@ -107,7 +103,7 @@ def _integer(variable: str, default: int) -> int:
     if not text:
         return default
     if not text.isdigit() or (variable in ("GPUS_PER_NODE", "NNODES") and int(text) < 1):
-        raise LayoutError(f"environment variable {variable} is {text!r}; it has to be a whole number")
+        raise LayoutError(f"environment variable {variable} is {text!r}; it must be a whole number")
     return int(text)
 
 

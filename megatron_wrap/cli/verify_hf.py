@@ -6,9 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_wrap.bridge.hub import local_folder
-from megatron_wrap.bridge.source import WEIGHT_FILES
-from megatron_wrap.cli.one_process import SINGLE, run_file
+from megatron_wrap.bridge.loading.hub import local_folder, read_run, read_run_content
+from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.config.hugging_face import CONFIG_FILES
 
 EXAMPLES = (
@@ -18,7 +17,24 @@ EXAMPLES = (
         "verify-hf outputs/tiny-llama-sft/hf configs/tiny-llama-sft.yaml --json verdict.json",
     ),
 )
-RUN = {
+_PARALLEL, _TRAIN = "megatron_lm.model.parallel", "megatron_lm.train.common"
+_ONE_PROCESS = (
+    *(f"{_PARALLEL}.{kind}_parallel_size=1" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")),
+    *(
+        f"{_PARALLEL}.{key}=null"
+        for key in (
+            "expert_tensor_parallel_size",
+            "sequence_parallel",
+            "num_layers_per_virtual_pipeline_stage",
+            "virtual_pipeline_model_parallel_size",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+    ),
+    *(f"{_TRAIN}.{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")),
+)
+"""Overrides that reduce any run to one process without checkpoints."""
+_RUN = {
     "megatron_lm": {
         "train": {
             "common": {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 64, "train_iters": 1},
@@ -55,8 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]
     folder = str(local_folder(arguments.folder, CONFIG_FILES + WEIGHT_FILES))
-    settings = [*SINGLE, "megatron_wrap.model_provider.verify_hf=false", *overrides]
-    with run_file(RUN) as made, MegatronWrap.from_pretrained(folder, configs[0] if configs else made, settings) as wrap:
+    provider = "megatron_wrap.model_provider"
+    overrides = [*_ONE_PROCESS, f"{provider}.verify_hf=false", *overrides, f"{provider}.hf_path={json.dumps(folder)}"]
+    config = read_run(configs[0], overrides) if configs else read_run_content(_RUN, overrides)
+    with MegatronWrap(config) as wrap:
         wrap.initialize()
         wrap.setup_model()
         verdict = verify_hugging_face(wrap.state, wrap.tokenizer, arguments.tokens)

@@ -1,40 +1,41 @@
-"""From a run's YAML to the frozen dataclasses of `schema`: types are checked here, contradictions in `checks`."""
+"""From a run's YAML to the frozen dataclasses of `schema`; `checks` refuses contradictions between their values."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from megatron_wrap.config import schema
-from megatron_wrap.config.advice import SET_ELSEWHERE, key_advice
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.nest import read_nest
-from megatron_wrap.config.reading import COMMAND_LINE, Node, describe, dump_yaml, read_yaml, shown_path
-from megatron_wrap.config.record import Origin, Rules, Tree
-from megatron_wrap.config.second_models import decode_second_model
-from megatron_wrap.config.sources import decode_evaluation_sets, decode_sources
-from megatron_wrap.config.types import Mismatch, check_value, parse_annotation
-from megatron_wrap.config.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.reading.nest import KeyRules, read_nest
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin
+from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.schema.reference_models import decode_reference_model
+from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
+from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
+from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
+from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 _CATCH_ALL = {"upstream", "options"}
-_PLUG_INS = {schema.SECTION_PATHS["flow"]: "flow_key"}
-_SOURCES: dict[tuple[str, str], Callable[[Node, str], Any]] = {
+_PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
+_DECODERS: dict[tuple[str, str], Callable[[Node, str], Any]] = {
     ("data", "train"): decode_sources,
     ("data", "validation"): decode_evaluation_sets,
-    ("models", "reference"): decode_second_model,
-    ("models", "teacher"): decode_second_model,
+    ("models", "reference"): decode_reference_model,
+    ("models", "teacher"): decode_reference_model,
 }
-_SECTION_OF_PATH = {path: section for section, path in schema.SECTION_PATHS.items()}
+_SECTION_OF_PATH = {path: section for section, path in SECTION_PATHS.items()}
 
 
-def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> schema.RunConfig:
-    """Reads, checks and decodes a run's YAML; pure: no torch, no process group, nothing is written.
+def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, validate and decode a run's YAML; imports no torch and writes nothing.
 
     Args:
-        path: the YAML; a `nest/` folder beside it is laid over the shipped tree.
-        overrides: command-line `a.b.c=value` in their order, applied last.
+        path: the YAML; a `nest/` folder in its folder overlays the shipped tree.
+        overrides: command-line `a.b.c=value`, applied last, in their order.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a missing value; the message names file, line and dotted path.
@@ -43,25 +44,25 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
     return decode(load_tree(path, overrides), Path(path).stem)
 
 
-def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
-    """The composed tree of a run's YAML, the architecture of `model_provider.hf_path` included; keys are checked, types
-    are not yet."""
-    nest = read_nest(Path(path), overrides, Rules(_more_keys, _PLUG_INS, key_advice))
+def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
+    """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`; keys are validated,
+    types are not."""
+    nest = read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice))
     add_hugging_face(nest)
     return nest.compose()
 
 
-def decode(tree: Tree, name: str) -> schema.RunConfig:
+def decode(tree: ComposedConfig, name: str) -> RunConfig:
     """The run's dataclasses from a composed tree; `name` is the name of the run."""
-    sections = {field: _decode_section(tree, field) for field in schema.SECTION_PATHS}
+    sections = {field: _decode_section(tree, field) for field in SECTION_PATHS}
     leaves = tree.leaves()
-    sources = {path: str(origins[-1]) for path, origins in leaves.items()}
-    undeclared = frozenset(path for path, origins in leaves.items() if origins[0].how in ("override", COMMAND_LINE))
-    return schema.RunConfig(name=name, **sections, resolved=tree.values, sources=sources, undeclared=undeclared)
+    origins = {path: str(settings[-1]) for path, settings in leaves.items()}
+    undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
+    return RunConfig(name=name, **sections, resolved=tree.values, origins=origins, undeclared=undeclared)
 
 
-def write_resolved(config: schema.RunConfig, path: str | os.PathLike[str]) -> None:
-    """Writes the whole resolved tree as YAML, each value with its source as a comment."""
+def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write all resolved values as YAML, each with its origin as a comment."""
     lines = []
     trail: list[str] = []
     for line in dump_yaml(config.resolved).splitlines():
@@ -69,21 +70,24 @@ def write_resolved(config: schema.RunConfig, path: str | os.PathLike[str]) -> No
         depth = (len(line) - len(line.lstrip())) // 2
         if colon and not line.lstrip().startswith("- "):
             trail = [*trail[:depth], key.strip("'\"")]
-            source = config.sources.get(".".join(trail))
-            line = f"{line}  # {source}" if source else line
+            origin = config.origins.get(".".join(trail))
+            line = f"{line}  # {origin}" if origin else line
         lines.append(line)
-    text = f"# {config.name}, resolved by megatron-wrap: every value and where it was set\n" + "\n".join(lines) + "\n"
+    text = (
+        f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n" + "\n".join(lines) + "\n"
+    )
     Path(path).write_text(text, encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """What `write_resolved` wrote, as nested plain dictionaries equal to `RunConfig.resolved`."""
+    """The values in a file of `write_resolved`, equal to `RunConfig.resolved`."""
     return read_yaml(Path(path)).plain()
 
 
+@functools.cache
 def section_hints(section: str) -> dict[str, Any]:
-    """Key -> type of a section's own keys, without the catch-all for further ones."""
-    section_class = get_type_hints(schema.RunConfig)[section]
+    """Key -> type, for the keys that a section's dataclass declares."""
+    section_class = get_type_hints(RunConfig)[section]
     return {key: hint for key, hint in get_type_hints(section_class).items() if key not in _CATCH_ALL}
 
 
@@ -91,13 +95,13 @@ def _more_keys(path: str) -> Collection[str]:
     section = _SECTION_OF_PATH.get(path)
     if section is None:
         return ()
-    upstream = upstream_fields(schema.UPSTREAM[section]) if section in schema.UPSTREAM else ()
+    upstream = upstream_fields(UPSTREAM[section]) if section in UPSTREAM else ()
     further = [name for name in upstream if name not in SET_ELSEWHERE[section]]
     return [*further, *sorted(_with_default(section) - _CATCH_ALL)]
 
 
-def _decode_section(tree: Tree, section: str) -> Any:
-    path = schema.SECTION_PATHS[section]
+def _decode_section(tree: ComposedConfig, section: str) -> Any:
+    path = SECTION_PATHS[section]
     if path not in tree.sections:
         raise ConfigError(f"{tree.view_file} {path}: the section is missing from the tree")
     values, origins = tree.section_values(path), tree.sections[path].origins
@@ -106,17 +110,15 @@ def _decode_section(tree: Tree, section: str) -> Any:
     defaults = _with_default(section)
     for key, hint in hints.items():
         if key not in values and key in defaults:
-            continue  # a file of the tree that was written before the key existed
+            continue  # a file of the tree that is older than the key
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
-            raise ConfigError(
-                f"{file} {path}.{key}: missing; a file of this section defines every key, or inherits one that does"
-            )
-        if (section, key) in _SOURCES:
-            decoded[key] = _SOURCES[section, key](_last_node(origins[key]), f"{path}.{key}")
+            raise ConfigError(f"{file} {path}.{key}: missing; define it, or inherit a file of this section that does")
+        if (section, key) in _DECODERS:
+            decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
         else:
             decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
-    section_class = get_type_hints(schema.RunConfig)[section]
+    section_class = get_type_hints(RunConfig)[section]
     catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
@@ -129,14 +131,14 @@ def _decode_section(tree: Tree, section: str) -> Any:
 
 
 def _with_default(section: str) -> set[str]:
-    fields, missing = dataclasses.fields(get_type_hints(schema.RunConfig)[section]), dataclasses.MISSING
+    fields, missing = dataclasses.fields(get_type_hints(RunConfig)[section]), dataclasses.MISSING
     return {field.name for field in fields if field.default is not missing or field.default_factory is not missing}
 
 
 def _last_node(origins: Any) -> Node:
-    """The node that a value was set by last, with the positions of its parts."""
+    """The last node that sets a value, with the positions of its parts."""
     if isinstance(origins, dict):
-        return Node({key: _last_node(below) for key, below in origins.items()}, _first_origin(origins).node.file)
+        return Node({key: _last_node(nested) for key, nested in origins.items()}, _first_origin(origins).node.file)
     last: Node = origins[-1].node
     return last
 
@@ -147,30 +149,30 @@ def _first_origin(origins: Any) -> Origin:
     return origins[0]
 
 
-def _checked(tree: Tree, value: Any, origins: Any, hint: Any, path: str) -> Any:
+def _checked(tree: ComposedConfig, value: Any, origins: Any, hint: Any, path: str) -> Any:
     if isinstance(origins, dict):
-        raise ConfigError(f"{_first_origin(origins).node.where} {path}: one value is expected, not a mapping")
+        raise ConfigError(f"{_first_origin(origins).node.where} {path}: a single value is expected, not a mapping")
     where = origins[-1].node.where
     try:
         return check_value(value, hint)
     except Mismatch as mismatch:
-        if value is None and origins[-1].how not in ("override", "command line"):
+        if value is None and not origins[-1].by_run:
             raise ConfigError(_missing_value(tree, path, mismatch, where)) from None
         raise ConfigError(f"{where} {path}: {mismatch}, not {describe(value)}") from None
 
 
-def _missing_value(tree: Tree, path: str, mismatch: Mismatch, where: str) -> str:
+def _missing_value(tree: ComposedConfig, path: str, mismatch: Mismatch, where: str) -> str:
     section_path, _, key = path.rpartition(".")
     section = tree.sections[section_path]
-    rule = f"{tree.view_file} {path}: not given; it {mismatch}; write {key} under {section_path}"
+    rule = f"{tree.view_file} {path}: not set; it {mismatch}; write {key} under {section_path}"
     if section.selected is None:
         return rule
     return f"{rule}.__override__, or select a file that defines it ({section.selected} leaves it null at {where})"
 
 
-def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
-    section_path = schema.SECTION_PATHS[section]
-    path, class_name = f"{section_path}.{key}", schema.UPSTREAM[section]
+def _decode_upstream(tree: ComposedConfig, section: str, key: str) -> Any:
+    section_path = SECTION_PATHS[section]
+    path, class_name = f"{section_path}.{key}", UPSTREAM[section]
     origins = tree.sections[section_path].origins[key]
     where = _first_origin(origins).node.where
     fields = upstream_fields(class_name)
@@ -180,23 +182,23 @@ def _decode_upstream(tree: Tree, section: str, key: str) -> Any:
         hint = did_you_mean(key, section_hints(section), fields)
         raise ConfigError(f"{where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
-    members = upstream_enums().get(annotation)  # given by name; `model/transformer.py` makes it a member
+    members = upstream_enums().get(annotation)  # set by name; `model/transformer_config.py` converts it
     kind: Any = parse_annotation(annotation) if members is None else Literal[members]
     if kind is None:
         raise ConfigError(
-            f"{where} {path}: Megatron-Core's field has the type {annotation}, which a YAML cannot express; delete it, "
+            f"{where} {path}: Megatron-Core's field has the type {annotation}, which YAML cannot express; delete it, "
             "or write a model provider that sets it"
         )
     return _checked(tree, tree.section_values(section_path)[key], origins, kind, path)
 
 
-def _decode_option(tree: Tree, section: str, key: str) -> Any:
-    """An option of a flow or a provider, of the type that its value in the tree's file has, if the file has the key."""
-    section_path = schema.SECTION_PATHS[section]
+def _decode_option(tree: ComposedConfig, section: str, key: str) -> Any:
+    """An option of a flow or a provider, of the type of its value in the tree's file, if the file has the key."""
+    section_path = SECTION_PATHS[section]
 
     def typed(value: Any, origins: Any, path: str) -> Any:
         if isinstance(origins, dict):
-            return {key: typed(value[key], below, f"{path}.{key}") for key, below in origins.items()}
+            return {key: typed(value[key], nested, f"{path}.{key}") for key, nested in origins.items()}
         kind = type(origins[0].node.plain())
         if section == "flow" and kind is str and isinstance(value, list):
             return value  # a name or a list of names: the flow's Config decides

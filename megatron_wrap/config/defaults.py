@@ -1,5 +1,7 @@
-"""Keys that the YAML leaves open (null), chosen from machine and layout: the only place of these choices and of their
-reasons. `megatron-wrap explain` prints them; a value in the YAML takes precedence."""
+"""Defaults that depend on machine and layout: the choices for keys that the YAML leaves null, each with its reason.
+
+`megatron-wrap explain` prints them; a value in the YAML takes precedence.
+"""
 
 import copy
 import dataclasses
@@ -7,17 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wrap.config import derived
-from megatron_wrap.config.fp8 import fp8_settings
-from megatron_wrap.config.schema import SECTION_PATHS, ArchConfig, RunConfig
-from megatron_wrap.platform.machine import Machine
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.platform.base.machine import Machine
 
 OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
 OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable: queues of a GPU, in which kernels wait."""
+"""Environment variable: number of hardware queues of a GPU."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
-"""Before it, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
+"""Before this version, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
 FP8_GATHER_FROM = (0, 19)
 """The first Megatron-Core that computes the transposes of FP8 weights after a forced gather with overlap_param_gather
 (param_and_grad_buffer.py, start_param_sync)."""
@@ -26,7 +29,7 @@ _SHIPPED_PROVIDERS = ("gpt_model", derived.VALUE_PROVIDER)
 
 @dataclass(frozen=True)
 class Choice:
-    """The value of a key here."""
+    """The value of a key on this machine."""
 
     key: str
     """section.key of `RunConfig`, or the name of an environment variable."""
@@ -47,11 +50,11 @@ class Choice:
 def choices(
     config: RunConfig, machine: Machine, shards: int, saved: Mapping[str, bool] | None = None
 ) -> tuple[Choice, ...]:
-    """The keys that the configuration leaves open.
+    """The choices for keys of optimizer and communication that the configuration leaves null.
 
     Args:
         shards: processes that share a gradient, DP * CP.
-        saved: section.key -> value with which the checkpoint was saved that the run resumes from.
+        saved: section.key -> value in the checkpoint that the run resumes from.
     """
     saved = saved or {}
     distributed = _choose(config, "optimizer.use_distributed_optimizer", saved, *_distributed(config, machine, shards))
@@ -61,11 +64,11 @@ def choices(
     gather = _choose(
         config, "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
     )
-    found = [distributed, reduce, gather]
+    chosen = [distributed, reduce, gather]
     if config.ddp.ddp_bucket_size is None and is_overlapped:
         size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
-        found.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
-    return tuple(choice for choice in found if _value(config, choice.key) is None)
+        chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
+    return tuple(choice for choice in chosen if config.value(choice.key) is None)
 
 
 def all_choices(config: RunConfig, machine: Machine, shards: int, connections: str | None) -> tuple[Choice, ...]:
@@ -75,14 +78,14 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
         layers = "torch" if machine.transformer_engine is None else "transformer_engine"
     kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
-    found = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
+    chosen = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
     if machine.platform == "cuda":
-        found.append(cuda_connections(config, connections))
-    return tuple(found)
+        chosen.append(cuda_connections(config, connections))
+    return tuple(chosen)
 
 
 def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> tuple[Choice, ...]:
-    """Fields of Megatron-Core's TransformerConfig that select fused kernels; a field in the YAML takes precedence.
+    """Choices for fields of Megatron-Core's TransformerConfig that select fused kernels.
 
     Args:
         transformer_engine: whether the layers use Transformer Engine.
@@ -96,11 +99,11 @@ def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool
     no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
     if arch.position_embedding_type == "rope":
         # fusions/fused_mla_yarn_rope_apply.py
-        latent = "the kernel for latent attention has only YaRN, and not in fp32"
+        latent = "the kernel for latent attention supports only YaRN, and not fp32"
         fused = has_kernel and not arch.multi_latent_attention
         yield Choice("arch.apply_rope_fusion", fused, owner if fused else latent if has_kernel else no_kernel)
     # fusions/fused_bias_gelu.py
-    reason = "SwiGLU has a fused kernel" if arch.swiglu else "the fused kernel of GELU is its tanh form"
+    reason = "SwiGLU has a fused kernel" if arch.swiglu else "the fused kernel of GELU computes the tanh form"
     yield Choice("arch.bias_activation_fusion", arch.swiglu, reason)
     if machine.weight_gradients is not None:
         can = "accumulate" if machine.weight_gradients else "do not accumulate"
@@ -121,63 +124,52 @@ def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
     arch, parallel = config.arch, config.parallel
     version = ".".join(map(str, machine.transformer_engine or ()))
     if arch.transformer_impl == "auto":
-        found = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
-        reason = found if machine.platform == "cuda" else "Transformer Engine needs a GPU"
+        installed = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
+        reason = installed if machine.platform == "cuda" else "Transformer Engine needs a GPU"
         yield Choice("arch.transformer_impl", "transformer_engine" if version else "torch", reason)
     if parallel.sequence_parallel is None:
-        size = parallel.tensor_model_parallel_size
-        yield Choice("parallel.sequence_parallel", size > 1, f"tensor_model_parallel_size is {size}")
+        reason = f"tensor_model_parallel_size is {parallel.tensor_model_parallel_size}"
+        yield Choice("parallel.sequence_parallel", derived.sequence_parallel(parallel), reason)
 
 
 def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
-    """The configuration with the chosen values, also in `resolved` and `sources`, which a checkpoint records."""
+    """The configuration with the chosen values, also in `resolved` and `origins`, which a checkpoint records."""
     sections: dict[str, dict[str, Any]] = {}
-    resolved, sources = copy.deepcopy(dict(config.resolved)), dict(config.sources)
+    resolved, origins = copy.deepcopy(dict(config.resolved)), dict(config.origins)
     for choice in chosen:
         section, _, key = choice.key.partition(".")
         sections.setdefault(section, {})[key] = choice.value
-        place: Any = resolved
+        values: Any = resolved
         for name in SECTION_PATHS[section].split("."):
-            place = place.setdefault(name, {})
-        place[key] = choice.value
-        sources[choice.path] = f"chosen: {choice.reason}"
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed, resolved=resolved, sources=sources)
+            values = values.setdefault(name, {})
+        values[key] = choice.value
+        origins[choice.path] = f"chosen: {choice.reason}"
+    changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(config, **changed, resolved=resolved, origins=origins)
 
 
-def cuda_connections(config: RunConfig, given: str | None) -> Choice:
+def cuda_connections(config: RunConfig, environment: str | None) -> Choice:
     """Value of `CUDA_DEVICE_MAX_CONNECTIONS`.
 
     Args:
-        given: its value in the environment, which takes precedence; None: unset.
+        environment: its value in the environment, which takes precedence; None: unset.
     """
     parallel = config.parallel
-    if given is not None:
-        return Choice(CONNECTIONS, given, "set in the environment")
-    shared = [
-        name
-        for name, size in (
-            ("tensor", parallel.tensor_model_parallel_size),
-            ("context", parallel.context_parallel_size),
-        )
-        if size > 1
-    ]
-    if shared:
+    if environment is not None:
+        return Choice(CONNECTIONS, environment, "set in the environment")
+    sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
+    kinds = [kind for kind, size in sizes.items() if size > 1]
+    if kinds:
         # tensor_parallel/layers.py relies on it
-        reason = f"{' and '.join(shared)} parallelism overlap communication by the order in which kernels are queued"
+        reason = f"{' and '.join(kinds)} parallelism overlap communication by the order in which kernels are queued"
         return Choice(CONNECTIONS, "1", reason)
     return Choice(CONNECTIONS, "32", "without tensor and context parallelism nothing relies on one queue")
 
 
-def _value(config: RunConfig, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
-
-
 def _decided(config: RunConfig, choice: Choice) -> Any:
     """The value in the YAML, else the chosen one."""
-    given = _value(config, choice.key)
-    return choice.value if given is None else given
+    value = config.value(choice.key)
+    return choice.value if value is None else value
 
 
 def _choose(config: RunConfig, name: str, saved: Mapping[str, bool], value: bool, reason: str, must: bool) -> Choice:
@@ -187,16 +179,15 @@ def _choose(config: RunConfig, name: str, saved: Mapping[str, bool], value: bool
 
 
 def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
-    """Value, reason, and whether another one would be refused."""
-    offload = config.optimizer.upstream.get("use_precision_aware_optimizer")
+    """Value, reason, and whether another value would be refused."""
     fp8 = fp8_settings(config)
     if config.optimizer.optimizer == "sgd":
-        return False, "Megatron-Core's distributed optimizer takes adam, not sgd", True
+        return False, "Megatron-Core's distributed optimizer supports adam, not sgd", True
     if config.ddp.overlap_param_gather:
         return True, "overlap_param_gather needs it", True
     if fp8 is not None and fp8.param_gather:
         return True, "fp8_param_gather needs it", True
-    if offload:
+    if config.optimizer.upstream.get("use_precision_aware_optimizer"):
         return True, "use_precision_aware_optimizer needs it", True
     if machine.platform == "cpu":
         return False, "on the CPU it saves no time", False
@@ -214,7 +205,7 @@ def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tupl
         return False, "no other process has the same parameters", False
     if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
         # param_and_grad_buffer.py, finish_grad_sync
-        return False, "it fails for parameters without a gradient, which a provider of your own may have", False
+        return False, "it fails for parameters without a gradient, which your provider may have", False
     return True, f"gradients of {shards} processes are reduced during the backward pass", False
 
 
@@ -226,8 +217,8 @@ def _overlapped_gather(
     if not is_overlapped:
         return False, "it needs overlap_grad_reduce", True
     if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
-        return False, "a provider of your own may use parameters outside of their module's forward pass", False
+        return False, "your provider may use parameters outside of their module's forward pass", False
     fp8 = fp8_settings(config)
     if fp8 is not None and fp8.param_gather and machine.megatron_core < FP8_GATHER_FROM:
-        return False, "Megatron-Core before 0.19 keeps old transposes of FP8 weights after an evaluation", True
+        return False, "Megatron-Core before 0.19 uses outdated transposes of FP8 weights after an evaluation", True
     return True, "parameters are gathered during the forward pass", False

@@ -1,23 +1,23 @@
-"""The text of `megatron-wrap explain`: value, type, meaning, and every place that set a key."""
+"""The text of `megatron-wrap explain`: value, type, meaning and origins of a key."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from megatron_wrap.config import schema
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.defaults import Choice
-from megatron_wrap.config.keys import describe_key, documentation
-from megatron_wrap.config.reading import inline_yaml
-from megatron_wrap.config.record import Section, Tree
-from megatron_wrap.config.types import describe_type
-from megatron_wrap.config.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.reading.origins import ComposedConfig, Section
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.keys import describe_key, documentation
+from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.config.schema.types import describe_type
+from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One value: `value` as YAML text, `kind` its type in words, `origins` last first."""
+    """A value: `value` as YAML text, `kind` its type in words, `origins` last first."""
 
     path: str
     value: str
@@ -25,7 +25,7 @@ class Explanation:
     doc: str
     origins: tuple[str, ...]
     choice: Choice | None = None
-    """The value here of a key that the YAML leaves open."""
+    """The choice on this machine for a key that the YAML leaves null."""
 
     def __str__(self) -> str:
         lines = [f"{self.path} = {self.value}", f"  type: {self.kind}"]
@@ -36,14 +36,14 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(tree: Tree, key: str | None = None, chosen: Sequence[Choice] = ()) -> str:
+def explain(tree: ComposedConfig, key: str | None = None, chosen: Sequence[Choice] = ()) -> str:
     """Text about the value at the dotted `key`, about the values below it, or about all of them.
 
     Args:
-        chosen: values here of keys that the YAML leaves open, and of environment variables, which are keys, too.
+        chosen: choices on this machine for keys that the YAML leaves null, and for environment variables.
 
     Raises:
-        ConfigError: nothing is at `key`; the nearest path is named.
+        ConfigError: nothing is at `key`; the message names the nearest path.
     """
     leaves, by_path = tree.leaves(), {choice.path: choice for choice in chosen}
     if key is None:
@@ -54,24 +54,24 @@ def explain(tree: Tree, key: str | None = None, chosen: Sequence[Choice] = ()) -
         return str(explain_value(tree, key, by_path.get(key)))
     if key in by_path and "." not in key:
         return f"{_assigned(by_path[key])}\n  {by_path[key].reason}"
-    below = {path: origins for path, origins in leaves.items() if path.startswith(key + ".")}
-    if below:
-        return _table(below, by_path)
+    nested = {path: origins for path, origins in leaves.items() if path.startswith(key + ".")}
+    if nested:
+        return _table(nested, by_path)
     not_set = _unset_upstream(key)
     if not_set is not None:
         return "\n".join([not_set, *([_here(by_path[key])] if key in by_path else [])])
     ends = [path for path in leaves if path.endswith("." + key)]
-    if len(ends) == 1:  # the key's own name is enough where it is unique
+    if len(ends) == 1:  # a key's last name is enough if it is unique
         return str(explain_value(tree, ends[0], by_path.get(ends[0])))
     if ends:
         raise ConfigError(f"{key}: is a key of several sections: {', '.join(ends)}")
     raise ConfigError(f"{key}: unknown key{_nearest_path(key, leaves)}")
 
 
-def explain_value(tree: Tree, path: str, choice: Choice | None = None) -> Explanation:
+def explain_value(tree: ComposedConfig, path: str, choice: Choice | None = None) -> Explanation:
     """Everything known of the value at the dotted `path`, which must be one of `tree.leaves()`."""
     origins = tree.origins(path)
-    section = next(found for found in tree.sections.values() if path.startswith(found.path + "."))
+    section = next(section for section in tree.sections.values() if path.startswith(section.path + "."))
     key = path[len(section.path) + 1 :]
     kind, doc = _kind_and_doc(section, key, [origin.node.plain() for origin in origins])
     steps = [f"{origin}: {inline_yaml(origin.node.plain())}" for origin in reversed(origins)]
@@ -100,16 +100,16 @@ def _kind_and_doc(section: Section, key: str, values: Sequence[Any]) -> tuple[st
     """Kind and documentation of a key.
 
     Args:
-        values: where it is set, the default first. The type of a plug-in's key follows from them.
+        values: all values that were set, the default first; they determine the type of a plug-in's key.
     """
-    name = next((name for name, path in schema.SECTION_PATHS.items() if path == section.path), None)
+    name = next((name for name, path in SECTION_PATHS.items() if path == section.path), None)
     if name is not None:
-        section_class = get_type_hints(schema.RunConfig)[name]
+        section_class = get_type_hints(RunConfig)[name]
         if key in section_hints(name):
             return describe_key(section_class, key), documentation(section_class)[key]
-        if name in schema.UPSTREAM:
-            field = upstream_fields(schema.UPSTREAM[name])[key]
-            return _upstream_kind(schema.UPSTREAM[name], field.annotation, field.default), field.doc
+        if name in UPSTREAM:
+            field = upstream_fields(UPSTREAM[name])[key]
+            return _upstream_kind(UPSTREAM[name], field.annotation, field.default), field.doc
     kinds = [describe_type(type(value)) for value in values if value is not None]
     kind = f"{kinds[0]}{' or null' * (values[0] is None)}" if kinds else "null, or a value as described"
     return kind, _comment(section, key)
@@ -123,10 +123,10 @@ def _upstream_kind(class_name: str, annotation: str, default: str | None) -> str
 
 
 def _unset_upstream(path: str) -> str | None:
-    """A field of Megatron-Core that the YAML could set and does not."""
+    """Text about a field of Megatron-Core that the YAML could set; None for another path."""
     section_path, _, key = path.rpartition(".")
-    for name, class_name in schema.UPSTREAM.items():
-        if schema.SECTION_PATHS[name] == section_path and key in upstream_fields(class_name):
+    for name, class_name in UPSTREAM.items():
+        if SECTION_PATHS[name] == section_path and key in upstream_fields(class_name):
             field = upstream_fields(class_name)[key]
             kind = _upstream_kind(class_name, field.annotation, field.default)
             doc = f"\n  {field.doc}" if field.doc else ""
@@ -142,25 +142,25 @@ def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
 
 
 def _comment(section: Section, key: str) -> str:
-    """The YAML comment beside, else above, the key where the tree's files first give it."""
+    """The YAML comment after or above the key in the first file of the tree that sets it."""
     for file in section.files:
         lines = file.path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             if line.strip().partition(":")[0].strip("'\"") != key.rpartition(".")[2]:
                 continue
-            beside = _behind_hash(line)
-            if beside:
-                return beside
-            above: list[str] = []
+            comment = _comment_after_value(line)
+            if comment:
+                return comment
+            lines_above: list[str] = []
             while number > 0 and lines[number - 1].strip().startswith("#"):
                 number -= 1
-                above.insert(0, lines[number].strip().lstrip("# "))
-            if above and number > 0:  # a comment at the top of a file describes the file
-                return " ".join(above)
+                lines_above.insert(0, lines[number].strip().lstrip("# "))
+            if lines_above and number > 0:  # a comment at the top of a file describes the file
+                return " ".join(lines_above)
     return ""
 
 
-def _behind_hash(line: str) -> str:
+def _comment_after_value(line: str) -> str:
     quote = ""
     for index, character in enumerate(line):
         if quote:

@@ -1,7 +1,7 @@
 """`megatron_wrap.model_provider.hf_path`: the architecture from a Hugging Face folder's config.json. No torch.
 
-A family (`megatron_wrap.bridge.families`) defines what its config.json means. It is found by name through the registry
-below, so this layer imports none of them.
+A family (`megatron_wrap.bridge.families`) translates its config.json. The registry below imports it by name, since this
+layer may not.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.nest import ValidatedNest
-from megatron_wrap.config.paths import missing_path_hint
-from megatron_wrap.config.reading import Node, describe, shown_path
-from megatron_wrap.config.record import Origin
-from megatron_wrap.config.schema import SECTION_PATHS, RunConfig
+from megatron_wrap.config.checks.paths import missing_path_hint
+from megatron_wrap.config.reading.nest import ValidatedNest
+from megatron_wrap.config.reading.origins import Origin
+from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
 from megatron_wrap.registry import Registry
 
 HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
 HOW = "hf_path"
-"""Name of this source in the record of origins."""
+"""`Origin.how` of values from config.json."""
 FROM_HUGGING_FACE = "hugging-face"
-"""File of the tree that leaves the whole architecture to config.json; selected by default."""
+"""File of the tree that leaves the architecture to config.json; selected by default."""
 
 TRAINING_KEYS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "moe_router_dtype"})
-"""Keys of config.json that only concern training or precision: a run may set other values."""
+"""Keys of training and precision, which a run may set to other values than config.json."""
 
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
-"""What of a hub repository is fetched to read a configuration: everything small."""
+"""Patterns of the small files of a hub repository, which reading a configuration downloads."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -43,7 +43,7 @@ _SHIPPED = (
 )
 
 _GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
-LACKING: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     "gemma": _GEMMA,
     "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms after their blocks",
     "gemma3": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by different bases",
@@ -51,18 +51,18 @@ LACKING: Mapping[str, str] = {
     "different bases",
     "olmo2": "norms only follow attention and MLP, and those of queries and keys span all heads",
 }
-"""model_type -> what it needs that our layers lack."""
+"""model_type -> features that our layers lack."""
 
 FAMILIES: Registry[Any] = Registry(
     "Hugging Face model_type",
     "megatron_wrap.bridges",
     {name: f"megatron_wrap.bridge.families.{name}:FAMILY" for name in _SHIPPED},
 )
-"""model_type -> family. Installed packages add theirs through the entry point group megatron_wrap.bridges."""
+"""model_type -> family. Installed packages add families through the entry point group megatron_wrap.bridges."""
 
 
 def register_bridge(family: Any) -> Any:
-    """Make a family (`megatron_wrap.bridge.family.Family`) available under its model_type; returns it.
+    """Make a family (`megatron_wrap.bridge.mapping.family.Family`) available under its model_type; returns it.
 
     Raises:
         ConfigError: the model_type is taken.
@@ -72,14 +72,14 @@ def register_bridge(family: Any) -> Any:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """A folder's config.json, read."""
+    """The content of a folder's config.json."""
 
     folder: Path
     values: Mapping[str, Any]
     family: Any
     """The `Family` of its model_type."""
     arch_values: Mapping[str, Any]
-    """Keys of `megatron_lm.model.arch`."""
+    """Key of `megatron_lm.model.arch` -> value."""
 
     @property
     def shown(self) -> str:
@@ -88,17 +88,17 @@ class HuggingFaceConfig:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer lies beside it."""
+        """Whether the folder has a tokenizer."""
         return any((self.folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 class NotDownloaded(ConfigError):
-    """A hub id whose files are not in the local cache; `megatron_wrap.bridge.hub` downloads them."""
+    """A hub id whose files are not in the local cache; `megatron_wrap.bridge.loading.hub` downloads them."""
 
     def __init__(self, repo_id: str) -> None:
         super().__init__(
-            f"no folder {repo_id!r} is here, and the local Hugging Face cache does not have it; download it with "
-            f"`hf download {repo_id}`, or give a local folder"
+            f"there is no folder {repo_id!r}, and the local Hugging Face cache does not contain it; download it with "
+            f"`hf download {repo_id}`, or name a local folder"
         )
         self.repo_id = repo_id
 
@@ -111,10 +111,10 @@ def resolve_folder(path_or_id: str) -> Path:
         NotDownloaded: a hub id that is not in the cache.
     """
     folder = Path(path_or_id).expanduser()
-    if os.path.isdir(folder):  # pathlib raises for a name that is too long
+    if os.path.isdir(folder):  # Path.is_dir raises if a name is too long
         return folder
-    here = {entry.name for entry in Path().iterdir()}
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in here:
+    local_names = {entry.name for entry in Path().iterdir()}
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path_or_id) or folder.parts[0] in local_names:
         raise ConfigError(f"no Hugging Face folder {path_or_id!r}{missing_path_hint(path_or_id)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -123,7 +123,7 @@ def resolve_folder(path_or_id: str) -> Path:
         cached = Path(snapshot_download(path_or_id, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise NotDownloaded(path_or_id) from error
-    if not (cached / "config.json").is_file():  # the cache has other files of it
+    if not (cached / "config.json").is_file():  # the cache contains other files of it
         raise NotDownloaded(path_or_id)
     return cached
 
@@ -133,7 +133,7 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
 
     Raises:
         ConfigError: no folder or file, no JSON, no or an unknown model_type.
-        UnsupportedModel: it asks for what Megatron-Core lacks.
+        UnsupportedModel: it needs a feature that our layers lack.
     """
     folder = resolve_folder(path_or_id)
     path = folder / "config.json"
@@ -143,12 +143,12 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{shown}: not JSON ({error}); fetch the file again") from error
+        raise ConfigError(f"{shown}: not JSON ({error}); download the file again") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ConfigError(f"{shown}: has no model_type; it is not the config.json of a transformers model")
+        raise ConfigError(f"{shown}: has no model_type; name the folder of a transformers model")
     family = family_of(values["model_type"], shown)
     if values.get("quantization_config"):
-        raise UnsupportedModel(f"{shown}: has a quantization_config; give the weights in bf16, fp16 or fp32")
+        raise UnsupportedModel(f"{shown}: has a quantization_config; use weights in bf16, fp16 or fp32")
     try:
         arch = family.arch_values(values)
     except UnsupportedModel as error:
@@ -160,14 +160,14 @@ def family_of(model_type: str, where: str = "") -> Any:
     """The family of a model_type.
 
     Raises:
-        ConfigError: there is none; the known ones are named.
+        ConfigError: there is none; the message names the known ones.
     """
     known = FAMILIES.keys()
-    if model_type in LACKING and model_type not in known:
+    if model_type in UNSUPPORTED and model_type not in known:
         raise UnsupportedModel(
-            f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {LACKING[model_type]}"
+            f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {UNSUPPORTED[model_type]}"
         )
-    if model_type not in known:  # the text of a file must not import code
+    if model_type not in known:  # config.json must not name code to import
         raise ConfigError(
             f"{where + ': ' if where else ''}unknown model_type {model_type!r}{did_you_mean(model_type, known) or '.'} "
             f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
@@ -176,8 +176,8 @@ def family_of(model_type: str, where: str = "") -> Any:
 
 
 def add_hugging_face(nest: ValidatedNest) -> None:
-    """Add config.json of `hf_path` to the sources of a run, for the architecture and the tokenizer; without `hf_path`
-    only check that an architecture is selected.
+    """Set the architecture and the tokenizer from config.json of `hf_path`; without `hf_path` only check that an
+    architecture is selected.
 
     Raises:
         ConfigError: see `read_hugging_face_config`; or a value of the YAML contradicts config.json.
@@ -189,22 +189,22 @@ def add_hugging_face(nest: ValidatedNest) -> None:
         if arch.selected == FROM_HUGGING_FACE:
             raise ConfigError(
                 f"{nest.view_file} {arch.path}: nothing is selected; write arch: {{__select__: NAME}} (such as "
-                f"tiny-llama or llama3-8b), or give a Hugging Face folder as {HF_PATH}"
+                f"tiny-llama or llama3-8b), or set {HF_PATH} to a Hugging Face folder"
             )
         return
     if not isinstance(path_or_id, str):
         return  # a wrong type is refused when the value is decoded
     try:
-        found = read_hugging_face_config(path_or_id)
+        hf_config = read_hugging_face_config(path_or_id)
     except NotDownloaded:
         raise
     except ConfigError as error:
         raise type(error)(f"{origins[-1].node.where} {HF_PATH}: {error}") from error
-    for key, value in found.arch_values.items():
-        _add_to_arch(nest, found, key, value)
+    for key, value in hf_config.arch_values.items():
+        _add_to_arch(nest, hf_config, key, value)
     tokenizer = nest.origins(f"{SECTION_PATHS['data']}.tokenizer")
-    if tokenizer and tokenizer[-1].node.value is None and found.has_tokenizer:
-        nest.add(SECTION_PATHS["data"], "tokenizer", Node(str(found.folder), found.shown), HOW)
+    if tokenizer and tokenizer[-1].node.value is None and hf_config.has_tokenizer:
+        nest.add(SECTION_PATHS["data"], "tokenizer", Node(str(hf_config.folder), hf_config.shown), HOW)
 
 
 def spelled_out(config: RunConfig) -> list[str]:
@@ -212,38 +212,38 @@ def spelled_out(config: RunConfig) -> list[str]:
     arch = {field.name: getattr(config.arch, field.name) for field in dataclasses.fields(config.arch)}
     values = {**{key: value for key, value in arch.items() if key != "upstream"}, **config.arch.upstream}
     section = SECTION_PATHS["arch"]
-    given = [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
-    return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *given]
+    keys = [f"{section}.{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *keys]
 
 
-def _add_to_arch(nest: ValidatedNest, found: HuggingFaceConfig, key: str, value: Any) -> None:
+def _add_to_arch(nest: ValidatedNest, hf_config: HuggingFaceConfig, key: str, value: Any) -> None:
     section = nest.sections[SECTION_PATHS["arch"]]
-    given = _given_by_run(section.origins.get(key, []), chosen=section.selected != FROM_HUGGING_FACE)
-    if given is None:
+    origin = _origin_in_run(section.origins.get(key, []), is_selected=section.selected != FROM_HUGGING_FACE)
+    if origin is None:
         if key in section.origins or value is not None:
-            nest.add(section.path, key, Node(value, found.shown), HOW)
+            nest.add(section.path, key, Node(value, hf_config.shown), HOW)
         return
-    positions_are_rotary = found.arch_values.get("position_embedding_type") != "learned_absolute"
+    positions_are_rotary = hf_config.arch_values.get("position_embedding_type") != "learned_absolute"
     if key in TRAINING_KEYS or (key == "max_position_embeddings" and positions_are_rotary):
         return
-    if not _equal(given.node.plain(), value):
+    run_value = origin.node.plain()
+    if not _equal(run_value, value):
         raise ConfigError(
-            f"{given.node.where} {section.path}.{key}: {describe(given.node.plain())} contradicts {describe(value)} of "
-            f"{found.shown}; delete the key (and any selection of {section.path}), or take another {HF_PATH}"
+            f"{origin.node.where} {section.path}.{key}: {describe(run_value)} contradicts {describe(value)} of "
+            f"{hf_config.shown}; delete the key (and any selection of {section.path}), or choose another {HF_PATH}"
         )
 
 
-def _given_by_run(origins: list[Origin], chosen: bool) -> Origin | None:
-    """The last place where the run itself sets the value: a file that it selects, an override, the command line."""
+def _origin_in_run(origins: list[Origin], is_selected: bool) -> Origin | None:
+    """The origin of a value that the run sets: in the file that it selects, by an override, on the command line."""
     if not origins or origins[-1].node.value is None:
         return None
-    by_run = chosen or origins[-1].how in ("override", "command line")
-    return origins[-1] if by_run else None
+    return origins[-1] if is_selected or origins[-1].by_run else None
 
 
-def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
-    if isinstance(ours, bool) or isinstance(theirs, bool):
-        return ours is theirs
-    return bool(ours == theirs)
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    return bool(first == second)

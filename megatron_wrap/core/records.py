@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.paths import tensorboard_dir
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.metric_loggers import (
@@ -19,21 +19,20 @@ from megatron_wrap.utils.metric_loggers import (
 from megatron_wrap.utils.progress import ProgressBar, format_step
 
 if TYPE_CHECKING:
-    from megatron_wrap.engine.profiling import StepProfiler
-    from megatron_wrap.engine.state import StepReport, TrainingState
+    from megatron_wrap.engine.state.state import StepReport, TrainingState
+    from megatron_wrap.profiling.step_profiler import StepProfiler
 
 
 class RunRecords:
     """Receives each step and each evaluation of a run; nothing is written before `open`.
 
     Args:
-        config: of the run.
-        output_dir: folder of metrics.jsonl.
+        config: of the run, in force.
     """
 
-    def __init__(self, config: RunConfig, output_dir: Path) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._output_dir = output_dir
+        self._output_dir = Path(derived.output_dir(config))
         self._metric_loggers = MetricLoggers([])
         self._progress_bar: ProgressBar | None = None
         self._last: StepReport | None = None
@@ -47,12 +46,12 @@ class RunRecords:
         Args:
             iteration: number of steps already taken.
             resumed_from: iteration of the checkpoint that the run resumes from; later iterations are recorded again.
-            profiler: of the steps of `megatron_wrap.profile`; this object closes it.
+            profiler: of `megatron_wrap.profile`; closed by `close`.
         """
         self._profiler = profiler
         settings = self._config.logger
         selected: dict[str, Mapping[str, Any] | None] = {"json_lines": None}
-        events = tensorboard_dir(self._config)
+        events = derived.tensorboard_dir(self._config)
         if events is not None:
             selected["tensorboard"] = {
                 "folder": events,
@@ -73,13 +72,13 @@ class RunRecords:
             self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
     def step_taken(self, report: StepReport) -> None:
-        """Store the report of the last step. Collective after the last one of a row of profiled steps."""
+        """Keep the report of the last step. Collective after the last of consecutive profiled steps."""
         self._last = report
         if self._profiler is not None:
             self._profiler.step_ends(report.iteration, report.metrics)
 
     def write_last(self) -> None:
-        """Write the last step once: to the metric loggers, and to the console each `log_interval` iterations."""
+        """Write the last step once: to the metric loggers, and to the console every `log_interval` iterations."""
         report, train = self._last, self._config.train
         if report is None or report.iteration == self._recorded_iteration:
             return
@@ -106,7 +105,7 @@ class RunRecords:
         logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
 
     def sample_texts(self, iteration: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Write completions, (prompt, text) each, after `iteration` steps to the console and to samples.jsonl."""
+        """Write completions, each as (prompt, text), after `iteration` steps to the console and to samples.jsonl."""
         for prompt, text in texts:
             logger.info_rank_0(f"iteration {iteration}, sample of {prompt!r}: {text!r}")
         if self._texts is not None:

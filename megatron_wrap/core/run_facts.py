@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.reading import inline_yaml
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 if TYPE_CHECKING:
-    from megatron_wrap.engine.state import TrainingState
+    from megatron_wrap.engine.state.state import TrainingState
 
 FILE_NAME = "run.json"
 _PACKAGES = ("megatron-wrap", "torch", "megatron-core", "transformer-engine", "triton", "transformers")
@@ -47,26 +48,24 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
         "layout": layout_facts(parallel, state.platform.name),
         "processes": parallel.world.size,
         "environment": _environment(state),
-        "configuration": [[path, value, config.sources[path]] for path, value in _values(config).items()],
+        "configuration": [[path, value, config.origins[path]] for path, value in _values(config).items()],
     }
     path = output_dir / FILE_NAME
     with refuse_unwritable("facts about the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(FILE_NAME + ".tmp")
-        partial.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def _values(config: RunConfig) -> dict[str, str]:
     """Dotted path of each value with a known origin -> the value as YAML."""
-    found = {}
-    for path in config.sources:
+    values = {}
+    for path in config.origins:
         value: Any = config.resolved
         for part in path.split("."):
             value = value.get(part, KeyError) if isinstance(value, Mapping) else KeyError
         if value is not KeyError:
-            found[path] = inline_yaml(value)
-    return found
+            values[path] = inline_yaml(value)
+    return values
 
 
 def _environment(state: TrainingState) -> dict[str, str]:
@@ -78,11 +77,11 @@ def _environment(state: TrainingState) -> dict[str, str]:
         device_name = torch.cuda.get_device_name(device)
     else:
         device_name = host.machine()
-    found = {"platform": state.platform.name, "device": device_name, "host": host.node(), "system": host.platform()}
-    found["python"] = host.python_version()
+    facts = {"platform": state.platform.name, "device": device_name, "host": host.node(), "system": host.platform()}
+    facts["python"] = host.python_version()
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return facts

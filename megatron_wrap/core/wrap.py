@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.hub import read_run
-from megatron_wrap.bridge.start import check_hugging_face, weights_left_out
-from megatron_wrap.checkpoint import check_checkpoints
-from megatron_wrap.checkpoint.second_model import add_second_model, reference_config
-from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.run import check_layout
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
-from megatron_wrap.config.paths import output_dir
-from megatron_wrap.core.fit import FitVerbs
-from megatron_wrap.core.hugging_face import HuggingFaceVerbs
-from megatron_wrap.core.layout_view import LayoutView
-from megatron_wrap.core.loading import LoadingVerbs
-from megatron_wrap.core.records import RunRecords, describe_model
-from megatron_wrap.core.training import TrainingVerbs
-from megatron_wrap.errors import CheckpointError, MegatronWrapError
+from megatron_wrap.config.schema import derived
+from megatron_wrap.core.validation import validate
+from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import LoggerSession
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from megatron_wrap.checkpoint import RunCheckpoints
-    from megatron_wrap.data.indexed import IndexedData
-    from megatron_wrap.engine.loader import BatchLoader
-    from megatron_wrap.engine.profiling import StepProfiler
-    from megatron_wrap.engine.state import TrainingState
+    from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
+    from megatron_wrap.core.run import Run
+    from megatron_wrap.core.run_training import RunTraining
+    from megatron_wrap.engine.generation.generate import Completion
+    from megatron_wrap.engine.state.open_step import StepWeights
+    from megatron_wrap.engine.state.state import TrainingState
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
-class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, LayoutView):
+class MegatronWrap:
     """A run: `initialize()`, `setup_model_and_optimizer()`, then `train(batch)` and `log_last_metrics()` in your own
     loop, and `save()`.
 
@@ -55,23 +52,34 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
-        self.config = config if isinstance(config, RunConfig) else read_run(config, overrides)
-        check_run(self.config)
-        check_checkpoints(self.config)
-        check_hugging_face(self.config)
-        self._reference_config = reference_config(self.config)
+        self.given_config = config if isinstance(config, RunConfig) else read_run(config, overrides)
+        """The configuration as it was passed."""
+        self.config = self.given_config
+        """The configuration in force: from `setup_model_and_optimizer` on with values for the keys that were left open,
+        which are chosen for machine, layout and checkpoint."""
+        self._reference_config = validate(self.given_config)
+        self.platform = choose_platform(self.config.init.platform)
+        self.tokenizer: Any = None
         self._session: LoggerSession | None = None
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
-        self._state: TrainingState | None = None
-        self._checkpoints: RunCheckpoints | None = None
-        self._loaders: list[BatchLoader] = []
-        self._indexed: IndexedData | None = None
-        self._records = RunRecords(self.config, self.output_dir)
-        self._resumed_from: int | None = None
-        self._started_from_hugging_face = False
-        self.platform = choose_platform(self.config.init.platform)
-        self.tokenizer: Any = None
+        self._run: Run | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        hf_path: str | os.PathLike[str],
+        config: str | os.PathLike[str],
+        overrides: Sequence[str] = (),
+    ) -> Self:
+        """The run of `config`, started from a Hugging Face folder or hub id: its architecture, weights and tokenizer.
+
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted.
+
+        Raises:
+            ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; with both values.
+        """
+        return cls(config, [*overrides, f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"])
 
     # ---- lifecycle ----
 
@@ -99,7 +107,7 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
             raise
 
     def _start(self) -> None:
-        from megatron_wrap.engine.build import seed_everything
+        from megatron_wrap.engine.setup.build import seed_everything
         from megatron_wrap.parallel import launch
         from megatron_wrap.parallel.state import build_parallel_state
 
@@ -123,13 +131,7 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         Raises:
             PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`.
         """
-        self._set_up(training=True)
-        if self._started_from_hugging_face and self.config.model_provider.verify_hf:
-            self._refuse_unverified()
-        self._records.open(self.iteration, self._resumed_from, self._step_profiler())
-        from megatron_wrap.core.run_facts import write_run_facts
-
-        write_run_facts(self._ready(), self.output_dir, self._resumed_from)
+        self._set_up(training=True).begin_records(self.output_dir)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -140,46 +142,32 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         """
         self._set_up(training=False)
 
-    def _set_up(self, training: bool) -> None:
+    def _set_up(self, training: bool) -> Run:
         parallel = self._initialized()
-        from megatron_wrap.checkpoint import RunCheckpoints, has_checkpoint
         from megatron_wrap.checkpoint.choices import decided
-        from megatron_wrap.engine.build import build_training_state
+        from megatron_wrap.core.run import Run
+        from megatron_wrap.core.run_data import with_train_iters
 
         if self.config.data.tokenizer is not None:
-            from megatron_wrap.data.tokenizer import load_tokenizer
+            from megatron_wrap.data.chat.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(self.config.data.tokenizer)
         if training:
-            self.config = decided(self._with_counted_steps(parallel), self.platform, parallel)
-            self._records = RunRecords(self.config, self.output_dir)
-        # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
-        from_hugging_face = self.config.model_provider.hf_path is not None and not has_checkpoint(self.config)
-        self._state = build_training_state(
-            self.config,
-            self.platform,
-            parallel,
-            self.tokenizer,
-            from_hugging_face=from_hugging_face,
-            training=training,
+            counted = with_train_iters(self.given_config, parallel, self.tokenizer)
+            self.config = decided(counted, self.platform, parallel)
+        if self._run is not None:
+            self._run.close()
+        self._run = Run(
+            self.config, self._reference_config, self.platform, parallel, self.tokenizer, training, self.save
         )
-        if training and self._reference_config is not None:
-            add_second_model(self._state, self._reference_config, self.tokenizer)
-        self._started_from_hugging_face = from_hugging_face
-        describe_model(self._state)
-        if from_hugging_face:
-            logger.info_rank_0(f"loaded weights from {self.config.model_provider.hf_path}")
-            for text in weights_left_out(self.config):
-                logger.warning_rank_0(text)
-        self._checkpoints = RunCheckpoints(self._state)
-        self._resumed_from = self._checkpoints.restore(weights_only=not training)
+        return self._run
 
     def close(self) -> None:
         """End the processes that load data, close loggers, destroy the process groups that this object created, and
         undo the changes of `initialize` to the host program."""
-        self._close_loaders()
-        self._records.close()
-        self._state = self._checkpoints = None
+        if self._run is not None:
+            self._run.close()
+            self._run = None
         if self._parallel is not None:
             from megatron_wrap.parallel.state import destroy_parallel_state
 
@@ -205,6 +193,201 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
     ) -> None:
         self.close()
 
+    # ---- training ----
+
+    def batches(self, samples: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+        """The remaining global batches of the run, in an order that is a function of the seed.
+
+        Each is a list of samples as they were read, and carries this replica's micro-batches, which worker processes
+        prepare ahead (`megatron_wrap.data.num_workers`). A resumed run continues with the very next sample. Every rank
+        yields the same batches; with `megatron_lm.train.common.global_batch_tokens` their lengths vary.
+
+        Args:
+            samples: the training set; default: that of `megatron_wrap.data`. Workers have a copy from the first batch.
+
+        Raises:
+            DataError: a row cannot be used; the message begins with its file and row.
+            TrainingError: a worker process has died.
+        """
+        run = self._ready()
+        return run.data.batches(run.state, samples)
+
+    def train(self, batch: Sequence[Any] | None = None) -> dict[str, float]:
+        """One optimizer step, and a save every `save_interval` iterations. Collective.
+
+        Args:
+            batch: `global_batch_size` samples, on every rank or only on global rank 0 while the others pass None.
+
+        Returns:
+            The step's metrics, the same on every rank; docs/metrics.md has their names and units.
+
+        Raises:
+            TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,
+                and no state was changed.
+            DataError: the batch has another size.
+        """
+        return self._training().train(batch)
+
+    def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
+        """The loss weights, and the statistics that the flow declares, of a step that is passed in parts. Collective.
+
+        With them `forward_backward` of each part, then `optimizer_step`, take the step that `train` of all samples
+        would take.
+
+        Args:
+            batches: the parts in their order, `global_batch_size` samples together; on every rank, or only on global
+                rank 0 with None on the others.
+
+        Returns:
+            For `forward_backward`; `weights` has the weight of each loss term over the whole step.
+
+        Raises:
+            DataError: the parts have another number of samples together.
+        """
+        return self._training().count_weights(batches)
+
+    def forward_backward(self, batch: Sequence[Any] | None, *, step_weights: StepWeights) -> None:
+        """Compute the gradients of the next part of a step, and add them to those of the parts before. Collective.
+
+        Args:
+            batch: the next of the parts that were passed to `count_weights`; on every rank, or only on global rank 0
+                with None on the others.
+            step_weights: the return value of `count_weights`.
+
+        Raises:
+            TrainingError: `step_weights` are of another step. DataError: the part has another size. After an error the
+                step begins again with its first part.
+        """
+        self._training().forward_backward(batch, step_weights)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Reduce the gradients of all parts of a step, update the parameters, and save as `train` does. Collective.
+
+        Returns:
+            The metrics of the whole step, as those of `train`.
+
+        Raises:
+            TrainingError: a part is missing; or as `train`.
+        """
+        return self._training().optimizer_step()
+
+    def log_last_metrics(self) -> None:
+        """Pass the last step's metrics to the metric loggers, and print a line every `log_interval` iterations."""
+        self._ready().records.log_last()
+
+    def fit(self, on_step: Callable[[Self, dict[str, float]], Any] | None = None) -> dict[str, float]:
+        """The rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
+        `eval_interval` and at the end, `save` at the end where `save` is set. Collective.
+
+        With `megatron_wrap.checkpoint.best_metric`, each evaluation by `eval_interval` and that after the last step,
+        but not the one before the first step, is compared with the best one so far. A better one is saved, and its
+        checkpoint is kept whatever `keep` is. With `early_stop_patience`, the run ends after that many evaluations in a
+        row that are not better. A resumed run continues with the same best value and count.
+
+        Args:
+            on_step: called as `on_step(wrap, metrics)` on every rank after each step, with the metrics of `train`. If
+                it returns False (None is not False) on any rank, the run ends after this step.
+
+        Returns:
+            The metrics of the last evaluation, or of the last step of this call if there are no evaluation sets; the
+            same on every rank. With `best_metric`, also `best_iteration` and `best_value`, once there are any.
+
+        Raises:
+            ConfigError: the evaluation has no metric `best_metric`. TrainingError, DataError: as `train` and `batches`.
+        """
+        best = self._ready().best
+        steps: dict[str, float] = {}
+        evaluated: dict[str, float] | None = None  # metrics of an evaluation since the last step
+        if not best.is_out_of_patience():
+            for batch in self.batches():
+                if self.evaluation_due:
+                    evaluated = self.evaluate()
+                    best.compare(evaluated)
+                    if best.is_out_of_patience():
+                        break
+                steps, evaluated = self.train(batch), None
+                self.log_last_metrics()
+                if on_step is not None and best.any_rank_ends(on_step(self, dict(steps))):
+                    break
+        if evaluated is None:
+            evaluated = self.evaluate()
+            if self.iteration >= self.train_iters:
+                best.compare(evaluated)
+        if self.config.train.save is not None:
+            self.save()
+        return {**(evaluated or steps), **best.metrics}
+
+    # ---- evaluation and generation ----
+
+    def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
+        """The objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
+
+        Args:
+            sets: name -> samples, on every rank or only on global rank 0 with None on the others; default: the
+                evaluation sets of `megatron_wrap.data`. At most `eval_iters` global batches of each set are used.
+
+        Returns:
+            `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
+            They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
+        """
+        return self._ready().evaluation.evaluate(sets)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation is due by `eval_interval`: before the first step and after each interval."""
+        return self._ready().evaluation.is_due
+
+    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+        """The outputs of the flow's `calculate_outputs` for each sample, without a graph. Collective.
+
+        Returns:
+            For each sample, in order, a dictionary of CPU tensors; the same on every rank.
+        """
+        return self._ready().evaluation.forward(samples)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]] | None,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str | int] = (),
+        batch_size: int = 8,
+        n: int = 1,
+        log_probs: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts with the current weights, on any layout. Collective.
+
+        Args:
+            prompts: texts, lists of messages (rendered with the chat template) or lists of token ids; on every rank, or
+                only on global rank 0 with None on the others.
+            max_new_tokens: maximum number of tokens of a completion.
+            temperature: 0 chooses the most probable token, as transformers does with do_sample=False; otherwise logits
+                are divided by it and a token is sampled.
+            top_p: sample from the most probable tokens of this total probability, as in transformers; None: from all.
+            top_k: sample from the k most probable tokens, as in transformers; None: from all.
+            seed: of the sampling; None: `megatron_lm.train.common.seed`. The same seed returns the same completions on
+                every layout and in every batch, so a rollout loop must pass another seed in each call.
+            stop: texts and token ids that end a completion, in addition to the model's end tokens.
+            batch_size: completions that a replica computes at a time; the KV cache has room for that many sequences.
+            n: completions of each prompt, drawn independently. Equal prompts in a batch are processed once.
+            log_probs: return the log-probability of each new token given those before it, in nats, before temperature,
+                top_p and top_k; as `rollout_log_probs` of gpt_grpo when the temperature is 1.
+
+        Returns:
+            For each prompt `n` times, in order and on every rank, {"text": ..., "token_ids": [...], "finish_reason":
+            "stop" or "length"}, without the prompt; with `log_probs` also "log_probs", one for each of `token_ids`. The
+            text is cut before a stop text, and None without a tokenizer.
+
+        Raises:
+            DataError: a prompt or an argument is wrong.
+        """
+        return self._ready().evaluation.generate(
+            prompts, max_new_tokens, temperature, top_p, top_k, seed, stop, batch_size, n, log_probs
+        )
+
     # ---- checkpoints ----
 
     def save(self) -> Path:
@@ -213,18 +396,10 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         Returns:
             The checkpoint's folder. Saving the same iteration again writes nothing.
         """
-        state = self._trainable()
-        if self.config.train.save is None:
-            raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
-        folder = self._run_checkpoints().save(self.config.train.save)
-        logger.info_rank_0(
-            f"checkpoint of iteration {self.iteration}: {folder} | metrics: {self.output_dir}/metrics.jsonl"
-        )
+        self._training()
+        folder = self._ready().checkpoints.save()
         if self.config.checkpoint.export_hf:
-            from megatron_wrap.bridge.export import prune_exports
-
-            self.save_pretrained(folder.parent / f"hf_{self.iteration:07d}")
-            prune_exports(folder.parent, self.config.checkpoint.keep, state.parallel, state.best.iteration)
+            self._ready().export.save_beside(folder)
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
@@ -238,17 +413,86 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
         Raises:
             CheckpointError: the checkpoint is missing, in an unsupported format, or from another model.
         """
-        folder = folder or self.config.train.save or self.config.train.load
-        if folder is None:
-            raise CheckpointError("wrap.load: there is no folder; pass one, or set megatron_lm.train.common.load")
-        self._run_checkpoints().load(folder, weights_only)
+        self._ready().checkpoints.load(folder, weights_only)
+
+    # ---- Hugging Face folders and other engines ----
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        max_shard_size: str | int = "5GB",
+        dtype: str | torch.dtype | None = None,
+        family: str | None = None,
+    ) -> Path:
+        """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
+        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. Collective.
+
+        Args:
+            folder: on a file system that all ranks share.
+            max_shard_size: maximum size of a weight file, in bytes or as text such as "5GB".
+            dtype: "float32", "bfloat16" or "float16"; None: that of the parameters.
+            family: a model_type of transformers; None: that of hf_path, else the first that can express the
+                architecture.
+
+        Raises:
+            UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
+        """
+        return self._ready().export.save_pretrained(folder, max_shard_size, dtype, family)
+
+    def export_weights(
+        self, dtype: str | torch.dtype | None = None, family: str | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of each weight, on every rank and on its device, one at a time.
+
+        Collective: every rank must iterate over all of them. For example to update an inference engine during training.
+        """
+        return self._ready().export.export_weights(dtype, family)
+
+    def weight_source(self, dtype: str | torch.dtype | None = None, family: str | None = None) -> RolloutWeights:
+        """The weights for a rollout engine: their names, dtypes and shapes, and passes over the tensors, as
+        `save_pretrained` would write them. Collective.
+
+        The object stays valid in the whole run; each pass yields the current weights. docs/weights.md has the adapters
+        for vLLM and SGLang.
+
+        Args:
+            dtype: as for `save_pretrained`.
+            family: as for `save_pretrained`.
+
+        Raises:
+            UnsupportedModel: no family can express the architecture.
+        """
+        return self._ready().export.weight_source(dtype, family)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        folder: str | os.PathLike[str],
+        private: bool | None = None,
+        commit_message: str | None = None,
+        **save_arguments: Any,
+    ) -> str:
+        """`save_pretrained` into `folder`, then upload it from global rank 0 through huggingface_hub. Collective.
+
+        Args:
+            repo_id: `org/name`; created if it does not exist, with the login of huggingface_hub.
+            save_arguments: further arguments of `save_pretrained`.
+
+        Returns:
+            The commit's URL, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if the upload fails.
+        """
+        target = self.save_pretrained(folder, **save_arguments)
+        return self._ready().export.upload(target, repo_id, private, commit_message)
 
     # ---- state ----
 
     @property
     def iteration(self) -> int:
         """Number of steps taken, including those before a resume."""
-        return self._ready().progress.iteration
+        return self.state.progress.iteration
 
     @property
     def train_iters(self) -> int:
@@ -261,22 +505,60 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
     @property
     def consumed_samples(self) -> int:
         """Number of samples trained on."""
-        return self._ready().progress.consumed_samples
+        return self.state.progress.consumed_samples
 
     @property
     def global_batch_size(self) -> int:
         """Samples of the next `train` call; grows during a batch size ramp-up."""
-        return self._ready().global_batch_size
+        return self.state.global_batch_size
 
     @property
     def output_dir(self) -> Path:
         """Folder of metrics.jsonl and the run's other records."""
-        return Path(output_dir(self.config))
+        return Path(derived.output_dir(self.config))
 
     @property
     def state(self) -> TrainingState:
         """The run's training state, for tools that inspect it."""
-        return self._ready()
+        return self._ready().state
+
+    # ---- this process in the parallel layout, after `initialize()` ----
+
+    tp_size = property(lambda self: self._initialized().tp.size, doc="Tensor-parallel size.")
+    tp_rank = property(lambda self: self._initialized().tp.rank, doc="Tensor-parallel rank of this process.")
+    pp_size = property(lambda self: self._initialized().pp.size, doc="Pipeline-parallel size.")
+    pp_rank = property(lambda self: self._initialized().pp.rank, doc="Pipeline stage of this process.")
+    dp_size = property(lambda self: self._initialized().dp.size, doc="Data-parallel size, without CP.")
+    dp_rank = property(lambda self: self._initialized().dp.rank, doc="Data-parallel rank of this process.")
+    cp_size = property(lambda self: self._initialized().cp.size, doc="Context-parallel size.")
+    cp_rank = property(lambda self: self._initialized().cp.rank, doc="Context-parallel rank of this process.")
+    ep_size = property(lambda self: self._initialized().ep.size, doc="Expert-parallel size.")
+    ep_rank = property(lambda self: self._initialized().ep.rank, doc="Expert-parallel rank of this process.")
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        """Tensor-parallel group of this process."""
+        return self._initialized().tp.group
+
+    @property
+    def pp_group(self) -> ProcessGroup:
+        """Pipeline-parallel group of this process."""
+        return self._initialized().pp.group
+
+    @property
+    def dp_group(self) -> ProcessGroup:
+        """Data-parallel group of this process, without CP."""
+        return self._initialized().dp.group
+
+    @property
+    def cp_group(self) -> ProcessGroup:
+        """Context-parallel group of this process."""
+        return self._initialized().cp.group
+
+    @property
+    def ep_group(self) -> ProcessGroup:
+        """Expert-parallel group of this process."""
+        return self._initialized().ep.group
 
     # ---- internal ----
 
@@ -285,25 +567,13 @@ class MegatronWrap(LoadingVerbs, TrainingVerbs, FitVerbs, HuggingFaceVerbs, Layo
             raise MegatronWrapError("call wrap.initialize() first")
         return self._parallel
 
-    def _ready(self) -> TrainingState:
-        if self._state is None:
+    def _ready(self) -> Run:
+        if self._run is None:
             raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
-        return self._state
+        return self._run
 
-    def _trainable(self) -> TrainingState:
-        state = self._ready()
-        if state.optimizer is None:
+    def _training(self) -> RunTraining:
+        training = self._ready().training
+        if training is None:
             raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
-        return state
-
-    def _run_checkpoints(self) -> RunCheckpoints:
-        if self._checkpoints is None:
-            raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
-        return self._checkpoints
-
-    def _step_profiler(self) -> StepProfiler | None:
-        if not self.config.profile.steps:
-            return None
-        from megatron_wrap.engine.profiling import step_profiler
-
-        return step_profiler(self._ready(), self.output_dir)
+        return training

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.forward import evaluation_mode, in_order
-from megatron_wrap.engine.micro_batch import MicroBatch
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.sample_sharing import rows_in_order
+from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
 
@@ -20,30 +21,29 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
 
     The state is unchanged. Every rank needs device memory for the full logits of one sequence.
     """
-    parallel, vocab_size, schedule = state.parallel, state.shape.vocab_size, state.schedule
-    one_token = torch.ones((), dtype=torch.int)
+    parallel, vocab_size = state.parallel, state.shape.vocab_size
+    multiple = state.micro_batching.num_microbatches_multiple
 
-    def whole(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def whole(micro_batch: MicroBatch, output: Tensor) -> Tensor | None:
         """Logits gathered over tensor- and context-parallel ranks, without padding; [S, V] on the CPU."""
         if not micro_batch.counted:
-            return output.new_zeros(()), one_token, None
+            return None
         logits = torch.cat(gather_tensors(output.detach(), parallel.tp.group), dim=-1)[..., :vocab_size].contiguous()
         merged = context.merge(gather_tensors(logits, parallel.cp.group), 1)
-        return output.new_zeros(()), one_token, merged[0, : micro_batch.width].cpu()
+        return merged[0, : micro_batch.width].cpu()
 
-    interleaved = len(state.chunks) > 1
-    group_size = state.transformer_config.microbatch_group_size_per_vp_stage if interleaved else 1
     rows: list[Tensor] = []
     with evaluation_mode(state):
         # one sequence per replica at a time; a replica without one runs a filler, and an interleaved pipeline needs a
         # multiple of its group size (schedules.py, forward_backward_pipelining_with_interleaving)
         for first in range(0, len(sequences), parallel.dp.size):
-            place = first + parallel.dp.rank
-            mine = _micro_batch(sequences[place if place < len(sequences) else first])
-            counted = [replace(mine, counted=place < len(sequences))]
-            local = schedule.localize(counted + [replace(mine, counted=False)] * (group_size - 1))
-            rows += [row for row in schedule.run(state.chunks, local, whole, forward_only=True) if row is not None]
-    return in_order(rows, len(sequences), 1, parallel)
+            index = first + parallel.dp.rank
+            is_counted = index < len(sequences)
+            micro_batch = replace(_micro_batch(sequences[index if is_counted else first]), counted=is_counted)
+            fillers = [replace(micro_batch, counted=False)] * (multiple - 1)
+            local = state.localization.localize([micro_batch, *fillers])
+            rows += [row for row in state.pipeline_schedule.forward(state.chunks, local, whole) if row is not None]
+    return rows_in_order(rows, len(sequences), 1, parallel)
 
 
 def _micro_batch(ids: Sequence[int]) -> MicroBatch:

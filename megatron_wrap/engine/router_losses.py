@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_wrap.config import derived
-from megatron_wrap.config.schema import ArchConfig
-from megatron_wrap.platform.versions import router_loss_values
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.platform.megatron_core.versions import router_loss_values
 
 _NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -43,7 +43,7 @@ def router_losses(arch: ArchConfig, num_microbatches: int, dp_size: int, device:
     """
     if arch.num_experts is None:
         return {}
-    found = router_loss_values()
+    values = router_loss_values()
     count = sum(derived.moe_layer_pattern(arch)) * num_microbatches * dp_size
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    return {name: found[name].double().sum() / count if name in found else zero for name in router_loss_names(arch)}
+    return {name: values[name].double().sum() / count if name in values else zero for name in router_loss_names(arch)}

@@ -6,20 +6,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.engine.cut import prepare_batch
+from megatron_wrap.engine.batches.micro_batch import count_step
+from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
-from megatron_wrap.engine.micro_batch import MicroBatch, count_step
-from megatron_wrap.engine.open_step import OpenStep, StepWeights
-from megatron_wrap.engine.state import StepReport, TrainingState
-from megatron_wrap.engine.step import add_gradients, begin_step, check_size, finish_step, localized, whole_step_values
-from megatron_wrap.engine.step_values import split_step_values, with_step_values
+from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
+from megatron_wrap.engine.state.state import StepReport, TrainingState
+from megatron_wrap.engine.step import add_gradients, begin_step, check_size, finish_step
+from megatron_wrap.engine.step_inputs import localized, replica_micro_batches
+from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
 from megatron_wrap.errors import DataError, TrainingError
-from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 
@@ -41,21 +41,18 @@ def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None)
     _check_parts(state, [len(batch) for batch in batches])
     samples = [sample for batch in batches for sample in batch]
     check_size(state, len(samples), "wrap.count_weights takes the parts of a batch")
-    parts, start = [], 0
-    for batch in batches:
-        parts.append(_part(state, batch, start))
-        start += len(batch)
-    counts = count_step(state.flow, [one for part in parts for one in part], state.parallel.dp_on_host)
-    values: dict[str, Tensor] = {}
+    sizes = tuple(map(len, batches))
+    starts = accumulate(sizes, initial=0)
+    parts = [replica_micro_batches(state, batch, start).training for batch, start in zip(batches, starts, strict=False)]
+    training = [micro_batch for part in parts for micro_batch in part]
+    counts = count_step(state.flow, training, state.parallel.dp_on_host)
+    statistics: dict[str, Tensor] = {}
     if state.flow.step_values_from is not None and counts.has_weight:
-        seed = state.config.train.seed + state.progress.consumed_samples
         # the flow chooses samples for its statistics among those of the whole step
-        whole = prepare_batch(state.flow, samples, state.cut, seed, state.parallel.dp)
-        _, for_step_values = split_step_values(whole)
-        groups = [] if for_step_values else [localized(state, part) for part in parts]
-        values = whole_step_values(state, groups, for_step_values, len(samples))
-    sizes = tuple(len(batch) for batch in batches)
-    return StepWeights(counts, sum(map(len, parts)), values, sizes, state.progress.iteration)
+        chosen = replica_micro_batches(state, samples).statistics if has_step_samples(state.flow) else ()
+        groups = [localized(state, run) for run in ([chosen] if chosen else parts)]
+        statistics = step_statistics(state, training, groups, len(samples))
+    return StepWeights(counts, len(training), statistics, sizes, state.progress.iteration)
 
 
 @collected_at_end()
@@ -82,13 +79,12 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
             f"parts of {list(weights.sizes)}; pass the same parts in the same order"
         )
     if step is None:
-        begin_step(state)
-        step = OpenStep(weights, MetricSums(state.platform.device), started, [])
+        step = begin_step(state, weights, [], started)
     if weights.counts.has_weight:
-        micro_batches = _part(state, batch, len(step.samples))
-        local = with_step_values(localized(state, micro_batches), weights.values)
+        micro_batches = replica_micro_batches(state, batch, len(step.samples)).training
+        local = with_statistics(localized(state, micro_batches), weights.statistics)
         with deferred_reduction(state, len(local) / weights.num_microbatches):
-            add_gradients(state, local, weights, step.sums)
+            add_gradients(state, step, local)
     step.samples = [*step.samples, *batch]
     step.parts += 1
     state.open_step = step
@@ -163,27 +159,19 @@ def _reduce_gradients(state: TrainingState) -> None:
     state.transformer_config.finalize_model_grads_func(state.chunks, None)
 
 
-def _part(state: TrainingState, batch: Sequence[Any], start: int) -> list[MicroBatch]:
-    """This replica's micro-batches of a part that begins at place `start` of the global batch."""
-    seed = state.config.train.seed + state.progress.consumed_samples + start
-    with phase(DATA):
-        prepared = prepare_batch(state.flow, batch, state.cut, seed, state.parallel.dp)
-    micro_batches, _ = split_step_values(prepared)
-    return [replace(one, places=tuple(place + start for place in one.places)) for one in micro_batches]
-
-
 def _check_parts(state: TrainingState, sizes: list[int]) -> None:
     """The pipeline takes micro-batches of one size, and an interleaved one a multiple of its stages."""
-    if state.cut.capacity is not None:
+    if state.micro_batching.capacity is not None:
         return
-    unit = state.flow.micro_batch_size * state.parallel.dp.size * state.cut.rounds
-    wrong = [place for place, size in enumerate(sizes) if size % unit]
+    multiple = state.micro_batching.num_microbatches_multiple
+    unit = state.flow.micro_batch_size * state.parallel.dp.size * multiple
+    wrong = [(number, size) for number, size in enumerate(sizes, 1) if size % unit]
     if wrong:
+        number, size = wrong[0]
         raise DataError(
-            f"wrap.count_weights: part {wrong[0] + 1} has {sizes[wrong[0]]} samples, which is not a multiple of {unit} "
+            f"wrap.count_weights: part {number} has {size} samples, which is not a multiple of {unit} "
             f"(micro_batch_size {state.flow.micro_batch_size} x data-parallel size {state.parallel.dp.size}"
-            f"{f' x {state.cut.rounds} of the interleaved pipeline' if state.cut.rounds > 1 else ''}); cut the batch "
-            "at other places"
+            f"{f' x {multiple} of the interleaved pipeline' if multiple > 1 else ''}); split the batch at other samples"
         )
 
 

@@ -1,6 +1,6 @@
-"""Flows: one algorithm per file. `base` defines the contract."""
+"""Flows: one algorithm per file; `contract/base.py` defines what they implement."""
 
-from megatron_wrap.flow.base import (
+from megatron_wrap.flow.contract.base import (
     FlowContext,
     FlowOptions,
     LossOutput,
@@ -9,10 +9,10 @@ from megatron_wrap.flow.base import (
 )
 from megatron_wrap.flow.dpo import MegatronWrapGPTModelDPOFlow
 from megatron_wrap.flow.entry import MegatronWrapFlowEntry
-from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.flow.kto import MegatronWrapGPTModelKTOFlow
 from megatron_wrap.flow.mock import MegatronWrapMinimalMockFlow
 from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
+from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.metrics.metric import Difference, Maximum, Metric, Minimum, Total
 
 __all__ = [

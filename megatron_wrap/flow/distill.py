@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.errors import DataError, FlowError
-from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
-from megatron_wrap.flow.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.contract.base import LossOutput
+from megatron_wrap.flow.shared.next_token import MegatronWrapGPTModelNextTokenFlow
+from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow, contain_keys
 from megatron_wrap.metrics.metric import Metric
 from megatron_wrap.ops.divergence import DivergenceKind, kl_divergence
 from megatron_wrap.ops.log_probs import token_log_probs
@@ -23,7 +23,7 @@ VALUES, IDS = "top_k_logits", "top_k_ids"
 TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS = f"teacher_{VALUES}", f"teacher_{IDS}", "teacher_logits"
 
 
-class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
+class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
     """Mean over the tokens with `loss_mask` of a divergence between the teacher's and the student's distribution of the
     next token: with p the teacher's and q the student's, and b = `beta`, the generalized Jensen-Shannon divergence
     b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (Agarwal et al. 2023, arXiv:2306.13649, equation 1); beta 0
@@ -48,14 +48,10 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
         are in memory for a whole step."""
 
         def __post_init__(self) -> None:
-            if not 0 <= self.beta <= 1:
-                raise ValueError(f"beta is {self.beta}; it must be from 0 to 1")
-            if self.temperature <= 0:
-                raise ValueError(f"temperature is {self.temperature}; it must be larger than 0")
-            if self.label_weight < 0:
-                raise ValueError(f"label_weight is {self.label_weight}; it must be at least 0")
-            if self.top_k is not None and self.top_k < 1:
-                raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
+            self._require("beta", 0 <= self.beta <= 1, "from 0 to 1")
+            self._require("temperature", self.temperature > 0, "larger than 0")
+            self._require("label_weight", self.label_weight >= 0, "at least 0")
+            self._require("top_k", self.top_k is None or self.top_k >= 1, "at least 1")
 
     supports_packing = True
 
@@ -65,9 +61,9 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
         return "forward" if beta == 0 else "reverse" if beta == 1 else "jensen_shannon"
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """Those of gpt_sft, and the teacher's and this model's outputs."""
-        own = (VALUES, IDS, TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS)
-        return {**super().get_fields_and_seqdims(), **dict.fromkeys(own, 1)}
+        """The base class's fields, and the outputs of the teacher and of this model."""
+        fields = (VALUES, IDS, TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS)
+        return {**super().get_fields_and_seqdims(), **dict.fromkeys(fields, 1)}
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """As gpt_sft; the teacher's logits, where the samples contain them, are [B, S, K].
@@ -77,28 +73,25 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
         """
         samples = list(itertools.islice(iterator, self.micro_batch_size))
         model_forward_inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
-        return model_forward_inputs, {**loss_inputs, **self._given_teacher(samples, loss_inputs["labels"].shape[1])}
+        return model_forward_inputs, {**loss_inputs, **self._teacher_columns(samples, loss_inputs["labels"].shape[1])}
 
-    def _given_teacher(self, samples: list[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
-        names = (TEACHER_VALUES, TEACHER_IDS)
-        given = sum(name in sample for sample in samples for name in names)
-        if not given:
+    def _teacher_columns(self, samples: list[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
+        """[B, S, K] each, padded with 0; empty if no sample contains them."""
+        if not contain_keys(samples, [TEACHER_VALUES, TEACHER_IDS]):
             return {}
-        if given < len(names) * len(samples):
-            raise DataError(f"give {' and '.join(names)} in all samples or in none")
         columns: dict[str, Tensor] = {}
         for name, dtype in ((TEACHER_VALUES, torch.float32), (TEACHER_IDS, torch.long)):
             rows = [torch.as_tensor(sample[name], dtype=dtype) for sample in samples]
             columns[name] = torch.zeros(len(rows), width, rows[0].shape[-1], dtype=dtype)
-            for place, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-                tokens = len(self._encoded(sample).input_ids) - 1
+            for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+                tokens = len(self._encoded(sample)) - 1
                 if row.dim() != 2 or len(row) not in (tokens, min(tokens, self.seq_length)):
                     raise DataError(
-                        f"{name} of sample {place + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
+                        f"{name} of sample {index + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
                         f"predicts {tokens} tokens; give [{tokens}, K]"
                     )
                 kept = row[-self.seq_length :] if self.flow_config.truncation == "left" else row[: self.seq_length]
-                columns[name][place, : len(kept)] = kept
+                columns[name][index, : len(kept)] = kept
         return columns
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
@@ -126,12 +119,12 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelSFTFlow):
         return LossOutput(loss_sum, metrics)
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """Those of gpt_sft; with `top_k` also `top_k_logits` and `top_k_ids` [B, S, K], which a student can learn
-        from."""
+        """`log_probs` and `loss_mask` as gpt_sft; with `top_k` also `top_k_logits` and `top_k_ids` [B, S, K], from
+        which a student can learn."""
         outputs = super().calculate_outputs(loss_inputs, model_forward_output)
         return outputs if self.flow_config.top_k is None else {**outputs, **self._largest(model_forward_output)}
 
-    def calculate_second_model_outputs(
+    def calculate_reference_outputs(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor
     ) -> dict[str, Tensor]:
         """`logits` [B, S/cp, V/tp], or with `top_k` the largest ones [B, S/cp, K]."""

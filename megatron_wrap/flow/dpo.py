@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.base import FlowContext, LossOutput
-from megatron_wrap.flow.pairs import (
+from megatron_wrap.flow.contract.base import FlowContext, LossOutput
+from megatron_wrap.flow.shared.pairs import (
     MegatronWrapGPTModelPairFlow,
-    label_log_probs,
     label_log_probs_and_entropy,
+    rewards_and_log_probs,
     weighted,
 )
-from megatron_wrap.flow.preference_losses import (
+from megatron_wrap.flow.shared.preference_losses import (
     NLL,
     PAIR_LOSSES,
     SORTED_LOSSES,
@@ -28,6 +28,7 @@ from megatron_wrap.flow.preference_losses import (
     partners,
     smoothed,
 )
+from megatron_wrap.flow.shared.text import number_columns
 from megatron_wrap.ops.entropies import collision_entropy
 
 _PAIRS = "pairs"
@@ -38,12 +39,12 @@ REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs"
 class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     """Mean over pairs of a loss of the policy's and the reference's log-probabilities of both answers. The default is
     -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the log-probability of the chosen
-    answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` has further
-    ones (`preference_losses.py`). A pair's `weight`, 1 by default, is its weight in the mean.
+    answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` selects
+    other losses (`shared/preference_losses.py`). A pair's `weight`, 1 by default, is its weight in the mean.
 
-    A sample is a pair (see `megatron_wrap.data.pairs.encode_pair`). The reference's log-probabilities come from the
-    model of `megatron_wrap.models.reference: copy`, or each sample contains them, as `wrap.forward` returns them, in
-    `reference_chosen_log_probs` and `reference_rejected_log_probs`. A micro-batch of B pairs has 2B sequences, the
+    A sample is a pair (see `megatron_wrap.data.chat.pairs.encode_pair`). The reference's log-probabilities come from
+    the model of `megatron_wrap.models.reference: copy`, or each sample contains them, as `wrap.forward` returns them,
+    in `reference_chosen_log_probs` and `reference_rejected_log_probs`. A micro-batch of B pairs has 2B sequences, the
     chosen ones first.
     """
 
@@ -78,15 +79,11 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         """Temperature of discopop's share of the exponential loss; above 0."""
 
         def __post_init__(self) -> None:
-            if self.beta <= 0:
-                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
-            if not 0 <= self.label_smoothing < 0.5:
-                raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5")
+            self._require("beta", self.beta > 0, "larger than 0")
+            self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "at least 0 and less than 0.5")
             super().__post_init__()
-            if not 0 <= self.ld_alpha <= 1:
-                raise ValueError(f"ld_alpha is {self.ld_alpha}; it must be from 0 to 1")
-            if self.discopop_tau <= 0:
-                raise ValueError(f"discopop_tau is {self.discopop_tau}; it must be larger than 0")
+            self._require("ld_alpha", 0 <= self.ld_alpha <= 1, "from 0 to 1")
+            self._require("discopop_tau", self.discopop_tau > 0, "larger than 0")
             names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
             check_losses(names, self.loss_weights, self.f_divergence_type, self.use_weighting, self.label_smoothing)
 
@@ -121,7 +118,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
             DataError: only some of the samples contain reference log-probabilities.
         """
         mask = loss_inputs["loss_mask"]
-        added = {"answer_lengths": mask.sum(dim=1), **_given_reference(samples)}
+        added = {"answer_lengths": mask.sum(dim=1), **number_columns(samples, REFERENCE_FIELDS)}
         if self.flow_config.ld_alpha != 1:
             added["token_factors"] = _length_factors(mask, self.flow_config.ld_alpha)
         return added
@@ -152,15 +149,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         chosen, rejected = self.answer_log_probs(loss_inputs, token_log_probs)
         chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
         beta, weights = self.flow_config.beta, loss_inputs["pair_weights"]
-        margins = beta * (chosen_ratios - rejected_ratios)
-        reported = {
-            "rewards/chosen": beta * chosen_ratios,
-            "rewards/rejected": beta * rejected_ratios,
-            "rewards/margins": margins,
-            "rewards/accuracies": (margins > 0).float(),
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-        }
+        reported = rewards_and_log_probs(beta * chosen_ratios, beta * rejected_ratios, chosen, rejected)
         metrics = {**self.pair_metrics(reported, loss_inputs, weights), "entropy": entropy}
         sums: dict[str, Tensor] = {}
         if self._losses.keys() != {NLL}:
@@ -201,19 +190,19 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     def _sorted_losses(
         self, loss_inputs: Mapping[str, Tensor], chosen_ratios: Tensor, rejected_ratios: Tensor
     ) -> Tensor:
-        """[B]: each pair's share of aot and aot_unpaired, with its weight. An own value has its gradient against the
-        detached value at the same rank of the other sort, and each rank is counted once."""
+        """[B]: each pair's share of aot and aot_unpaired, with its weight. The gradient is of the pair's own value
+        against the detached value of the same rank in the other sort, and each rank counts once."""
         beta, smoothing, weights = self.flow_config.beta, self.flow_config.label_smoothing, loss_inputs["pair_weights"]
         total = torch.zeros_like(chosen_ratios)
         if "aot" in self._losses:
             reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
-            own = chosen_ratios - rejected_ratios + reference  # the policy's log-probability ratio of the two answers
-            losses = smoothed(beta * (own - _own(loss_inputs, "aot_reference")), smoothing)
+            policy = chosen_ratios - rejected_ratios + reference
+            losses = smoothed(beta * (policy - _of_pairs(loss_inputs, "aot_reference")), smoothing)
             total = total + self._losses["aot"] * weighted(losses, weights)
         if "aot_unpaired" in self._losses:
-            losses = smoothed(beta * (chosen_ratios - _own(loss_inputs, "aot_rejected")), smoothing)
-            others = smoothed(beta * (_own(loss_inputs, "aot_chosen") - rejected_ratios), smoothing)
-            rejected_part = weighted(gradient_only(others), _own(loss_inputs, "aot_weights"))
+            losses = smoothed(beta * (chosen_ratios - _of_pairs(loss_inputs, "aot_rejected")), smoothing)
+            others = smoothed(beta * (_of_pairs(loss_inputs, "aot_chosen") - rejected_ratios), smoothing)
+            rejected_part = weighted(gradient_only(others), _of_pairs(loss_inputs, "aot_weights"))
             total = total + self._losses["aot_unpaired"] * (weighted(losses, weights) + rejected_part)
         return total
 
@@ -222,8 +211,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     ) -> dict[str, Tensor]:
         """The values that aot and aot_unpaired sort over the step, [B] each."""
         assert model_forward_output is not None
-        tokens = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
-        chosen, rejected = self.answer_log_probs(loss_inputs, tokens)
+        policy = self.calculate_outputs(loss_inputs, model_forward_output)
+        chosen, rejected = policy["chosen_log_probs"], policy["rejected_log_probs"]
         chosen_ratios, rejected_ratios = _log_ratios(loss_inputs, chosen, rejected)
         reference = loss_inputs["reference_chosen_log_probs"] - loss_inputs["reference_rejected_log_probs"]
         return {
@@ -238,12 +227,12 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         """For each pair of the step the value at its rank of the other sort, [N] each: of the reference's ratios, of
         the rejected answers, of the chosen ones, and the weight of the latter."""
         chosen, rejected, weights = values["chosen"], values["rejected"], values["weights"]
-        chosen_place = partners(rejected, chosen, weights)
+        chosen_indices = partners(rejected, chosen, weights)
         return {
             "aot_reference": values["reference"][partners(values["policy"], values["reference"], weights)],
             "aot_rejected": rejected[partners(chosen, rejected, weights)],
-            "aot_chosen": chosen[chosen_place],
-            "aot_weights": weights[chosen_place],
+            "aot_chosen": chosen[chosen_indices],
+            "aot_weights": weights[chosen_indices],
         }
 
     def _pair_probabilities(self, loss_inputs: Mapping[str, Tensor], token_log_probs: Tensor, logits: Tensor) -> Tensor:
@@ -254,12 +243,6 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         means = self.sum_per_sequence(aligned, loss_inputs) / loss_inputs["answer_lengths"].clamp(min=1)
         chosen, rejected = means.exp().chunk(2)
         return chosen * rejected
-
-    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """`chosen_log_probs` and `rejected_log_probs`, [B]: log-probability of each answer given its prompt."""
-        tokens = label_log_probs(model_forward_output, loss_inputs["labels"], loss_inputs["loss_mask"])
-        chosen, rejected = self.answer_log_probs(loss_inputs, tokens)
-        return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
 
     def answer_log_probs(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """As in the base class; with `ld_alpha` the log-probabilities of later tokens have its factor."""
@@ -278,27 +261,12 @@ def _log_ratios(loss_inputs: Mapping[str, Tensor], chosen: Tensor, rejected: Ten
     return chosen - loss_inputs[REFERENCE_FIELDS[0]], rejected - loss_inputs[REFERENCE_FIELDS[1]]
 
 
-def _own(loss_inputs: Mapping[str, Tensor], name: str) -> Tensor:
+def _of_pairs(loss_inputs: Mapping[str, Tensor], name: str) -> Tensor:
     """[B]: the values of the micro-batch's pairs in a statistic [N] of the whole step."""
-    return loss_inputs[f"step_{name}"][loss_inputs["step_places"]]
+    return loss_inputs[f"step_{name}"][loss_inputs["step_indices"]]
 
 
 def _length_factors(mask: Tensor, alpha: float) -> Tensor:
     """[2B, S]: 1, and `alpha` on an answer's tokens beyond the length of the shorter answer of its pair."""
     shared = mask.sum(dim=1).view(2, -1).amin(dim=0).repeat(2)
     return torch.where(mask.cumsum(dim=1) > shared[:, None], alpha, 1.0)
-
-
-def _given_reference(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Columns [B] of the reference's log-probabilities; empty if no sample contains them."""
-    given = [[sample.get(name) for sample in samples] for name in REFERENCE_FIELDS]
-    values = [value for column in given for value in column]
-    if all(value is None for value in values):
-        return {}
-    if any(value is None for value in values):
-        raise DataError(
-            f"only some samples contain {' and '.join(REFERENCE_FIELDS)}; add both to every sample or remove them"
-        )
-    return {
-        name: torch.tensor(column, dtype=torch.float32) for name, column in zip(REFERENCE_FIELDS, given, strict=True)
-    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_wrap.errors import FlowError
-from megatron_wrap.flow.base import MegatronWrapTrainingFlowBase
-from megatron_wrap.flow.contract import check_flow_class
+from megatron_wrap.flow.contract.base import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.class_checks import check_flow_class
 from megatron_wrap.registry import Registry
 
 SHIPPED: Mapping[str, str] = {
@@ -43,8 +43,8 @@ class MegatronWrapFlowEntry:
             ConfigError: the key is unknown.
             FlowError: it is not a flow, or an incomplete one.
         """
-        found = _FLOWS.resolve(flow_key)
-        if not (isinstance(found, type) and issubclass(found, MegatronWrapTrainingFlowBase)):
-            raise FlowError(f"flow {flow_key!r} is {found!r}, not a subclass of MegatronWrapTrainingFlowBase")
-        check_flow_class(found)
-        return found
+        flow_class = _FLOWS.resolve(flow_key)
+        if not (isinstance(flow_class, type) and issubclass(flow_class, MegatronWrapTrainingFlowBase)):
+            raise FlowError(f"flow {flow_key!r} is {flow_class!r}, not a subclass of MegatronWrapTrainingFlowBase")
+        check_flow_class(flow_class)
+        return flow_class

@@ -1,47 +1,48 @@
-"""Group relative policy optimization (GRPO) and its family, of a GPT model on given rollouts."""
+"""Group relative policy optimization (GRPO) and its family, of a GPT model on rollouts that the caller provides."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_wrap.data.chat.encode import ChatTokens
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.base import FlowContext, LossOutput
-from megatron_wrap.flow.grpo_config import CLIPPED_LOSSES, SEQUENCE_LOSSES, GRPOConfig
-from megatron_wrap.flow.policy_losses import (
+from megatron_wrap.flow.contract.base import FlowContext, LossOutput
+from megatron_wrap.flow.policy.advantages import check_groups, group_advantages, number_groups
+from megatron_wrap.flow.policy.config import CLIPPED_LOSSES, SEQUENCE_LOSSES, GRPOConfig
+from megatron_wrap.flow.policy.losses import (
     cispo,
     clipped,
-    group_advantages,
     highest_values,
     kl_estimates,
     rollout_weights,
     sapo,
 )
-from megatron_wrap.flow.policy_metrics import (
+from megatron_wrap.flow.policy.metrics import (
     PolicyTerms,
     clip_metrics,
     completion_metrics,
     reward_metrics,
     rollout_metrics,
 )
-from megatron_wrap.flow.rollouts import (
-    ADVANTAGES,
+from megatron_wrap.flow.policy.rollouts import (
+    ADVANTAGE,
     GROUP,
-    LOG_PROBS,
     OLD,
+    PER_TOKEN,
     REFERENCE,
     REWARD,
     ROLLOUT,
     Rollout,
-    check_groups,
+    RolloutFacts,
     common_keys,
     encode_rollout,
 )
-from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.shared.text import ENCODED, MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Metric, Total
 from megatron_wrap.ops.entropies import entropy
 from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
@@ -50,18 +51,17 @@ _POLICY, _ENTROPY = "policy", "entropy"
 """Terms, with an entropy bonus."""
 _ROLLOUT = "rollout"
 """Key of a prepared sample's `Rollout`."""
-_GROUPS = ("group_0", "group_1", "group_2")
 
 
 class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
     """Policy optimization on responses that a rollout engine generated (GRPO: Shao et al., 2024, arXiv:2402.03300). The
-    loss of a token is that of `loss_type` (`policy_losses.py`) with its advantage, plus `beta` times an estimate of the
+    loss of a token is that of `loss_type` (`policy/losses.py`) with its advantage, plus `beta` times an estimate of the
     KL divergence from a reference model; docs/policy.md has the formulas and conventions.
 
-    A sample is a prompt with one response (see `megatron_wrap.flow.rollouts.encode_rollout`). Advantages come from the
-    sample, or from the rewards of all responses of its group in the step, whatever the cut; so all responses of a group
-    must be in one batch. The ratio's denominator is `old_log_probs` of the sample; without them it is the policy
-    itself, and the ratio is 1.
+    A sample is a prompt with one response (see `megatron_wrap.flow.policy.rollouts.encode_rollout`). Advantages come
+    from the sample, or from the rewards of all responses of its group in the step, however the batch is split; so all
+    responses of a group must be in one batch. The ratio's denominator is `old_log_probs` of the sample; without them it
+    is the policy itself, and the ratio is 1.
     """
 
     Config = GRPOConfig
@@ -77,15 +77,13 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         Raises:
             DataError: a key is missing or its value is wrong, or it is longer than `truncation: refuse` allows.
         """
-        rollout = self._encoded(sample)
-        self.check_length(rollout.tokens)
-        return {**sample, ENCODED: rollout.tokens, _ROLLOUT: rollout}
+        rollout = self._rollout(sample)
+        return super().prepare_sample({**sample, ENCODED: rollout.tokens, _ROLLOUT: rollout})
 
-    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
-        """That of the sequence, see `length_of`."""
-        return [self.length_of(self._encoded(sample).tokens)]
+    def _encode(self, sample: Mapping[str, Any]) -> ChatTokens:
+        return self._rollout(sample).tokens
 
-    def _encoded(self, sample: Mapping[str, Any]) -> Rollout:
+    def _rollout(self, sample: Mapping[str, Any]) -> Rollout:
         if _ROLLOUT in sample:
             rollout: Rollout = sample[_ROLLOUT]
             return rollout
@@ -97,53 +95,50 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B samples, prepared or not, as [B, S].
 
-        Loss inputs, beside those of `collate_tokens`: [B, S], the values per token that the samples have, 0 elsewhere,
-        and `rows` and `columns`, the place of the token's sequence and its place therein; [B], `rewards`, the group's
-        parts, `given`, `response_lengths` (tokens with a loss) and `truncated_responses`.
+        Loss inputs, beside those of `collate_tokens`: [B, S], the values per token that the samples contain, 0
+        elsewhere, and `rows` and `columns`, the index of the token's sequence and its position in it; [B],
+        `response_lengths` (tokens with a loss) and `truncated_responses`.
         """
-        rollouts = [self._encoded(sample) for sample in itertools.islice(iterator, self.micro_batch_size)]
+        rollouts = [self._rollout(sample) for sample in itertools.islice(iterator, self.micro_batch_size)]
         model_forward_inputs, loss_inputs = self.collate_tokens([rollout.tokens for rollout in rollouts])
         mask = loss_inputs["loss_mask"]
-        cut = loss_inputs["truncated"] if self.flow_config.truncation == "right" else torch.zeros(len(rollouts))
+        without_end = loss_inputs["truncated"] if self.flow_config.truncation == "right" else torch.zeros(len(rollouts))
         flags = torch.tensor([float(rollout.truncated) for rollout in rollouts])
-        loss_inputs["truncated_responses"] = torch.maximum(flags, cut)
+        loss_inputs["truncated_responses"] = torch.maximum(flags, without_end)
         loss_inputs["response_lengths"] = mask.sum(dim=1)
         if self.flow_config.mask_truncated_completions:
             loss_inputs["loss_mask"] = mask * (1 - loss_inputs["truncated_responses"])[:, None]
-        for name in (*LOG_PROBS, ADVANTAGES):
+        for name in PER_TOKEN:
             if any(name in rollout.per_token for rollout in rollouts):
                 loss_inputs[name] = self._per_token(name, rollouts, mask)
         loss_inputs["rows"] = torch.arange(len(rollouts))[:, None].expand(mask.shape)
         loss_inputs["columns"] = torch.arange(mask.shape[1]).expand(mask.shape)
-        loss_inputs["given"] = torch.tensor([float(rollout.given) for rollout in rollouts])
-        loss_inputs["rewards"] = torch.tensor([rollout.reward for rollout in rollouts]).nan_to_num(0.0)
-        for part, name in enumerate(_GROUPS):
-            loss_inputs[name] = torch.tensor([float((rollout.group or (0, 0, 0))[part]) for rollout in rollouts])
         return model_forward_inputs, loss_inputs
 
     def _per_token(self, name: str, rollouts: list[Rollout], mask: Tensor) -> Tensor:
         """[B, S] fp32: the values of the labels, truncated as the tokens are."""
         values, kept = torch.zeros_like(mask), self.seq_length + 1
         for row, rollout in enumerate(rollouts):
-            own = rollout.per_token.get(name, [0.0] * len(rollout.tokens))
-            own = own[-kept:] if self.flow_config.truncation == "left" else own[:kept]
-            values[row, : len(own) - 1] = torch.tensor(own[1:])
+            of_tokens = rollout.per_token.get(name, [0.0] * len(rollout.tokens))
+            of_tokens = of_tokens[-kept:] if self.flow_config.truncation == "left" else of_tokens[:kept]
+            values[row, : len(of_tokens) - 1] = torch.tensor(of_tokens[1:])
         return torch.where(mask != 0, values, 0.0)
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
         """The base class's fields, the values per token, `rows`, `columns`, and the output `log_probs`."""
-        fields = (*LOG_PROBS, ADVANTAGES, "rows", "columns", "log_probs")
+        fields = (*PER_TOKEN, "rows", "columns", "log_probs")
         return {**super().get_fields_and_seqdims(), **dict.fromkeys(fields, 1)}
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float | dict[str, float]:
         """Sequences (grpo, sapo), sequences * `max_completion_length` (dr_grpo), or tokens with a loss; with an entropy
-        bonus also the tokens, as its own term."""
+        bonus also the tokens, as a term of its own."""
         mask, config = loss_inputs["loss_mask"], self.flow_config
         weight = tokens = float(mask.sum())
+        sequences = float(len(loss_inputs["response_lengths"]))
         if config.loss_type in SEQUENCE_LOSSES:
-            weight = float(len(loss_inputs["given"]))
+            weight = sequences
         elif config.loss_type == "dr_grpo":
-            weight = float(len(loss_inputs["given"])) * config.max_completion_length
+            weight = sequences * config.max_completion_length
         return {_POLICY: weight, _ENTROPY: tokens} if config.entropy_coefficient else weight
 
     def get_loss_coefficients(self) -> dict[str, float]:
@@ -153,34 +148,43 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
     def calculate_step_values(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
     ) -> dict[str, Tensor]:
-        """Rewards, groups, and what the samples contain, [B]; with `top_entropy_quantile` also the entropy of each
-        token with a loss by its place in the sequence, -1 elsewhere, [B, seq_length]."""
-        rows = {name: loss_inputs[name] for name in ("given", "rewards", *_GROUPS)}
-        if model_forward_output is not None:
-            rows["entropies"] = self._by_place(entropy(model_forward_output), loss_inputs)
-        return rows
+        """With `top_entropy_quantile`: `entropies` [B, seq_length], of each token with a loss by its position in the
+        sequence, -1 elsewhere."""
+        if model_forward_output is None:
+            return {}
+        return {"entropies": self._by_position(entropy(model_forward_output), loss_inputs)}
 
-    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`advantages` [N] and `reward`, `reward_std`, `zero_std` of the step, if the samples have rewards with groups;
-        with `top_entropy_quantile` `high_entropy` [N, seq_length], 1 on tokens of high entropy.
+    def get_sample_facts(self, sample: Mapping[str, Any]) -> RolloutFacts:
+        """The sample's keys, reward and group."""
+        return self._rollout(sample).facts
+
+    def reduce_sample_facts(self, facts: Sequence[RolloutFacts]) -> dict[str, Tensor]:
+        """`rewards` [N] fp64 and `groups` [N] int64, if the samples have rewards with groups.
 
         Raises:
             DataError: some samples have a key that others lack, or a group has one response.
         """
-        device = values["given"].device
-        given, rewards, *parts = (values[name].double().cpu() for name in ("given", "rewards", *_GROUPS))
-        has = common_keys(given.long())
+        keys = common_keys(facts)
+        if not keys >= {REWARD, GROUP}:
+            return {}
+        groups = number_groups([sample.group for sample in facts])
+        if ADVANTAGE not in keys:
+            check_groups(groups, self.flow_config.scale_rewards)
+        rewards = torch.tensor([sample.reward for sample in facts], dtype=torch.float64)
+        return {"rewards": rewards, "groups": torch.tensor(groups)}
+
+    def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`advantages` [N] and `reward`, `reward_std`, `zero_std` of the step, if the samples have rewards with groups;
+        with `top_entropy_quantile` `high_entropy` [N, seq_length], 1 on tokens of high entropy, and their share
+        `entropy_share`."""
         results: dict[str, Tensor] = {}
-        if REWARD in has and GROUP in has:
-            groups = torch.unique(torch.stack(parts), dim=1, return_inverse=True)[1]
-            scale = self.flow_config.scale_rewards
-            if ADVANTAGES not in has:
-                check_groups(groups, scale)
-            advantages, deviations = group_advantages(rewards, groups, scale)
+        if "rewards" in values:
+            rewards, groups = values["rewards"].cpu(), values["groups"].cpu()
+            advantages, deviations = group_advantages(rewards, groups, self.flow_config.scale_rewards)
             std = rewards.std() if len(rewards) > 1 else torch.zeros(())
             zero = torch.isclose(deviations, torch.zeros_like(deviations)).double().mean()
-            results = {"advantages": advantages, "reward": rewards.mean(), "reward_std": std, "zero_std": zero}
-        results = {name: value.float().to(device) for name, value in results.items()}
+            statistics = {"advantages": advantages, "reward": rewards.mean(), "reward_std": std, "zero_std": zero}
+            results = {name: value.float().to(values["rewards"].device) for name, value in statistics.items()}
         if "entropies" in values:
             entropies = values["entropies"]
             high = highest_values(entropies, entropies >= 0, self.flow_config.top_entropy_quantile)
@@ -198,7 +202,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         log_probs, entropies = self._log_probs_and_entropies(loss_inputs, model_forward_output)
         terms = self._terms(loss_inputs, log_probs)
         per_token = self._policy_loss(terms)
-        kept = self._own_high_entropy(loss_inputs) if config.top_entropy_quantile < 1 else torch.ones_like(mask)
+        kept = self._high_entropy(loss_inputs) if config.top_entropy_quantile < 1 else torch.ones_like(mask)
         per_token = per_token * kept
         metrics: dict[str, Metric] = {}
         weights = self._rollout_weights(loss_inputs, terms)
@@ -249,9 +253,9 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         if self.flow_config.importance_sampling_level == "sequence":
             per_sequence = self.sum_per_sequence(log_ratios * mask, loss_inputs) / lengths.clamp(min=1)
             log_ratios = self._spread(per_sequence, loss_inputs)
-        advantages = loss_inputs.get(ADVANTAGES)
+        advantages = loss_inputs.get(ADVANTAGE)
         if advantages is None:
-            advantages = self._spread(loss_inputs["step_advantages"][loss_inputs["step_places"]], loss_inputs)
+            advantages = self._spread(loss_inputs["step_advantages"][loss_inputs["step_indices"]], loss_inputs)
         return PolicyTerms(log_probs, old, torch.exp(log_ratios), advantages, lengths, per_sequence is not None)
 
     def _policy_loss(self, terms: PolicyTerms) -> Tensor:
@@ -295,16 +299,17 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         """[B] -> the value of each token's sequence, [B, S/cp] or [1, S/cp]."""
         return per_sequence[loss_inputs["rows"]]
 
-    def _by_place(self, entropies: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+    def _by_position(self, entropies: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
         """[B, S/cp] or [1, S/cp] -> [B, seq_length] on every context-parallel rank; -1 where there is no loss."""
         counted, rows = loss_inputs["loss_mask"] != 0, loss_inputs["rows"]
-        table = entropies.new_zeros(2, len(loss_inputs["given"]), self.seq_length)
-        places = (rows[counted], loss_inputs["columns"][counted])
-        table[0][places] = entropies[counted].to(table.dtype)
-        table[1][places] = 1.0
-        values, found = self.sum_on_cp_group(table)
-        return torch.where(found != 0, values, -1.0)
+        table = entropies.new_zeros(2, len(loss_inputs["response_lengths"]), self.seq_length)
+        positions = (rows[counted], loss_inputs["columns"][counted])
+        table[0][positions] = entropies[counted].to(table.dtype)
+        table[1][positions] = 1.0
+        values, has_loss = self.sum_on_cp_group(table)
+        return torch.where(has_loss != 0, values, -1.0)
 
-    def _own_high_entropy(self, loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        own = loss_inputs["step_high_entropy"][loss_inputs["step_places"]]
-        return own[loss_inputs["rows"], loss_inputs["columns"]]
+    def _high_entropy(self, loss_inputs: Mapping[str, Tensor]) -> Tensor:
+        """[B, S/cp] or [1, S/cp]: 1 on tokens of high entropy."""
+        of_samples = loss_inputs["step_high_entropy"][loss_inputs["step_indices"]]
+        return of_samples[loss_inputs["rows"], loss_inputs["columns"]]

@@ -10,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_wrap.data.chat import ChatTokens, encode_sample
+from megatron_wrap.data.chat.encode import ChatTokens, encode_sample
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.base import FlowContext, LossOutput
-from megatron_wrap.flow.pairs import label_log_probs, label_log_probs_and_entropy, weighted
-from megatron_wrap.flow.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.contract.base import FlowContext, LossOutput
+from megatron_wrap.flow.shared.pairs import label_log_probs, label_log_probs_and_entropy, weighted
+from megatron_wrap.flow.shared.text import ENCODED, MegatronWrapGPTModelTextFlow, contain_keys, number_columns
 from megatron_wrap.metrics.metric import Difference, Metric, Total
 
 REFERENCE_FIELD = "reference_answer_log_probs"
 STEP_REFERENCE, STEP_IDS, STEP_MASK = (
     f"reference_step_{name}" for name in ("answer_log_probs", "answer_ids", "answer_mask")
 )
-"""Of a sample with precomputed outputs: what its prompt is joined with in the KL estimate, and the reference's
-log-probability of that."""
+"""Keys of a sample with precomputed outputs: the answer that its prompt is joined with in the KL estimate, and the
+reference's log-probability of that answer."""
 
 
 class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
@@ -30,12 +30,13 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     w_u * (1 - sigmoid(beta * (z - r))) for others, where r is the policy's log-probability of the answer minus the
     reference's (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8). z estimates the KL divergence from the
     reference over the whole step: the mean of r over each prompt with the answer of the sample before it (the first
-    one with the last), at least 0, without a gradient; as in trl 1.16.0 with one micro-batch. trl estimates it in each
-    micro-batch.
+    prompt with the last answer), at least 0, without a gradient. trl 1.16.0 estimates it in each micro-batch, so the
+    two are equal with one micro-batch per step.
 
-    A sample is one of `encode_sample`'s with `label`: true (desirable) or false; or `prompt_ids`, `completion_ids` and
-    `label`. The reference's log-probabilities come from `megatron_wrap.models.reference`; for apo_zero_unpaired each
-    sample may contain them instead, in `reference_answer_log_probs`. A sample's `weight` is its weight in both means.
+    A sample has a format of `encode_sample` and `label`: true (desirable) or false; or `prompt_ids`, `completion_ids`
+    and `label`. The reference's log-probabilities come from `megatron_wrap.models.reference`; for apo_zero_unpaired
+    each sample may contain them instead, in `reference_answer_log_probs`. A sample's `weight` is its weight in both
+    means.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,9 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         """Factor of the loss of undesirable answers; at least 0. It is no weight in the mean."""
 
         def __post_init__(self) -> None:
-            if self.beta <= 0:
-                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
-            for name in ("desirable_weight", "undesirable_weight"):
-                if getattr(self, name) < 0:
-                    raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            self._require("beta", self.beta > 0, "larger than 0")
+            self._require("desirable_weight", self.desirable_weight >= 0, "at least 0")
+            self._require("undesirable_weight", self.undesirable_weight >= 0, "at least 0")
 
     supports_packing = True
 
@@ -65,19 +64,25 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         if flow_config.loss_type == "kto":
             self.step_values_from = "outputs"
 
-    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with its `ChatTokens` as `encoded`.
+    def _encode(self, sample: Mapping[str, Any]) -> ChatTokens:
+        """`ChatTokens` of the prompt and the answer.
 
         Raises:
-            DataError: there is no `label`, or it is neither true nor false, or the answer has no tokens.
+            DataError: `label` is neither true nor false, or the answer has no tokens.
         """
-        tokens = self._encoded(sample)
-        self.check_length(tokens)
-        return {**sample, ENCODED: tokens}
-
-    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
-        """That of the sequence, see `length_of`."""
-        return [self.length_of(self._encoded(sample))]
+        label = sample.get("label")
+        if not isinstance(label, bool):
+            raise DataError(
+                f'"label" is {label!r}; gpt_kto needs true for a desirable answer and false for an undesirable one'
+            )
+        if "prompt_ids" in sample and "completion_ids" in sample:
+            prompt, answer = list(sample["prompt_ids"]), list(sample["completion_ids"])
+            mask = [0] * len(prompt) + [1] * len(answer)
+            sample = {"input_ids": prompt + answer, "loss_mask": mask, "weight": sample.get("weight")}
+        tokens = encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
+        if not any(tokens.loss_mask):
+            raise DataError("the answer of a sample has no tokens; complete or remove the sample")
+        return tokens
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B samples, prepared or not, as [B, S]; `token_weights` [B, S] is `loss_mask` times the sample's weight;
@@ -93,66 +98,36 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         loss_inputs["desirable"] = torch.tensor([float(sample["label"]) for sample in samples])
         loss_inputs["sample_weights"] = torch.tensor([tokens.weight for tokens in encoded])
         loss_inputs["token_weights"] = loss_inputs["loss_mask"] * loss_inputs["sample_weights"][:, None]
-        given = [sample.get(REFERENCE_FIELD) for sample in samples]
-        if any(value is not None for value in given):
-            if any(value is None for value in given):
-                raise DataError(f"only some samples contain {REFERENCE_FIELD}; add it to every sample or remove it")
-            loss_inputs[REFERENCE_FIELD] = torch.tensor(given, dtype=torch.float32)
-        return model_forward_inputs, loss_inputs
-
-    def _encoded(self, sample: Mapping[str, Any]) -> ChatTokens:
-        if ENCODED in sample:
-            tokens: ChatTokens = sample[ENCODED]
-            return tokens
-        label = sample.get("label")
-        if not isinstance(label, bool):
-            raise DataError(
-                f'"label" is {label!r}; gpt_kto needs true for a desirable answer and false for an undesirable one'
-            )
-        if "prompt_ids" in sample and "completion_ids" in sample:
-            prompt, answer = list(sample["prompt_ids"]), list(sample["completion_ids"])
-            mask = [0] * len(prompt) + [1] * len(answer)
-            sample = {"input_ids": prompt + answer, "loss_mask": mask, "weight": sample.get("weight")}
-        encoded = encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
-        if not any(encoded.loss_mask):
-            raise DataError("the answer of a sample has no tokens; complete or remove the sample")
-        return encoded
+        return model_forward_inputs, {**loss_inputs, **number_columns(samples, [REFERENCE_FIELD])}
 
     def get_step_samples(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """The samples of the KL estimate: each prompt with the answer of the sample before it, or with the one that is
-        stored with precomputed outputs. An answer begins with its first token with a loss."""
-        encoded = [self._encoded(sample) for sample in samples]
-        stored = [sample for sample in samples if STEP_IDS in sample]
-        if stored and len(stored) < len(samples):
-            raise DataError(f"only some samples contain {STEP_IDS}; precompute the outputs of all of them")
-        if stored:
-            return [
-                {
-                    "label": True,
-                    ENCODED: self._joined(tokens, _numbers(sample[STEP_IDS]), _numbers(sample[STEP_MASK])),
-                    REFERENCE_FIELD: sample[STEP_REFERENCE],
-                }
-                for tokens, sample in zip(encoded, samples, strict=True)
-            ]
-        answers = [_answer(encoded[place - 1]) for place in range(len(encoded))]
+        """The samples of the KL estimate: each prompt with the answer of the sample before it, or with the answer that
+        is stored with precomputed outputs. An answer begins with its first token with a loss."""
+        if not contain_keys(samples, [STEP_IDS]):
+            return [step_sample for step_sample, _ in self._step_samples_and_answers(samples)]
         return [
-            {"label": True, ENCODED: self._joined(tokens, *answer)}
-            for tokens, answer in zip(encoded, answers, strict=True)
+            {
+                "label": True,
+                ENCODED: self._joined(self._encoded(sample), _numbers(sample[STEP_IDS]), _numbers(sample[STEP_MASK])),
+                REFERENCE_FIELD: sample[STEP_REFERENCE],
+            }
+            for sample in samples
         ]
 
     def get_samples_to_precompute(self, samples: Sequence[Any]) -> list[tuple[Any, dict[str, Tensor]]] | None:
-        """Those of the KL estimate, with the answer of each: a sample keeps it in every step of training."""
-        if self.step_values_from is None:
-            return None
+        """The samples of the KL estimate and their answers, which stay the same in every step of training."""
+        return None if self.step_values_from is None else self._step_samples_and_answers(samples)
+
+    def _step_samples_and_answers(self, samples: Sequence[Any]) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        """Each prompt with the answer of the sample before it (the first prompt with the last answer); that answer."""
         encoded = [self._encoded(sample) for sample in samples]
-        answers = [_answer(encoded[place - 1]) for place in range(len(encoded))]
-        return [
-            (
-                {"label": True, ENCODED: self._joined(tokens, ids, mask)},
-                {"answer_ids": torch.tensor(ids), "answer_mask": torch.tensor(mask)},
-            )
-            for tokens, (ids, mask) in zip(encoded, answers, strict=True)
-        ]
+        joined = []
+        for tokens, previous in zip(encoded, [*encoded[-1:], *encoded[:-1]], strict=True):
+            start = _answer_start(previous)
+            ids, mask = list(previous.input_ids[start:]), list(previous.loss_mask[start:])
+            step_sample = {"label": True, ENCODED: self._joined(tokens, ids, mask)}
+            joined.append((step_sample, {"answer_ids": torch.tensor(ids), "answer_mask": torch.tensor(mask)}))
+        return joined
 
     def _joined(self, prompt_of: ChatTokens, answer_ids: list[int], answer_mask: list[int]) -> ChatTokens:
         first = _answer_start(prompt_of)
@@ -221,22 +196,17 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
 
     def _log_ratios(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> Tensor:
         if REFERENCE_FIELD not in loss_inputs:
-            also = "" if self.flow_config.loss_type == "kto" else f", or add {REFERENCE_FIELD} to each sample"
+            alternative = "" if self.flow_config.loss_type == "kto" else f", or add {REFERENCE_FIELD} to each sample"
             raise DataError(
-                "gpt_kto needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy" + also
+                "gpt_kto needs a reference model's log-probabilities: set megatron_wrap.models.reference: copy"
+                + alternative
             )
         return log_probs - loss_inputs[REFERENCE_FIELD]
 
 
 def _answer_start(tokens: ChatTokens) -> int:
-    """Place of the first token with a loss; the number of tokens if there is none."""
+    """Index of the first token with a loss; the number of tokens if there is none."""
     return tokens.loss_mask.index(1) if 1 in tokens.loss_mask else len(tokens)
-
-
-def _answer(tokens: ChatTokens) -> tuple[list[int], list[int]]:
-    """Ids and loss mask from the first token with a loss on."""
-    start = _answer_start(tokens)
-    return list(tokens.input_ids[start:]), list(tokens.loss_mask[start:])
 
 
 def _numbers(values: Any) -> list[int]:

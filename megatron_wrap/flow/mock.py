@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.flow.base import LossOutput, MegatronWrapFlowConfig
-from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.contract.base import LossOutput, MegatronWrapFlowConfig
+from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.ops.log_probs import vocabulary_max
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.cpo import NLL, PREFERENCE, ReferenceFreeFlow
-from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow
+from megatron_wrap.flow.contract.base import LossOutput
+from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, rewards_and_log_probs
+from megatron_wrap.flow.shared.reference_free import NLL, PREFERENCE, ReferenceFreeFlow
 
 
 class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
@@ -31,8 +31,7 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.beta <= 0:
-                raise ValueError(f"beta is {self.beta}; it must be larger than 0")
+            self._require("beta", self.beta > 0, "larger than 0")
 
     supports_packing = True
 
@@ -52,16 +51,8 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
         chosen, rejected, nll, of_tokens = self.policy_terms(loss_inputs, model_forward_output, average=True)
         difference = log_odds(chosen) - log_odds(rejected)
         log_ratio = logsigmoid(difference)
-        reported = {
-            "rewards/chosen": beta * chosen,
-            "rewards/rejected": beta * rejected,
-            "rewards/margins": beta * (chosen - rejected),
-            "rewards/accuracies": (chosen > rejected).float(),
-            "logps/chosen": chosen,
-            "logps/rejected": rejected,
-            "log_odds_chosen": difference,
-            "log_odds_ratio": log_ratio,
-        }
+        reported = rewards_and_log_probs(beta * chosen, beta * rejected, chosen, rejected)
+        reported |= {"log_odds_chosen": difference, "log_odds_ratio": log_ratio}
         return self.loss_of_pairs(-log_ratio, nll, reported, of_tokens, loss_inputs)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.base import LossOutput, MegatronWrapFlowConfig
-from megatron_wrap.flow.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.contract.base import LossOutput, MegatronWrapFlowConfig
+from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
 from megatron_wrap.metrics.metric import Metric
 from megatron_wrap.ops.log_probs import token_log_probs
 
@@ -35,7 +35,7 @@ class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
     reports_perplexity = True
 
     def prepare_sample(self, sample: Any) -> Any:
-        """The sample; DataError if it is no window."""
+        """The sample. Raises DataError if it is not a window."""
         if not isinstance(sample, Mapping) or any(name not in sample for name in _FIELDS):
             raise DataError(
                 f"gpt_pretrain takes windows of tokens with {', '.join(_FIELDS)}; select megatron_wrap.data indexed, "

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_wrap.data.chat import ChatTokens, encode_sample, truncate
+from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, truncate
 from megatron_wrap.errors import ConfigError, DataError
-from megatron_wrap.flow.base import LossOutput
-from megatron_wrap.flow.pairs import MegatronWrapGPTModelPairFlow, weighted
-from megatron_wrap.flow.text import ENCODED
+from megatron_wrap.flow.contract.base import LossOutput
+from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, weighted
 from megatron_wrap.metrics.metric import Maximum, Minimum
-
-PAIR_KEYS = ("chosen", "rejected", "chosen_ids", "rejected_ids")
-"""A sample with one of them is a pair."""
 
 
 class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
@@ -43,63 +39,59 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.center_rewards_coefficient < 0:
-                raise ValueError(
-                    f"center_rewards_coefficient is {self.center_rewards_coefficient}; it must be at least 0"
-                )
+            self._require("center_rewards_coefficient", self.center_rewards_coefficient >= 0, "at least 0")
 
     supports_packing = True
 
-    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with `encoded`: the `ChatTokens` of its chosen and its rejected sequence, or of its only one."""
-        sequences = self._sequences(sample)
-        if self.flow_config.truncation == "refuse":
-            for tokens in sequences:
-                truncate(tokens, self.seq_length, "refuse")
-        return {**sample, ENCODED: sequences}
+    def _encode(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ...]:
+        """`ChatTokens` of the chosen and of the rejected sequence, or of the only one.
 
-    def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
-        """Tokens of each sequence, after truncation."""
-        return [min(max(1, len(tokens)), self.seq_length) for tokens in self._sequences(sample)]
+        Raises:
+            DataError: a sequence has no tokens, or the margin of a pair is not a finite number.
+        """
+        if is_pair(sample):
+            sequences = super()._encode({key: value for key, value in sample.items() if key != "margin"})
+            _margin(sample)
+        else:
+            without_loss = {"labels": sample["input_ids"]} if "input_ids" in sample else {}
+            sequences = (encode_sample(self.context.tokenizer, {**without_loss, **sample}, "all"),)
+        if not all(len(tokens) for tokens in sequences):
+            raise DataError("a sequence of the sample has no tokens; remove the sample")
+        return sequences
+
+    def check_length(self, tokens: ChatTokens) -> None:
+        """As in the base class; the last token is an input as well."""
+        if self.flow_config.truncation == "refuse":
+            truncate(tokens, self.seq_length, "refuse")
+
+    def length_of(self, tokens: ChatTokens) -> int:
+        """Number of the sequence's tokens, after truncation; at least 1."""
+        return min(max(1, len(tokens)), self.seq_length)
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B pairs, prepared or not, as 2B sequences [2B, S], the chosen ones first; or up to B single sequences
-        [B, S]. All tokens are inputs, the last one too, at which `last_token` [., S] is 1. `truncated` is [B]; pairs
-        also have `pair_weights` and `margin` [B].
+        [B, S]. All tokens are inputs; `last_token` [., S] is 1 at the last token of each sequence. `truncated` is [B];
+        pairs also have `pair_weights` and `margin` [B].
 
         Raises:
             DataError: a micro-batch contains pairs and single sequences, or a margin is not a finite number.
         """
         samples = list(islice(iterator, self.micro_batch_size))
-        by_sample = [self._sequences(sample) for sample in samples]
-        if len({len(sequences) for sequences in by_sample}) > 1:
+        if len({is_pair(sample) for sample in samples}) > 1:
             raise DataError("some samples are pairs (chosen and rejected) and others single sequences; do not mix them")
+        by_sample = [self._encoded(sample) for sample in samples]
         sequences = [tokens for of_kind in zip(*by_sample, strict=True) for tokens in of_kind]
         model_forward_inputs, collated = self.collate_tokens([_with_a_label(tokens) for tokens in sequences])
         lengths = model_forward_inputs["attention_mask"].sum(dim=1, keepdim=True)
-        places = torch.arange(model_forward_inputs["input_ids"].shape[1])
+        positions = torch.arange(model_forward_inputs["input_ids"].shape[1])
         loss_inputs = {
-            "last_token": (places == lengths - 1).float(),
+            "last_token": (positions == lengths - 1).float(),
             "truncated": collated["truncated"].view(-1, len(samples)).amax(dim=0),
         }
-        if len(by_sample[0]) == 2:
+        if is_pair(samples[0]):
             loss_inputs["pair_weights"] = torch.tensor([tokens.weight for tokens, _ in by_sample])
             loss_inputs["margin"] = torch.tensor([_margin(sample) for sample in samples])
         return model_forward_inputs, loss_inputs
-
-    def _sequences(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ...]:
-        if ENCODED in sample:
-            return tuple(sample[ENCODED])
-        found: tuple[ChatTokens, ...]
-        if any(key in sample for key in PAIR_KEYS):
-            found = self._encoded({key: value for key, value in sample.items() if key != "margin"})
-            _margin(sample)
-        else:
-            without_loss = {"labels": sample["input_ids"]} if "input_ids" in sample else {}
-            found = (encode_sample(self.context.tokenizer, {**without_loss, **sample}, "all"),)
-        if not all(len(tokens) for tokens in found):
-            raise DataError("a sequence of the sample has no tokens; remove the sample")
-        return found
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
         """The model's inputs and `last_token`."""
@@ -162,6 +154,11 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
 def _with_a_label(tokens: ChatTokens) -> ChatTokens:
     """The sequence with one more token: `collate_tokens` takes the last one as a label only."""
     return replace(tokens, input_ids=[*tokens.input_ids, 0], loss_mask=[*tokens.loss_mask, 0])
+
+
+def is_pair(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample, prepared or not, has an answer of a pair; else it is a single sequence."""
+    return any(key in sample for key in ("chosen", "rejected", "chosen_ids", "rejected_ids"))
 
 
 def _margin(sample: Mapping[str, Any]) -> float:

@@ -78,7 +78,7 @@ class MetricSums:
             previous = self._numbers.get(name)
             if previous is not None:
                 join = torch.maximum if SUMMANDS[kind] == 0 else torch.add
-                numbers = [join(one, other) for one, other in zip(previous, numbers, strict=True)]
+                numbers = [join(earlier, new) for earlier, new in zip(previous, numbers, strict=True)]
             self._numbers[name] = numbers
 
     def summands(self, kinds: Mapping[str, str]) -> list[Tensor]:

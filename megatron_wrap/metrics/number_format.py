@@ -1,4 +1,4 @@
-"""Numbers as short text for the console line; also formats nan and infinity."""
+"""Formats numbers, including nan and infinity, as short text for the console line."""
 
 import math
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_wrap.config.schema import ArchConfig
-from megatron_wrap.model.quantized import writable
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.model.fp8_parameters import writable
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import Axis

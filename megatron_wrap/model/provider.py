@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_wrap.config import derived
+from megatron_wrap.config.schema import derived
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.registry import Registry
 
@@ -17,8 +17,8 @@ _PROVIDERS: Registry[ModelProvider] = Registry(
     "model provider",
     "megatron_wrap.model_providers",
     {
-        "gpt_model": "megatron_wrap.model.gpt:gpt_model_provider",
-        derived.VALUE_PROVIDER: "megatron_wrap.model.value:gpt_value_model_provider",
+        "gpt_model": "megatron_wrap.model.gpt_provider:gpt_model_provider",
+        derived.VALUE_PROVIDER: "megatron_wrap.model.gpt_provider:gpt_value_model_provider",
     },
 )
 

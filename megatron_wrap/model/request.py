@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_wrap.config.schema import RunConfig
+    from megatron_wrap.config.schema.run import RunConfig
     from megatron_wrap.parallel.state import ParallelState
 
 

@@ -1,7 +1,6 @@
-"""Operations on vocabulary-parallel logits for losses, without gathering the logits; attention and norms of the model.
+"""Operations on vocabulary-parallel logits for losses, without gathering the logits.
 
-The operations for losses are imported on first use. `ops.attention` and `ops.norm` are used by the model and must be
-imported from their modules. Importing this package imports neither torch nor Megatron-Core.
+They are imported on first use: importing this package imports neither torch nor Megatron-Core.
 """
 
 from importlib import import_module

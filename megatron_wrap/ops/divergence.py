@@ -169,11 +169,11 @@ class _Divergence(torch.autograd.Function):
         first, second, *others = ctx.saved_tensors
         normalizers, sums = others[:2], others[2:]
         grads: list[Tensor | None] = [None, None]
-        for index, own in enumerate((first, second)):
+        for index, logits in enumerate((first, second)):
             if not ctx.needs_input_grad[index]:
                 continue
-            grad = grads[index] = torch.empty_like(own)
-            for block in _blocks(own, normalizers[0].dtype):
+            grad = grads[index] = torch.empty_like(logits)
+            for block in _blocks(logits, normalizers[0].dtype):
                 logs = _log_probs_of_both(first, second, normalizers, block, ctx.temperature)
                 own_sum = sums[min(index, len(sums) - 1)][block].unsqueeze(-1)
                 gradient = ctx.formula.gradients[index](logs[index], logs[1 - index], own_sum)

@@ -1,4 +1,4 @@
-"""Entropy of the next-token distribution of vocabulary-parallel logits; see `vocabulary.py` for the memory bound."""
+"""Entropies of the next-token distribution of vocabulary-parallel logits; `vocabulary.py` has the memory bound."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from megatron_wrap.ops.vocabulary import (
     block_log_probs,
     check_logits,
     compute_dtype,
-    join_normalizer,
     log_normalizer,
-    normalizer_parts,
     token_blocks,
 )
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
@@ -45,7 +43,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: ProcessGroup) -> Tensor:
         dtype = compute_dtype(logits)
-        normalizer = join_normalizer(*normalizer_parts(logits, dtype), group)
+        normalizer = log_normalizer(logits, dtype, 1.0, group)
         result = torch.empty_like(normalizer)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * dtype.itemsize):
             result[block] = _partial_entropy(block_log_probs(logits[block], normalizer[block], 1.0))

@@ -26,8 +26,8 @@ def _normalizer_kernel(
     running_sum = 0.0
     running_weighted = 0.0  # sum of exp(value - running_max) * (value - running_max)
     for start in range(0, columns, block):
-        place = start + tl.arange(0, block)
-        value = tl.load(base + place, mask=place < columns, other=-float("inf")).to(tl.float32)
+        column = start + tl.arange(0, block)
+        value = tl.load(base + column, mask=column < columns, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(running_max, tl.max(value, axis=0))
         safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         rescaled_sum = running_sum * tl.exp(running_max - safe_max)
@@ -38,30 +38,30 @@ def _normalizer_kernel(
             running_weighted = running_weighted * tl.exp(running_max - safe_max) + moved + added
         running_sum = rescaled_sum + tl.sum(power, axis=0)
         running_max = new_max
-    wanted = tl.load(ids + row)
-    owned = (wanted >= 0) & (wanted < columns)
+    local_id = tl.load(ids + row)
+    owned = (local_id >= 0) & (local_id < columns)
     tl.store(highest + row, running_max)
     tl.store(total + row, running_sum)
     if with_entropy:
         tl.store(weighted + row, running_weighted)
-    tl.store(picked + row, tl.load(base + wanted, mask=owned, other=0.0).to(tl.float32))
+    tl.store(picked + row, tl.load(base + local_id, mask=owned, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def _gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * block
-    place = start + tl.arange(0, block)
-    inside = place < columns
-    value = tl.load(logits + row * columns + place, mask=inside, other=-float("inf")).to(tl.float32)
+    column = start + tl.arange(0, block)
+    inside = column < columns
+    value = tl.load(logits + row * columns + column, mask=inside, other=-float("inf")).to(tl.float32)
     outer = tl.load(grad_out + row)
-    share = tl.where(place == tl.load(ids + row), outer, 0.0)
+    share = tl.where(column == tl.load(ids + row), outer, 0.0)
     result = share - outer * tl.exp(value - tl.load(log_normalizer + row))
-    tl.store(grad + row * columns + place, result.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + row * columns + column, result.to(grad.dtype.element_ty), mask=inside)
 
 
 def normalizer_parts(
-    logits: Tensor, local_ids: Tensor, with_entropy: bool = False
+    logits: Tensor, local_ids: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """For each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), logit of the local id (0 if the
     id is outside this rank's columns), and with `with_entropy` the sum of exp(logit - maximum) * (logit - maximum);

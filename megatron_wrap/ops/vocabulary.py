@@ -2,8 +2,8 @@
 
 Logits are [..., V/tp], in a flow [B, S, V/tp]: tensor-parallel rank r holds the V/tp columns from `r * V/tp`. A loss is
 replicated over TP, so sums over TP have an identity backward: each rank's gradient is that of its own columns.
-Half-precision logits are computed in fp32. Padding columns of the vocabulary contain `finfo.min / 2` (`model/gpt.py`):
-they have probability 0 and contribute nothing to values and gradients.
+Half-precision logits are computed in fp32. Padding columns of the vocabulary contain `finfo.min / 2`
+(`model/gpt_provider.py`): they have probability 0 and contribute nothing to values and gradients.
 """
 
 from __future__ import annotations
@@ -85,18 +85,14 @@ def finite_max(logits: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> 
     return logits.amax(dim=-1).to(dtype).div_(temperature).clamp_(min=torch.finfo(dtype).min / 2)
 
 
-def join_normalizer(highest: Tensor, total: Tensor, group: ProcessGroup) -> Tensor:
-    """Logsumexp over the columns of all ranks, from each rank's `normalizer_parts`."""
+def log_normalizer(logits: Tensor, dtype: torch.dtype, temperature: float, group: ProcessGroup) -> Tensor:
+    """[..., V/tp] -> [...]: logsumexp of logits / temperature over the whole vocabulary."""
+    highest, total = normalizer_parts(logits, dtype, temperature)
     highest_anywhere = highest.clone()
     reduce_in_place(highest_anywhere, "max", group)
     total = total * (highest - highest_anywhere).exp_()
     reduce_in_place(total, "sum", group)
     return total.log_().add_(highest_anywhere)
-
-
-def log_normalizer(logits: Tensor, dtype: torch.dtype, temperature: float, group: ProcessGroup) -> Tensor:
-    """[..., V/tp] -> [...]: logsumexp of logits / temperature over the whole vocabulary."""
-    return join_normalizer(*normalizer_parts(logits, dtype, temperature), group)
 
 
 def scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Actions that may fail on only some ranks: afterwards all ranks continue or all raise. Everything is collective."""
+"""Actions that may fail on some ranks: afterwards all ranks continue or all raise. Every function is collective."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def on_rank_0(
 
 
 def describe(failure: BaseException) -> str:
-    """The cause of a failure in one line; empty if only other ranks have the cause.
+    """The cause of a failure in one line; empty if only other ranks know the cause.
 
     torch.distributed.checkpoint's CheckpointException stores the causes by rank in `failures`.
     """

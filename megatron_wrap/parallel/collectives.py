@@ -1,4 +1,4 @@
-"""Differentiable collectives for losses, whose backward is the adjoint, and plain collectives for the engine."""
+"""Collectives: differentiable ones for losses, whose backward is the adjoint, and plain ones for the engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _SumOnGroup(torch.autograd.Function):
 def sum_on_group(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce (sum) of `tensor` (same shape on each rank) over `group`; the backward is the adjoint, also a sum.
 
-    Use it if each rank then differentiates its own share of the objective. Do not use it for sums over tensor-parallel
-    ranks in a loss that is replicated over TP, where the backward is the identity.
+    Use it if each rank then differentiates its share of the objective; not for sums over tensor-parallel ranks in a
+    loss that is replicated over TP, where the backward is the identity.
     """
     return tensor if group.size() == 1 else _SumOnGroup.apply(tensor, group)
 
@@ -58,7 +58,7 @@ def gather_on_group(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All-gather of `tensor` (same shape on each rank), concatenated along `dim` in rank order.
 
     The backward is the adjoint: a rank's gradient is the sum over all ranks of the gradients of its part. Use it if
-    each rank then differentiates its own share of the objective, as for `sum_on_group`. The parts of context-parallel
+    each rank then differentiates its share of the objective, as for `sum_on_group`. The parts of context-parallel
     ranks are in zig-zag order; `parallel.context.merge` restores the order of the sequence.
     """
     return tensor if group.size() == 1 else _GatherOnGroup.apply(tensor, dim, group)
@@ -68,7 +68,7 @@ def gather_sequence(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Gather the whole sequence, in its order, from the zig-zag parts of context-parallel ranks, on every rank.
 
     Args:
-        part: local; 1 / group.size() of the sequence along `dim`: the places of `parallel.context.packed_positions`.
+        part: local; 1 / group.size() of the sequence along `dim`: the positions of `parallel.context.packed_positions`.
 
     Returns:
         The padded sequence along `dim`; the backward is the adjoint, as for `gather_on_group`.
@@ -87,8 +87,8 @@ def reduce_in_place(tensor: Tensor, operation: Literal["sum", "max", "min"], gro
 
 
 def all_reduce_values(values: list[float], group: ProcessGroup, device: torch.device) -> list[float]:
-    """Sum a list of numbers (same length on each rank) over `group` in fp64 with one all-reduce; a group of one rank
-    does not wait for the device."""
+    """Sum a list of numbers (same length on each rank) over `group` in fp64 in one all-reduce; a group of one rank does
+    not wait for the device."""
     if group.size() == 1:
         return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
 """Zig-zag split of a sequence over context-parallel ranks: of 2 * cp_size equal chunks, rank r holds chunks r and
 2 * cp_size - 1 - r.
 
-This balances the work of causal attention over the ranks. Megatron-Core's rotary embedding
-(`models/common/embeddings/rope_utils.py`, `get_pos_emb_on_this_cp_rank`) and Transformer Engine expect this order.
+This order balances causal attention over the ranks. Megatron-Core's rotary embedding
+(`models/common/embeddings/rope_utils.py`, `get_pos_emb_on_this_cp_rank`) and Transformer Engine expect it.
 The functions are plain tensor operations on any device and need no process group.
 """
 
@@ -27,15 +27,15 @@ def _check(seq_length: int, cp_size: int, cp_rank: int) -> None:
 
 
 def chunks_of(cp_size: int, cp_rank: int) -> tuple[int, ...]:
-    """Indices of the chunks (of 2 * cp_size in the sequence) that a rank holds, in its local order."""
+    """Indices of a rank's chunks (of 2 * cp_size in the sequence), in its local order."""
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
 def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Places of one rank's tokens in a row of one or several sequences, each split over the ranks on its own.
+    """Positions of one rank's tokens in a row of one or several sequences, each split over the ranks separately.
 
     Args:
-        lengths: of the sequences in the row, in tokens; one length for a row that is a single sequence.
+        lengths: of the sequences in the row, in tokens.
 
     Returns:
         int64 [sum(lengths) / cp_size], in the rank's local order: sequence by sequence.
@@ -73,7 +73,7 @@ def merge(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def sequence_divisor(tp_size: int, cp_size: int, sequence_parallel: bool, token_multiple: int = 1) -> int:
-    """The number that must divide the length of every sequence in tokens.
+    """The divisor that the length of every sequence, in tokens, must have.
 
     Context parallelism splits a sequence into 2 * cp_size chunks; sequence parallelism splits each rank's share into
     tp_size parts. `token_multiple` must divide each context-parallel rank's share.
@@ -83,7 +83,7 @@ def sequence_divisor(tp_size: int, cp_size: int, sequence_parallel: bool, token_
 
 
 def pad_to(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
-    """Pad a tensor with `value` at the end of `dim` to `length`; the tensor itself if it has that length.
+    """Pad a tensor with `value` at the end of `dim` to `length`; returns the tensor itself if it has that length.
 
     Raises:
         LayoutError: the tensor is longer than `length`.

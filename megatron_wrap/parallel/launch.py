@@ -1,4 +1,4 @@
-"""The processes of a run: start and end of torch.distributed, and one report of an error over all ranks."""
+"""The processes of a run: start and end of torch.distributed, and one message about an error from all ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def environment_rank() -> int:
 
 
 def environment_world_size() -> int:
-    """Number of processes: of the existing process group, else as set by torchrun, else 1."""
+    """Number of processes: of the existing process group, else set by torchrun, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start(backend: str, device: torch.device, timeout_minutes: float) -> Processes:
-    """Initializes torch.distributed from torchrun's environment, or as a single process without it.
+    """Initialize torch.distributed from torchrun's environment, or as a single process without it.
 
     A process group that the caller has already initialized is used unchanged.
     """
@@ -63,8 +63,8 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Store, rank and number of processes from torchrun's environment.
 
-    torchrun's store outlives a process group, and a second run in the same program would read the addresses of the
-    first one. Each start therefore has its own prefix.
+    torchrun's store outlives a process group, and the next run in the same program would read outdated addresses.
+    Each start therefore has its own prefix.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     starts = store.add(f"megatron_wrap/starts_of_rank_{rank}", 1)
@@ -72,23 +72,22 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def stop(processes: Processes) -> None:
-    """Destroys the process group if `start` initialized it."""
+    """Destroy the process group if `start` initialized it."""
     if processes.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
 _HEAD_START_SECONDS = 1.0
-"""torchrun terminates all ranks when one has ended. The rank that prints the message ends first, right after it has
-recorded the error: one that is terminated before would not print, or be reported as the root cause with the signal."""
+"""torchrun terminates all ranks when one has ended. The rank that prints the message must end first, right after it has
+recorded the error: a rank that is terminated earlier cannot print, or its signal is reported as the root cause."""
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """For entry points: prints a `MegatronWrapError` once over all ranks and exits with its exit code.
+    """For entry points: print a `MegatronWrapError` once over all ranks and exit with its exit code.
 
     The first rank that claims the message in the rendezvous store prints it. Before the store exists, every rank has
-    read the same configuration, and rank 0 prints. Every rank records its error, whatever it is, for the failure
-    summary of torchrun.
+    read the same configuration, and rank 0 prints. Every rank records its error for torchrun's failure summary.
     """
     try:
         yield
@@ -99,7 +98,7 @@ def exit_on_user_error() -> Iterator[None]:
             print(message, file=sys.stderr, flush=True)  # noqa: T201
         elif under_torchrun:
             time.sleep(_HEAD_START_SECONDS)
-        # Other ranks may be waiting in a collective for this one: no destructor of a process group may wait for them.
+        # Other ranks may wait for this rank in a collective: no destructor of a process group may wait for them.
         sys.stdout.flush()
         _record_for_torchrun(message, message)
         os._exit(error.exit_code) if under_torchrun or dist.is_initialized() else sys.exit(error.exit_code)
@@ -109,15 +108,15 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _record_for_torchrun(message: str, details: str) -> None:
-    """Writes an error into the file from which torchrun's agent reads the root cause; `details` is what it prints.
+    """Write an error into the file from which torchrun's agent reads the root cause; it prints `details`.
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # The agent takes the earliest second as the root cause, and the lowest rank where two are equal. A rank that the
-    # agent itself terminates within this second must not precede the rank that failed.
+    # The agent reports the earliest error, in seconds, as the root cause, and of equal ones the lowest rank. A rank
+    # that the agent terminates within this second must not precede the rank that failed.
     timestamp = int(time.time()) - 1
     content = {"message": {"message": message, "extraInfo": {"py_callstack": details, "timestamp": str(timestamp)}}}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:

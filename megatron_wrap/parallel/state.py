@@ -1,4 +1,4 @@
-"""This process's place in the parallel layout: one `Axis` per kind of parallelism."""
+"""This process's ranks in the parallel layout: one `Axis` per kind of parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_wrap.config.schema import ParallelConfig
+    from megatron_wrap.config.schema.model import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class ParallelState:
     ep: Axis
     dp_cp: Axis
     expert_tp: Axis
-    """Tensor parallelism of the experts: processes that hold slices of the same expert."""
+    """Tensor parallelism of the experts: processes with slices of the same expert."""
     expert_dp: Axis
     """Data parallelism of the experts: processes with the same slices of the same experts, (tp * cp * dp) / (ep *
     expert_tp) of them."""
     virtual_size: int | None
     """Model chunks per pipeline stage of an interleaved pipeline; None: one chunk, not interleaved."""
     host_group: ProcessGroup | None = None
-    """The processes of `dp` over gloo; None: those of `dp.group`, which is over gloo itself."""
+    """The processes of `dp` over gloo; None if `dp.group` is over gloo."""
 
     @property
     def dp_on_host(self) -> ProcessGroup:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_wrap.errors import PlatformError
 
 if TYPE_CHECKING:
-    from megatron_wrap.platform.base import Platform
+    from megatron_wrap.platform.base.platform import Platform
 
 __all__ = ["choose_platform"]
 
@@ -42,9 +42,9 @@ def choose_platform(name: str) -> Platform:
 @functools.cache
 def _platform(name: str) -> Platform:
     if name == "cpu":
-        from megatron_wrap.platform.cpu import CpuPlatform
+        from megatron_wrap.platform.cpu.platform import CpuPlatform
 
         return CpuPlatform()
-    from megatron_wrap.platform.cuda import CudaPlatform
+    from megatron_wrap.platform.gpu.platform import CudaPlatform
 
     return CudaPlatform()

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which stretch to the width of the page; their labels are HTML and keep their size."""
+"""Charts as inline SVG, which stretches to the width of the page; labels are HTML and keep their size."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megatron_wrap.report.page import escaped
 
 
 def histogram(width: int, counts: Sequence[int], limit: int | None = None, unit: str = "tokens") -> str:
-    """Bars of equal width, from 0 on.
+    """Bars of equal width, starting at 0.
 
     Args:
-        width: values in a bin.
-        counts: of each bin.
-        limit: a value to mark with a line, if it is in the range.
+        width: range of a bin.
+        counts: number of values in each bin.
+        limit: a value to mark with a line if it is in the range.
         unit: of the values.
     """
     highest, end = max(counts, default=0) or 1, width * len(counts)
     bars = []
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         height = 100 * count / highest
-        label = f"{place * width:,} to {(place + 1) * width - 1:,} {unit}: {count:,}"
+        label = f"{index * width:,} to {(index + 1) * width - 1:,} {unit}: {count:,}"
         bars.append(
-            f'<rect class="bar" x="{place + 0.05:.2f}" y="{100 - height:.2f}" width="0.9" height="{height:.2f}">'
+            f'<rect class="bar" x="{index + 0.05:.2f}" y="{100 - height:.2f}" width="0.9" height="{height:.2f}">'
             f"<title>{escaped(label)}</title></rect>"
         )
     line, note = "", ""
@@ -39,10 +39,10 @@ def histogram(width: int, counts: Sequence[int], limit: int | None = None, unit:
 
 
 def shares(parts: Sequence[tuple[str, int, str]]) -> str:
-    """One bar that is divided in proportion.
+    """One bar, divided in proportion.
 
     Args:
-        parts: name, number, and the style: `share`, `share-mark` or `share-gone`.
+        parts: (name, number, style); the style is `share`, `share-mark` or `share-gone`.
     """
     total = sum(number for _, number, _ in parts) or 1
     rects, names, begin = [], [], 0.0

@@ -1,4 +1,4 @@
-"""Curves over the iterations of runs as inline SVG; their labels are HTML and keep their size."""
+"""Curves over the iterations of runs as inline SVG; labels are HTML and keep their size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_wrap.report.page import escaped
 
 WIDTH, HEIGHT = 1000, 300
-"""Of the SVG's coordinates; page.py's script has them, too."""
+"""Of the SVG's coordinates; the script in page.py uses the same numbers."""
 _MOST_POINTS = 800
 _COLORS = 6
 
@@ -22,9 +22,9 @@ class Series:
     points: Sequence[tuple[float, float]]
     """(iteration, value), ascending; finite."""
     color: int = 0
-    """Number of the run."""
+    """Index of the run."""
     is_evaluation: bool = False
-    """Few points, which are marked."""
+    """Whether the points are few and marked."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Point:
-    """What is drawn of neighboring points: their mean, and how far they reach."""
+    """Neighboring points as they are drawn: their mean and their range."""
 
     x: float
     mean: float
@@ -47,19 +47,19 @@ class Point:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[Point]:
-    """At most `most` points, each the mean of equally many neighbors (the last one of those that are left)."""
+    """At most `most` points, each the mean of equally many neighbors (the last may average fewer)."""
     size = max(1, math.ceil(len(points) / most))
-    found = []
+    means = []
     for begin in range(0, len(points), size):
         part = points[begin : begin + size]
         values = [value for _, value in part]
         mean_x = sum(x for x, _ in part) / len(part)
-        found.append(Point(mean_x, sum(values) / len(values), min(values), max(values)))
-    return found
+        means.append(Point(mean_x, sum(values) / len(values), min(values), max(values)))
+    return means
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between `low` and `high`, about `count` of them."""
+    """About `count` round numbers between `low` and `high`."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -72,8 +72,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 def curves(chart: Chart) -> str:
     """A figure of the chart.
 
-    Where a run has more than 800 points, a curve is the mean of neighbors and its band reaches from their smallest to
-    their largest value.
+    Of a run with more than 800 points, the curve is the mean of neighbors and its band the range of their values.
     """
     drawn = [(series, thinned(series.points)) for series in chart.series]
     frame = _Frame.around(drawn)
@@ -99,7 +98,7 @@ def curves(chart: Chart) -> str:
 
 
 def short_number(value: float) -> str:
-    """A number of an axis, in at most six characters or so."""
+    """A number of an axis, in about six characters."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4g}"
     mantissa, _, exponent = f"{value:.2e}".partition("e")
@@ -117,7 +116,7 @@ class _Frame:
 
     @classmethod
     def around(cls, drawn: Sequence[tuple[Series, Sequence[Point]]]) -> _Frame:
-        points = [point for _, found in drawn for point in found]
+        points = [point for _, points in drawn for point in points]
         low, high = min(point.low for point in points), max(point.high for point in points)
         margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
         bottom = low - margin
@@ -138,11 +137,11 @@ def _marks(frame: _Frame, series: Series, points: Sequence[Point], order: int) -
         upper = [f"{frame.x(point.x):.1f} {frame.y(point.high):.2f}" for point in points]
         lower = [f"{frame.x(point.x):.1f} {frame.y(point.low):.2f}" for point in reversed(points)]
         yield f'<path class="band {color}" d="M{"L".join([*upper, *lower])}Z"/>'
-    places = [f"{frame.x(point.x):.1f} {frame.y(point.mean):.2f}" for point in points]
+    positions = [f"{frame.x(point.x):.1f} {frame.y(point.mean):.2f}" for point in points]
     style = f"{color} dashed" if series.is_evaluation else color
-    yield f'<path class="{style}" data-name=".value{order}" d="M{"L".join(places)}"/>'
+    yield f'<path class="{style}" data-name=".value{order}" d="M{"L".join(positions)}"/>'
     if series.is_evaluation or len(points) == 1:
-        yield f'<path class="dots {color}" d="{"".join(f"M{place}h0" for place in places)}"/>'
+        yield f'<path class="dots {color}" d="{"".join(f"M{position}h0" for position in positions)}"/>'
 
 
 def _key(series: Series, order: int, is_named: bool) -> str:

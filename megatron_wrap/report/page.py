@@ -1,4 +1,4 @@
-"""A self-contained HTML page: style sheet, tables, tiles, and items to page through. Every text is escaped here."""
+"""A self-contained HTML page: style sheet, tables, tiles, and items to page through. Escapes every text."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ mark { background: var(--marked); color: var(--mark); border-radius: 2px; } s { 
 """
 _SCRIPT = """
 const items = [...document.querySelectorAll('.item')], choice = document.querySelector('#choice');
-const place = document.querySelector('#place'), back = document.querySelector('#back');
+const position = document.querySelector('#position'), back = document.querySelector('#back');
 const next = document.querySelector('#next');
 let shown = items, at = 0;
 function show() {
   items.forEach(item => { item.hidden = item !== shown[at]; });
-  place.textContent = shown.length ? `${at + 1} of ${shown.length}` : 'none';
+  position.textContent = shown.length ? `${at + 1} of ${shown.length}` : 'none';
   back.disabled = at <= 0; next.disabled = at >= shown.length - 1;
 }
 function choose() {
@@ -95,18 +95,18 @@ document.querySelectorAll('.plot').forEach(plot => {
   const lines = [...plot.querySelectorAll('path[data-name]')].map(path => ({
     shown: plot.querySelector(path.dataset.name),
     points: [...path.getAttribute('d').matchAll(/[ML]([\\d.]+) ([\\d.]+)/g)]
-      .map(found => [+found[1], +found[2]]) }));
+      .map(match => [+match[1], +match[2]]) }));
   const at = plot.querySelector('.at');
   svg.addEventListener('pointermove', event => {
     const box = svg.getBoundingClientRect(), x = 1000 * (event.clientX - box.left) / box.width;
-    let place = null;
+    let nearest = null;
     lines.forEach(line => {
       const near = line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a, line.points[0]);
-      line.shown.textContent = ' ' + number(low + (1 - near[1] / 300) * (high - low)); place ??= near[0];
+      line.shown.textContent = ' ' + number(low + (1 - near[1] / 300) * (high - low)); nearest ??= near[0];
     });
-    if (place === null) return;
-    cursor.setAttribute('x1', place); cursor.setAttribute('x2', place); cursor.removeAttribute('hidden');
-    at.textContent = 'at ' + Math.round(left + place / 1000 * (right - left)).toLocaleString();
+    if (nearest === null) return;
+    cursor.setAttribute('x1', nearest); cursor.setAttribute('x2', nearest); cursor.removeAttribute('hidden');
+    at.textContent = 'at ' + Math.round(left + nearest / 1000 * (right - left)).toLocaleString();
   });
   svg.addEventListener('pointerleave', () => {
     cursor.setAttribute('hidden', ''); at.textContent = ''; lines.forEach(line => { line.shown.textContent = ''; });
@@ -119,10 +119,10 @@ _TAGS = {"trained": ("<mark>", "</mark>"), "cut": ("<s>", "</s>"), "other": ("",
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table that is a number or has a tone."""
+    """A cell of a table with a tone."""
 
     text: str
-    """Each line in a line of its own."""
+    """Line breaks are kept."""
     tone: str = ""
     """`number` (aligned to the right), `alarm`, `notice`, `soft`, or `title` (the first line is bold)."""
 
@@ -134,9 +134,9 @@ class Item:
     title: str
     facts: Sequence[str]
     texts: Sequence[Sequence[tuple[str, str]]]
-    """Runs of (text, kind) of each text; a kind is `trained`, `other` or `cut`."""
+    """Each text as runs of (text, kind); a kind is `trained`, `other` or `cut`."""
     labels: Sequence[str] = ()
-    """Keys by which the reader can choose items."""
+    """Keys by which the reader can filter items."""
 
 
 @dataclass
@@ -148,20 +148,20 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def heading(self, text: str) -> None:
-        """A section begins."""
+        """Begin a section."""
         self._parts.append(f"<h2>{escaped(text)}</h2>")
 
     def paragraph(self, text: str) -> None:
-        """A line of text."""
+        """Add a line of text."""
         self._parts.append(f'<p class="soft">{escaped(text)}</p>')
 
     def tiles(self, values: Sequence[tuple[str, str]]) -> None:
-        """Numbers with their names."""
+        """Add numbers with their names: (name, number)."""
         inner = "".join(f'<div class="tile"><b>{escaped(v)}</b><span>{escaped(n)}</span></div>' for n, v in values)
         self._parts.append(f'<div class="tiles">{inner}</div>')
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str | Cell]], is_stacked: bool = False) -> None:
-        """A table. On narrow screens it scrolls, or is stacked: one cell below the other."""
+        """Add a table. On narrow screens it scrolls, or its cells are stacked."""
         shown = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
         tones = [cell.tone if isinstance(cell, Cell) else "" for cell in rows[0]] if rows else []
         names = "".join(
@@ -174,36 +174,36 @@ class Page:
         )
 
     def folded(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> None:
-        """A table that the reader opens."""
+        """Add a table that is folded until the reader opens it."""
         self._parts.append(f"<details><summary>{escaped(title)}</summary>")
         self.table(head, rows)
         self._parts.append("</details>")
 
     def figure(self, markup: str) -> None:
-        """Markup from `charts`."""
+        """Add markup from `charts`."""
         self._parts.append(f'<div class="panel">{markup}</div>')
 
     def figures(self, markups: Sequence[str]) -> None:
-        """Markup from `charts` or `curves`, side by side where there is room."""
+        """Add markup from `charts` or `curves`, side by side on wide screens."""
         inner = "".join(f'<div class="panel">{markup}</div>' for markup in markups)
         self._parts.append(f'<div class="charts">{inner}</div>')
 
     def items(self, items: Sequence[Item], choices: Sequence[tuple[str, str]]) -> None:
-        """Items, of which the page shows one at a time (all of them without JavaScript).
+        """Add items; the page shows one at a time (without JavaScript all of them).
 
         Args:
-            choices: (label, name) by which the reader can choose.
+            choices: (label, name) of each filter.
         """
         options = "".join(f'<option value="{escaped(key)}">{escaped(name)}</option>' for key, name in choices)
         self._parts.append(
             '<div class="controls" hidden><button id="back" type="button">Previous</button>'
-            '<button id="next" type="button">Next</button><span id="place" aria-live="polite"></span>'
+            '<button id="next" type="button">Next</button><span id="position" aria-live="polite"></span>'
             f'<select id="choice" aria-label="Which samples">{options}</select></div>'
         )
         self._parts.extend(map(_item, items))
 
     def html(self) -> str:
-        """The file's text."""
+        """The finished page."""
         body = "\n".join(self._parts)
         script = _SCRIPT * ("<article" in body) + _CURSOR * ('<figure class="plot"' in body)
         return (
@@ -222,8 +222,8 @@ def escaped(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Text without control characters other than line feeds and tabs, which show as Unicode's pictures of them; lone
-    surrogates as question marks."""
+    """Text with control characters other than line feeds and tabs replaced by Unicode's pictures of them, and lone
+    surrogates by question marks."""
     table = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
     return text.translate(table).encode("utf-8", "replace").decode("utf-8")
 
@@ -233,11 +233,12 @@ def _tone(tone: str) -> str:
 
 
 def _cell(cell: str | Cell) -> str:
-    given = cell if isinstance(cell, Cell) else Cell(cell)
-    lines = [escaped(line) for line in given.text.split("\n")]
-    if given.tone == "title":
+    if isinstance(cell, str):
+        cell = Cell(cell)
+    lines = [escaped(line) for line in cell.text.split("\n")]
+    if cell.tone == "title":
         lines[0] = f"<b>{lines[0]}</b>"
-    return f"<td{_tone(given.tone)}>{'<br>'.join(lines)}</td>"
+    return f"<td{_tone(cell.tone)}>{'<br>'.join(lines)}</td>"
 
 
 def _item(item: Item) -> str:

@@ -1,4 +1,4 @@
-"""Which curves of runs are drawn: a chart for each metric that changes, by section."""
+"""Selects the curves of runs to draw: a chart for each metric that changes, by section."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NEVER = (
     *("throughput", "num_tokens", "tokens_per_second_per_device", "memory_allocated", "memory_reserved"),
     *("consumed_samples", "consumed_tokens"),
 )
-"""Other metrics show the same, or they grow with the iteration."""
+"""Metrics that repeat others or grow with the iteration."""
 
 
 def charts_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> Mapping[str, list[Chart]]:
-    """Section -> its charts; a metric that never changes has none, unless it is one that readers look for.
+    """Section -> its charts; a metric that never changes has none, except those that readers expect.
 
     Args:
         labels: a name for each run, all different.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.paths import missing_path_hint
+from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.errors import DataError
 
 METRICS, SAMPLES, FACTS = "metrics.jsonl", "samples.jsonl", "run.json"
@@ -18,10 +18,10 @@ _EVALUATION = "eval/"
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What is known of a run."""
+    """The records of a run."""
 
     name: str
-    """Of its YAML; of a run without run.json its folder."""
+    """That of its YAML; of a run without run.json, its folder."""
     folder: Path
     steps: Mapping[int, Mapping[str, float]]
     """Iteration -> metrics of the training step, ascending; without values that are not finite."""
@@ -32,31 +32,31 @@ class RunFiles:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Content of run.json; empty: there is none."""
     notes: tuple[str, ...] = ()
-    """What the reader of the page has to know about the files."""
+    """Remarks about the files, for the reader of the page."""
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """(iteration, value) of a metric of the training steps, or with `eval/` before it of the evaluations."""
+        """(iteration, value) of a metric of the training steps, or with the prefix `eval/` of the evaluations."""
         of_evaluations = name.startswith(_EVALUATION)
         source, key = (self.evaluations, name[len(_EVALUATION) :]) if of_evaluations else (self.steps, name)
         return [(iteration, values[key]) for iteration, values in source.items() if key in values]
 
 
 def read_run_files(path: str) -> RunFiles:
-    """The records of a run.
+    """Read the records of a run.
 
     Args:
         path: its output folder, or a file of metrics in it, such as metrics.1.jsonl of an earlier run.
 
     Raises:
-        DataError: there is no such run, or a line is broken that is not the last one of a process that was killed.
+        DataError: there is no such run, or a line is invalid, except the last line of a process that was killed.
     """
-    given = Path(path).expanduser()
-    file = given if given.is_file() else given / METRICS
-    if given.suffix in (".yaml", ".yml"):
-        raise DataError(f"{path}: is a configuration, not a run; give its output folder, such as outputs/{given.stem}")
+    run = Path(path).expanduser()
+    file = run if run.is_file() else run / METRICS
+    if run.suffix in (".yaml", ".yml"):
+        raise DataError(f"{path}: is a configuration, not a run; give its output folder, such as outputs/{run.stem}")
     if not file.is_file():
-        lacks = f"no {METRICS} in it" if given.is_dir() else f"no such run{missing_path_hint(given)}"
-        raise DataError(f"{path}: {lacks}; give the folder of megatron_wrap.logger.output_dir of a run")
+        missing = f"no {METRICS} in it" if run.is_dir() else f"no such run{missing_path_hint(run)}"
+        raise DataError(f"{path}: {missing}; give the folder of megatron_wrap.logger.output_dir of a run")
     lines, notes = _objects(file, (int, float, type(None)))
     steps: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
@@ -65,11 +65,11 @@ def read_run_files(path: str) -> RunFiles:
             if name == "iteration" or value is None:  # null: not a number, or infinite
                 continue
             is_evaluation = name.startswith(_EVALUATION)
-            of = evaluations if is_evaluation else steps
-            of.setdefault(entry["iteration"], {})[name[len(_EVALUATION) :] if is_evaluation else name] = value
+            by_iteration = evaluations if is_evaluation else steps
+            by_iteration.setdefault(entry["iteration"], {})[name[len(_EVALUATION) :] if is_evaluation else name] = value
     if not steps and not evaluations:
         raise DataError(f"{file}: it has no steps and no evaluations yet; wait for the run's first step")
-    # of an earlier run in the same folder only the metrics are left
+    # only the metrics remain of an earlier run in the same folder
     is_last = file.name == METRICS
     samples, more = (
         _objects(file.parent / SAMPLES, (int, str)) if is_last and (file.parent / SAMPLES).is_file() else ([], [])
@@ -87,12 +87,12 @@ def read_run_files(path: str) -> RunFiles:
 
 
 def _objects(file: Path, kinds: tuple[type, ...]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The objects of a file of JSON lines, and a note about a last line that is cut off.
+    """The objects of a JSON Lines file, and a note if its last line is incomplete.
 
     Args:
-        kinds: types of values.
+        kinds: allowed types of values.
     """
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -100,15 +100,15 @@ def _objects(file: Path, kinds: tuple[type, ...]) -> tuple[list[dict[str, Any]],
     lines = content.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(_checked(json.loads(line), kinds))
+            entries.append(_checked(json.loads(line), kinds))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not content.endswith(b"\n"):
-                return found, [f"{file}:{number}: the last line is cut off and left out; the run was killed"]
+                return entries, [f"{file}:{number}: the last line is incomplete and left out; the run was killed"]
             shown = line[:60].decode("utf-8", "replace")
             raise DataError(
                 f"{file}:{number}: not a line of a run's records ({error}): {shown!r}; delete the line"
             ) from error
-    return found, []
+    return entries, []
 
 
 def _checked(entry: Any, kinds: tuple[type, ...]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from megatron_wrap.report.run_charts import charts_of
 from megatron_wrap.report.run_files import RunFiles
 
 _MOST_ROWS = 40
-"""Evaluations in a table."""
+"""Maximum number of evaluations in a table."""
 _MOST_TEXTS = 300
 _SET_BY_RUN = ("(override)", "(hf_path)", "command line")
-"""Ends of the origin of a value that is not from the tree of configurations."""
+"""Endings of the origins of values that are not from the configuration tree."""
 Row = list[str | Cell]
 
 
@@ -37,13 +37,13 @@ class ReportedRun:
     """A run on the page."""
 
     label: str
-    """Different for each run."""
+    """Unique among the runs."""
     files: RunFiles
     checkpoints: Sequence[CheckpointFacts] = ()
 
 
 def labels_of(runs: Sequence[RunFiles]) -> list[str]:
-    """A name for each run: its own, or with its folder where several have that name."""
+    """A label for each run: its name, with its folder if several runs have that name."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in zip(names, runs, strict=True)]
 
@@ -98,38 +98,33 @@ def _subtitle(run: RunFiles) -> str:
 
 
 def _summary(run: RunFiles) -> Mapping[str, str]:
-    """Name -> a run's number; only those that it has."""
-    found: dict[str, str] = {}
-    total = run.facts.get("train_iters")
-    last = max([*run.steps, *run.evaluations])
-    found["steps"] = f"{last:,}" if total is None else f"{last:,} of {total:,}"
-    losses = [value for _, value in run.curve("loss")][-10:]
+    """Name -> number of a run, for the numbers that it has."""
+    total, last = run.facts.get("train_iters"), max([*run.steps, *run.evaluations])
+    numbers = {"steps": f"{last:,}" if total is None else f"{last:,} of {total:,}"}
+    losses = _values(run, "loss")[-10:]
     if losses:
-        found[f"loss, mean of the last {len(losses)} steps" if len(losses) > 1 else "loss"] = f"{_mean(losses):.4f}"
+        name = f"loss, mean of the last {len(losses)} steps" if len(losses) > 1 else "loss"
+        numbers[name] = f"{statistics.fmean(losses):.4f}"
     for name in {name: None for values in run.evaluations.values() for name in values if name.endswith("/loss")}:
-        curve = run.curve(f"eval/{name}")
-        iteration, value = min(curve, key=lambda point: point[1])
-        found[f"best loss on {name.removesuffix('/loss')}"] = f"{value:.4f} at {iteration:,}"
-    tokens = run.curve("consumed_tokens")
-    if tokens:
-        found["tokens"] = with_prefix(tokens[-1][1])
-    speeds = [value for _, value in run.curve("tokens_per_second")]
-    if speeds:
-        found["tokens/s, median"] = with_prefix(statistics.median(speeds))
-    tflops = [value for _, value in run.curve("tflops")]
+        iteration, value = min(run.curve(f"eval/{name}"), key=lambda point: point[1])
+        numbers[f"best loss on {name.removesuffix('/loss')}"] = f"{value:.4f} at {iteration:,}"
+    if tokens := _values(run, "consumed_tokens"):
+        numbers["tokens"] = with_prefix(tokens[-1])
+    if speeds := _values(run, "tokens_per_second"):
+        numbers["tokens/s, median"] = with_prefix(statistics.median(speeds))
+    tflops = _values(run, "tflops")
     if tflops and statistics.median(tflops) >= 0.1:
-        found["TFLOP/s per device, median"] = f"{statistics.median(tflops):.3g}"
-    seconds = [value for _, value in run.curve("elapsed_time")]
-    if seconds:
-        found["time of all steps"] = str(datetime.timedelta(seconds=round(sum(seconds))))
-    memory = [value for _, value in run.curve("memory_max")]
-    if memory and max(memory) > 0:
-        found["GiB at most"] = f"{max(memory):.3g}"
-    return found
+        numbers["TFLOP/s per device, median"] = f"{statistics.median(tflops):.3g}"
+    if seconds := _values(run, "elapsed_time"):
+        numbers["time of all steps"] = str(datetime.timedelta(seconds=round(sum(seconds))))
+    memory = max(_values(run, "memory_max"), default=0)
+    if memory > 0:
+        numbers["GiB at most"] = f"{memory:.3g}"
+    return numbers
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _values(run: RunFiles, name: str) -> list[float]:
+    return [value for _, value in run.curve(name)]
 
 
 def _add_evaluations(page: Page, runs: Sequence[ReportedRun]) -> None:
@@ -139,14 +134,14 @@ def _add_evaluations(page: Page, runs: Sequence[ReportedRun]) -> None:
             continue
         names = [*{name: None for values in evaluations.values() for name in values}]
         step = -(-len(evaluations) // _MOST_ROWS)
-        chosen = [*evaluations.items()][::-1][::step]  # the last one is always among them
+        shown = [*evaluations.items()][::-1][::step]  # contains the last one
         note = f", one of {step}" if step > 1 else ""
         page.folded(
             f"Evaluations of {run.label}: {len(evaluations):,}{note}, the last one first",
             ("iteration", *names),
             [
                 [Cell(f"{iteration:,}", "number"), *(_number(values.get(name)) for name in names)]
-                for iteration, values in chosen
+                for iteration, values in shown
             ],
         )
 
@@ -157,16 +152,16 @@ def _number(value: float | None) -> Cell:
 
 def _add_texts(page: Page, runs: Sequence[ReportedRun]) -> None:
     items, choices = [], []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         texts = run.files.samples[::-1][:_MOST_TEXTS]
-        choices += [(f"run{place}", f"{run.label}: {len(texts):,}")] if texts else []
+        choices += [(f"run{index}", f"{run.label}: {len(texts):,}")] if texts else []
         items += [
-            Item(f"iteration {iteration:,}", [run.label], [[(prompt, "other"), (text, "trained")]], [f"run{place}"])
+            Item(f"iteration {iteration:,}", [run.label], [[(prompt, "other"), (text, "trained")]], [f"run{index}"])
             for iteration, prompt, text in texts
         ]
     if items:
         page.heading("Sample texts")
-        page.paragraph("Highlighted: written by the model. The last ones first; the arrow keys turn pages.")
+        page.paragraph("Highlighted: written by the model. The newest first; the arrow keys turn pages.")
         page.items(items, [("", f"all {len(items):,}"), *(choices if len(choices) > 1 else [])])
 
 
@@ -185,13 +180,13 @@ def _add_configuration(page: Page, runs: Sequence[ReportedRun]) -> None:
             page.table(("key", *(run.label for run in known)), rows)
     for run in known:
         entries = run.files.facts["configuration"]
-        own: list[Row] = [[path, value, Cell(origin, "soft")] for path, value, origin in entries if _is_set(origin)]
         everything: list[Row] = [[path, value, Cell(origin, "soft")] for path, value, origin in entries]
+        set_by_run = [row for row, (_, _, origin) in zip(everything, entries, strict=True) if _is_set(origin)]
         head = ("key", "value", "set at")
         if len(known) == 1:
-            page.table(head, own)
+            page.table(head, set_by_run)
         else:
-            page.folded(f"Set by {run.label}: {len(own):,} keys", head, own)
+            page.folded(f"Set by {run.label}: {len(set_by_run):,} keys", head, set_by_run)
         page.folded(f"All {len(entries):,} values of {run.label}", head, everything)
 
 
@@ -209,8 +204,8 @@ def _add_checkpoints(page: Page, runs: Sequence[ReportedRun]) -> None:
             page.paragraph(f"None in {folder}.")
             continue
         rows: list[Row] = [
-            [Cell(f"{found.iteration:,}", "number"), Cell(f"{found.gib:.3g}", "number"), found.folder, found.note]
-            for found in run.checkpoints
+            [Cell(f"{saved.iteration:,}", "number"), Cell(f"{saved.gib:.3g}", "number"), saved.folder, saved.note]
+            for saved in run.checkpoints
         ]
         page.table(("iteration", "GiB", "folder", ""), rows)
 
@@ -220,7 +215,7 @@ def _add_environment(page: Page, runs: Sequence[ReportedRun]) -> None:
     if not known:
         return
     page.heading("Environment")
-    found = [run.files.facts["environment"] for run in known]
-    names = [*{name: None for environment in found for name in environment}]
+    environments = [run.files.facts["environment"] for run in known]
+    names = [*{name: None for environment in environments for name in environment}]
     head = ("", "") if len(known) == 1 else ("", *(run.label for run in known))
-    page.table(head, [[Cell(name, "soft"), *(str(one.get(name, "")) for one in found)] for name in names])
+    page.table(head, [[Cell(name, "soft"), *(str(values.get(name, "")) for values in environments)] for name in names])

@@ -1,4 +1,4 @@
-"""Comparison of two runs: tolerances, relative differences, and the effect of rounding."""
+"""Compares two runs: tolerances, relative differences, and the effect of rounding."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ def relative(value: float, reference: float, floor: float = 0.0) -> float:
 
 
 def metric_differences(
-    found: Sequence[dict[str, float]], reference: Sequence[dict[str, float]], floors: Sequence[dict[str, float]]
+    metrics: Sequence[dict[str, float]], reference: Sequence[dict[str, float]], floors: Sequence[dict[str, float]]
 ) -> dict[str, tuple[float, float, float]]:
-    """Metric -> (relative difference, found, reference) in the step with the largest difference."""
+    """Metric -> (relative difference, value, reference) in the step with the largest difference."""
     differences: dict[str, tuple[float, float, float]] = {}
-    for mine, theirs, floor in zip(found, reference, floors, strict=True):
-        for name, expected in theirs.items():
-            value = mine.get(name, math.nan)
+    for values, expected_values, floor in zip(metrics, reference, floors, strict=True):
+        for name, expected in expected_values.items():
+            value = values.get(name, math.nan)
             difference = relative(value, expected, floor.get(name, 0.0))
             if name not in differences or difference > differences[name][0]:
                 differences[name] = (difference, value, expected)
     return differences
 
 
-def gradient_differences(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+def gradient_differences(gradients: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
     """Name -> norm of the difference divided by the norm of the reference's gradient, or by a floor for tiny ones."""
     floor = GRADIENT_FLOOR * max(float(numpy.linalg.norm(gradient)) for gradient in reference.values())
     differences = {}
     for name, expected in reference.items():
-        if name not in found:
+        if name not in gradients:
             differences[name] = math.inf
             continue
-        difference = float(numpy.linalg.norm(found[name] - expected))
+        difference = float(numpy.linalg.norm(gradients[name] - expected))
         share = difference / max(float(numpy.linalg.norm(expected)), floor, 1e-30)
         differences[name] = math.inf if math.isnan(share) else share
     return differences
 
 
-def gradient_ratio(found: dict[str, Any], reference: dict[str, Any]) -> float:
-    """The factor c that minimizes the norm of found - c * reference over all parameters (least squares)."""
-    inner = sum(float(numpy.vdot(found[name], reference[name])) for name in reference if name in found)
+def gradient_ratio(gradients: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The factor c that minimizes the norm of gradients - c * reference over all parameters (least squares)."""
+    inner = sum(float(numpy.vdot(gradients[name], reference[name])) for name in reference if name in gradients)
     square = sum(float(numpy.vdot(gradient, gradient)) for gradient in reference.values())
     return inner / square if square else math.nan

@@ -25,7 +25,7 @@ class Deviation:
     """Findings about a layout that disagrees."""
 
     case: LayoutCase
-    found: CaseResult
+    result: CaseResult
     reference: CaseResult
     gradient_ratio: float
     objective_agrees: bool
@@ -37,7 +37,7 @@ class Deviation:
 
 
 def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], bool]) -> str:
-    """One sentence with the likely mistake and how to fix it; empty if no known pattern fits.
+    """One sentence with the likely mistake and its fix; empty if no known pattern fits.
 
     Args:
         agrees_on_equal_samples: runs the layout on samples of equal length; called only if the result is needed.
@@ -49,7 +49,7 @@ def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], boo
 
 
 def _cause_of_a_metric(deviation: Deviation) -> str:
-    name, seen, case = deviation.worst_metric, deviation.found.seen, deviation.case
+    name, seen, case = deviation.worst_metric, deviation.result.seen, deviation.case
     if not name:
         return ""
     if name in seen.over_tp:
@@ -79,7 +79,7 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
     if kind == "number":
         return (
             f"likely cause: metric {name!r} is a bare number, so it is averaged over micro-batches with their loss "
-            "weights, which are not its own weights; report a pair (sum, weight)"
+            "weights, which are not the metric's weights; report a pair (sum, weight)"
         )
     return f"metric {name!r} depends on the layout, but the loss does not"
 
@@ -89,7 +89,7 @@ def _lost_gradients(deviation: Deviation) -> list[str]:
     reference = deviation.reference.gradients
     return [
         name
-        for name, gradient in deviation.found.gradients.items()
+        for name, gradient in deviation.result.gradients.items()
         if not gradient.any() and name in reference and reference[name].any()
     ]
 
@@ -103,15 +103,15 @@ def _factor(deviation: Deviation) -> str:
 
 
 def _is_multiple(deviation: Deviation) -> bool:
-    found, reference, ratio = deviation.found.gradients, deviation.reference.gradients, deviation.gradient_ratio
-    rest = sum(float(numpy.square(found[name] - ratio * reference[name]).sum()) for name in reference)
-    whole = sum(float(numpy.square(found[name]).sum()) for name in reference)
+    gradients, reference, ratio = deviation.result.gradients, deviation.reference.gradients, deviation.gradient_ratio
+    rest = sum(float(numpy.square(gradients[name] - ratio * reference[name]).sum()) for name in reference)
+    whole = sum(float(numpy.square(gradients[name]).sum()) for name in reference)
     return whole > 0 and rest <= SAME_FACTOR**2 * whole
 
 
 def _named_factor(ratio: float, deviation: Deviation) -> str:
     case = deviation.case
-    cuts = deviation.found.num_microbatches / deviation.reference.num_microbatches
+    cuts = deviation.result.num_microbatches / deviation.reference.num_microbatches
     candidates = {
         "the context-parallel size": case.cp,
         "1 / the context-parallel size": 1 / case.cp,
@@ -128,21 +128,21 @@ def _named_factor(ratio: float, deviation: Deviation) -> str:
 
 _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Callable[[Deviation], str]], ...] = (
     (
-        lambda d, _: not all(map(math.isfinite, d.found.objectives)),
+        lambda d, _: not all(map(math.isfinite, d.result.objectives)),
         "likely cause: nan on a process whose part of the sequence has no loss token; return sums (self.token_mean), "
         "not means over a part",
     ),
     # if both agree and no metric differs, only router losses differ, for which there is no rule
     (lambda d, _: d.objective_agrees and d.gradients_agree, _cause_of_a_metric),
     (
-        lambda d, _: d.found.seen.draws_random,
+        lambda d, _: d.result.seen.draws_random,
         "likely cause: calculate_loss draws random numbers, which differ between layouts; draw them in "
         "collate_data_micro_batch, which is seeded equally, and return them as a loss input",
     ),
     (
-        lambda d, _: d.case.cp > 1 and bool(d.found.undeclared_fields),
+        lambda d, _: d.case.cp > 1 and bool(d.result.undeclared_fields),
         lambda d: (
-            f"likely cause: get_fields_and_seqdims does not list {', '.join(d.found.undeclared_fields)}, so context "
+            f"likely cause: get_fields_and_seqdims does not list {', '.join(d.result.undeclared_fields)}, so context "
             "parallelism does not split it; list every field with a sequence dimension"
         ),
     ),

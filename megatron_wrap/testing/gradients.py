@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 
@@ -33,7 +34,7 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
     """Global name -> unsharded tensor of a parameter, fp32 on the CPU, without vocabulary padding; on every rank.
     Collective.
 
-    If several pipeline stages have the parameter (tied embeddings), the last stage's is returned.
+    Of a parameter of several pipeline stages (tied embeddings), the last stage's tensor is returned.
 
     Args:
         read: returns the tensor to gather for a local parameter, of the same shape; may be collective.
@@ -41,15 +42,14 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
     arch, parallel = state.config.arch, state.parallel
     mine: dict[str, Tensor] = {}
     for chunk in state.chunks:
-        for name, parameter in global_names(unwrapped(chunk), tied=not arch.untie_embeddings_and_output_weights):
+        for name, parameter in global_names(bare_model(chunk), tied=not arch.untie_embeddings_and_output_weights):
             value = read(parameter).detach().float()
-            tp, copies = (parallel.tp, parallel.dp_cp)
-            if is_expert(name):
-                tp, copies = parallel.expert_tp, parallel.expert_dp
+            expert = is_expert(name)
+            tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
             dim = split_dim(name, parameter)
             if dim is not None:
                 value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1." in name)
-            if tp.rank or copies.rank:
+            if tp.rank or replicas.rank:
                 continue  # another process contributes this parameter
             if name.startswith(("embedding.word_embeddings", "output_layer")):
                 value = value[: state.flow.vocab_size]
@@ -58,13 +58,6 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
     for rank_tensors in gather_objects(mine):
         whole |= rank_tensors
     return whole
-
-
-def unwrapped(chunk: Any) -> Any:
-    """The provider's model, without Megatron-Core's wrappers DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def join_slices(parts: list[Tensor], dim: int, gated: bool) -> Tensor:

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from megatron_wrap.config import derived
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import ConfigError
 
 PARALLEL = "megatron_lm.model.parallel"
@@ -52,7 +52,10 @@ DEFAULT_LAYOUTS = (
     "token-budget-dp2",
 )
 """Layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size, more padding,
-packed rows, micro-batches by a budget of tokens."""
+packed rows, and micro-batches with a token budget."""
+
+EXTRA_PADDING = 16
+"""Tokens of additional padding of every sequence in the layout `padded`."""
 
 EXPERT_LAYOUTS = ("ep2", "ep2-dopt", "cp2-ep2", "tp2-sp-ep2-etp1", "tp2-sp-ep2", "pp2-ep2", "ep4")
 """Further layouts for an MoE model."""
@@ -88,6 +91,11 @@ class LayoutCase:
     """All sequences of a micro-batch in one row."""
     token_budget: bool = False
     """Micro-batches of up to twice seq_length tokens."""
+
+    @property
+    def padding_tokens(self) -> int:
+        """Additional padding of every sequence, in tokens."""
+        return EXTRA_PADDING if self.extra_padding else 0
 
     @property
     def processes(self) -> int:
@@ -146,7 +154,7 @@ def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
     if case.packing or case.token_budget:
         kinds = sorted(losses | ({"z_loss"} if arch.moe_z_loss_coeff else set()))
         if kinds:
-            return f"{kinds[0]} of the routers is a mean over micro-batches, so it depends on how the batch is cut"
+            return f"{kinds[0]} of the routers is a mean over micro-batches, so it depends on how the batch is divided"
     losses -= {"seq_aux_loss"}
     if case.micro_batch_size is not None and (losses or arch.moe_z_loss_coeff):
         kind = min(losses) if losses else "z_loss"
@@ -159,5 +167,5 @@ def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
             (arch.upstream.get("moe_expert_capacity_factor") is not None, "moe_expert_capacity_factor"),
         ):
             if chosen:
-                return f"{name} is computed from a process's own tokens and padding, not from the micro-batch"
+                return f"{name} is computed from the tokens and padding of one process, not from the micro-batch"
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_wrap.engine.passes.loss import CalculateLoss
 from megatron_wrap.errors import FlowError
 from megatron_wrap.metrics.metric import Difference, Maximum, Minimum, Total
 from megatron_wrap.parallel.collectives import gather_objects
@@ -27,7 +28,7 @@ class Seen:
     draws_random: bool
     """It draws random numbers, which differ between layouts."""
     metric_kinds: dict[str, str] = field(default_factory=dict)
-    """Metric -> "number", "pair" (a Difference, too), "total" or "extreme"."""
+    """Metric -> "number", "pair" (also of a Difference), "total" or "extreme"."""
     over_tp: dict[str, str] = field(default_factory=dict)
     """Metric -> two different values that tensor-parallel ranks report."""
     over_cp: dict[str, str] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Seen:
 
 @dataclass
 class Observer:
-    """Wraps a flow's `calculate_loss` on one rank and records the metrics that it returns."""
+    """Records the metrics that a flow's `calculate_loss` returns on one rank."""
 
     noise: float = 0.0
     """Relative size of noise added to the model's outputs, to measure the effect of rounding."""
@@ -45,10 +46,8 @@ class Observer:
     calls: list[dict[str, tuple[str, float, float]]] = field(default_factory=list)
     """For each call: metric -> (kind, value, weight)."""
 
-    def watch(self, flow: Any) -> None:
-        """Wrap `calculate_loss` of this flow object."""
-        calculate_loss = flow.calculate_loss
-
+    def around(self, calculate_loss: CalculateLoss) -> CalculateLoss:
+        """A function that calls `calculate_loss` and records what it returns."""
         generator = torch.Generator().manual_seed(0)
 
         def observed(loss_inputs: Any, model_forward_output: torch.Tensor) -> Any:
@@ -63,7 +62,7 @@ class Observer:
             self.calls.append({name: _read(metric) for name, metric in metrics.items()})
             return returned
 
-        flow.calculate_loss = observed
+        return observed
 
     def seen(self, flow: Any, parallel: ParallelState) -> Seen:
         """The observations of all ranks. Collective.
@@ -71,9 +70,9 @@ class Observer:
         Raises:
             FlowError: the names of the metrics differ between micro-batches or ranks.
         """
-        place = (parallel.dp.rank, parallel.cp.rank, parallel.tp.rank)
-        everywhere = gather_objects((place, self.calls, self.two_values, self.draws_random))
-        ranks = {place: calls for place, calls, _, _ in everywhere if calls}
+        rank = (parallel.dp.rank, parallel.cp.rank, parallel.tp.rank)
+        everywhere = gather_objects((rank, self.calls, self.two_values, self.draws_random))
+        ranks = {rank: calls for rank, calls, _, _ in everywhere if calls}
         _refuse_other_names(type(flow).__name__, ranks)
         names: dict[str, tuple[str, float, float]] = next((calls[0] for calls in ranks.values()), {})
         over_tp = _differences(((dp, cp), calls) for (dp, cp, _), calls in ranks.items())
@@ -117,7 +116,7 @@ def _bare(calls: Calls) -> Calls:
 
 def _refuse_other_names(flow: str, ranks: Mapping[tuple[int, ...], Calls]) -> None:
     names = [sorted(call) for calls in ranks.values() for call in calls]
-    other = next((found for found in names if found != names[0]), None)
+    other = next((names_of_call for names_of_call in names if names_of_call != names[0]), None)
     if other is not None:
         raise FlowError(
             f"{flow}.calculate_loss reports the metrics {names[0]} in one micro-batch and {other} in another; report "
@@ -128,14 +127,14 @@ def _refuse_other_names(flow: str, ranks: Mapping[tuple[int, ...], Calls]) -> No
 def _differences(groups: Iterable[tuple[Any, Calls]]) -> dict[str, str]:
     """Metric -> the first two different values that ranks of the same group report for one micro-batch."""
     first: dict[Any, Calls] = {}
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for group, calls in groups:
         for mine, theirs in zip(calls, first.setdefault(group, calls), strict=False):
             for name, (_, value, weight) in mine.items():
                 _, other, other_weight = theirs[name]
                 if not (_same(value, other) and _same(weight, other_weight)):
-                    found.setdefault(name, f"{other:.4g} and {value:.4g}")
-    return found
+                    differences.setdefault(name, f"{other:.4g} and {value:.4g}")
+    return differences
 
 
 def _same(value: float, other: float) -> bool:

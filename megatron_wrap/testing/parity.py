@@ -14,35 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.hub import read_run
-from megatron_wrap.config import RunConfig, derived
-from megatron_wrap.config.checks import check_layout, check_run
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.run import check_layout, check_run
+from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
-from megatron_wrap.flow.contract import packing_refusal
-from megatron_wrap.testing.comparison import (
-    DETERMINISM_TOLERANCE,
-    EXPERTS_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    METRIC_TOLERANCE,
-    OBJECTIVE_TOLERANCE,
-    ROUNDING,
-    gradient_differences,
-    gradient_ratio,
-    metric_differences,
-    relative,
-    rounding_floor,
-)
+from megatron_wrap.flow.contract.class_checks import packing_refusal
+from megatron_wrap.testing import comparison
+from megatron_wrap.testing.comparison import metric_differences, relative, rounding_floor
 from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
 from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
+from megatron_wrap.testing.parity_overrides import check_overrides
+from megatron_wrap.testing.parity_report import LayoutVerdict, ParityReport
 from megatron_wrap.testing.parity_run import CaseResult, first_windows, run_case
 from megatron_wrap.testing.pools import Pools
 from megatron_wrap.testing.ranks import RankPool
-from megatron_wrap.testing.report import LayoutVerdict, ParityReport
-from megatron_wrap.testing.tiny import check_overrides
-
-EXTRA_PADDING = 16
-"""Tokens of additional padding of every sequence in the layout `padded`."""
 
 
 def check_parity(
@@ -80,17 +67,18 @@ def check_parity(
         reference_config = read_run(config, base)
         check_run(reference_config)
         with Pools(platform, ranks) as pools:
-            taken = _samples(reference_config, samples, steps, pools)
-            reference = pools.run(1, run_case, reference_config, taken, steps)
-            again = pools.run(1, run_case, reference_config, taken, steps)
+            batch_samples = _samples(reference_config, samples, steps, pools)
+            on_one_process = functools.partial(pools.run, 1, run_case, reference_config, batch_samples, steps)
+            reference, again = on_one_process(), on_one_process()
             notes, broken = _check_reference(reference, again)
             rows = [broken] if broken else []
-            rounded = again if broken else pools.run(1, run_case, reference_config, taken, steps, noise=ROUNDING)
+            rounded = again if broken else on_one_process(noise=comparison.ROUNDING)
             without_packing = packing_refusal(MegatronWrapFlowEntry.get_flow_class(reference_config.flow.flow_key))
-            seq_length = reference_config.train.seq_length
-            comparison = _Comparison(config, base, taken, steps, reference, rounded, pools, seq_length, without_packing)
+            comparisons = _Comparisons(
+                config, base, reference_config, batch_samples, steps, reference, rounded, pools, without_packing
+            )
             for case in map(parse_layout, [] if broken else layouts or default_layouts(reference_config.arch)):
-                rows.append(comparison.verdict(case, max_processes))
+                rows.append(comparisons.verdict(case, max_processes))
     return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
 
 
@@ -101,18 +89,19 @@ def assert_layout_invariant(config: str | Path, **arguments: Any) -> None:
 
 
 @dataclass
-class _Comparison:
+class _Comparisons:
     """Runs layouts and compares each with the reference."""
 
     config: str | Path
     base: list[str]
+    """Overrides of every layout."""
+    reference_config: RunConfig
     samples: list[Any]
     steps: int
     reference: CaseResult
     rounded: CaseResult
     """The reference with noise on the model's outputs."""
     pools: Pools
-    seq_length: int
     without_packing: str
     """Why layouts with packed rows are left out; empty if the flow supports them."""
 
@@ -121,20 +110,21 @@ class _Comparison:
         """For each step: the smallest denominator of a relative difference. If large terms cancel, as in a mean of
         advantages, the objective is small but its rounding error is not."""
         return [
-            rounding_floor(noisy, value, OBJECTIVE_TOLERANCE)
+            rounding_floor(noisy, value, comparison.OBJECTIVE_TOLERANCE)
             for noisy, value in zip(self.rounded.objectives, self.reference.objectives, strict=True)
         ]
 
     @functools.cached_property
     def metric_floors(self) -> list[dict[str, float]]:
         """The same for each metric."""
+        tolerance = comparison.METRIC_TOLERANCE
         return [
-            {name: rounding_floor(noisy.get(name, math.nan), value, METRIC_TOLERANCE) for name, value in values.items()}
+            {name: rounding_floor(noisy.get(name, math.nan), value, tolerance) for name, value in values.items()}
             for noisy, values in zip(self.rounded.metrics, self.reference.metrics, strict=True)
         ]
 
     def verdict(self, case: LayoutCase, max_processes: int) -> LayoutVerdict:
-        """Run one layout and compare it; its row of the report."""
+        """Run one layout, compare it, and return its row of the report."""
 
         def left_out(why: str) -> LayoutVerdict:
             return LayoutVerdict(case.name, case.processes, None, note=why)
@@ -152,10 +142,10 @@ class _Comparison:
             return left_out(self.without_packing)
         if self.reference.seen.two_values and (case.packing or case.token_budget):
             return left_out(
-                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is cut"
+                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is divided"
             )
         try:
-            config = read_run(self.config, [*self.base, *case.overrides(self.seq_length)])
+            config = read_run(self.config, [*self.base, *case.overrides(self.reference_config.train.seq_length)])
             check_run(config)
             check_layout(config, case.processes)
         except MegatronWrapError as error:
@@ -163,42 +153,41 @@ class _Comparison:
         reason = expert_reason(config.arch, case)
         if reason:
             return left_out(reason)
-        padding = EXTRA_PADDING if case.extra_padding else 0
         try:
-            found = self.pools.run(case.processes, run_case, config, self.samples, self.steps, padding)
+            result = self.pools.run(case.processes, run_case, config, self.samples, self.steps, case.padding_tokens)
         except FlowError as error:
             hint = f"\n{PACKING_CAUSE}" if case.packing else ""
             return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}{hint}")
-        return self._compared(case, config, found)
+        return self._compared(case, config, result)
 
-    def _compared(self, case: LayoutCase, config: RunConfig, found: CaseResult) -> LayoutVerdict:
+    def _compared(self, case: LayoutCase, config: RunConfig, result: CaseResult) -> LayoutVerdict:
         reference = self.reference
         has_experts = config.arch.num_experts is not None
-        tolerance = EXPERTS_TOLERANCE if has_experts else OBJECTIVE_TOLERANCE
-        objective = max(map(relative, found.objectives, reference.objectives, self.objective_floors))
-        metrics = metric_differences(found.metrics, reference.metrics, self.metric_floors)
+        tolerance = comparison.EXPERTS_TOLERANCE if has_experts else comparison.OBJECTIVE_TOLERANCE
+        objective = max(map(relative, result.objectives, reference.objectives, self.objective_floors))
+        metrics = metric_differences(result.metrics, reference.metrics, self.metric_floors)
         metric = max((difference for difference, _, _ in metrics.values()), default=0.0)
-        routers = metric_differences(found.router_losses, reference.router_losses, [{}] * len(reference.router_losses))
+        routers = metric_differences(result.router_losses, reference.router_losses, [{}] * self.steps)
         router_loss = max((difference for difference, _, _ in routers.values()), default=math.nan)
-        differences = gradient_differences(found.gradients, reference.gradients)
+        differences = comparison.gradient_differences(result.gradients, reference.gradients)
         worst = max(differences, key=lambda name: differences[name])
-        ratio = gradient_ratio(found.gradients, reference.gradients)
+        ratio = comparison.gradient_ratio(result.gradients, reference.gradients)
         objective_agrees = objective <= tolerance
-        gradients_agree = differences[worst] <= GRADIENT_TOLERANCE
+        gradients_agree = differences[worst] <= comparison.GRADIENT_TOLERANCE
         worst_metric, shown, metric_ratio = "", "", math.nan
-        if metric > (10 * tolerance if has_experts else METRIC_TOLERANCE):
+        if metric > (10 * tolerance if has_experts else comparison.METRIC_TOLERANCE):
             worst_metric = max(metrics, key=lambda name: metrics[name][0])
             _, value, expected = metrics[worst_metric]
             metric_ratio = value / expected if expected else math.nan
             shown = f"{worst_metric}: {value:.6g}, on one process {expected:.6g}"
-        elif found.seen.over_tp:  # the reported value is correct only because it is tensor-parallel rank 0's
-            worst_metric = next(iter(found.seen.over_tp))
-            shown = f"{worst_metric}: {found.seen.over_tp[worst_metric]} on two ranks"
+        elif result.seen.over_tp:  # the reported value is correct only because it is tensor-parallel rank 0's
+            worst_metric = next(iter(result.seen.over_tp))
+            shown = f"{worst_metric}: {result.seen.over_tp[worst_metric]} on two ranks"
         agrees = objective_agrees and gradients_agree and not worst_metric and not router_loss > tolerance
         note = ""
         if not agrees:
             deviation = Deviation(
-                case, found, reference, ratio, objective_agrees, gradients_agree, worst_metric, metric_ratio
+                case, result, reference, ratio, objective_agrees, gradients_agree, worst_metric, metric_ratio
             )
             note = likely_cause(deviation, lambda: self._agrees_on_equal_samples(case, config))
         return LayoutVerdict(
@@ -217,18 +206,16 @@ class _Comparison:
 
     def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
         """Whether reference and layout agree on a batch that repeats one sample, the first with a non-zero loss."""
-        reference_config = read_run(self.config, self.base)
         size = config.train.global_batch_size
         for sample in self.samples[:size]:
             repeated = [sample] * size
-            reference = self.pools.run(1, run_case, reference_config, repeated, 1)
+            reference = self.pools.run(1, run_case, self.reference_config, repeated, 1)
             if reference.objectives[0]:
                 break
-        padding = EXTRA_PADDING if case.extra_padding else 0
-        found = self.pools.run(case.processes, run_case, config, repeated, 1, padding)
-        differences = gradient_differences(found.gradients, reference.gradients)
-        return relative(found.objectives[0], reference.objectives[0]) <= OBJECTIVE_TOLERANCE and (
-            max(differences.values()) <= GRADIENT_TOLERANCE
+        result = self.pools.run(case.processes, run_case, config, repeated, 1, case.padding_tokens)
+        differences = comparison.gradient_differences(result.gradients, reference.gradients)
+        return relative(result.objectives[0], reference.objectives[0]) <= comparison.OBJECTIVE_TOLERANCE and (
+            max(differences.values()) <= comparison.GRADIENT_TOLERANCE
         )
 
 
@@ -255,7 +242,7 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
             "the objective is not finite on one process, perhaps 0 / 0 for a sample without loss tokens; return sums "
             "(self.token_mean) and let the framework divide"
         )
-    if max(map(relative, second.objectives, first.objectives)) > DETERMINISM_TOLERANCE:
+    if max(map(relative, second.objectives, first.objectives)) > comparison.DETERMINISM_TOLERANCE:
         return notes, broken(
             f"the flow is not deterministic: two runs on one process result in {first.objectives[0]:.8g} and "
             f"{second.objectives[0]:.8g}; draw random numbers in collate_data_micro_batch, which is seeded"
@@ -266,7 +253,7 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
 
 
 def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int, pools: Pools) -> list[Any]:
-    from megatron_wrap.data.sources import training_stream
+    from megatron_wrap.data.order.sample_sets import training_stream
 
     needed = config.train.global_batch_size * steps
     if samples is None and derived.is_indexed(config.data):
@@ -278,4 +265,4 @@ def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int, pools
         return [stream.read(position) for position in range(needed)]
     if samples is None or not len(samples):
         raise DataError("check-parity: there are no samples; set megatron_wrap.data.train, or pass samples")
-    return [samples[place % len(samples)] for place in range(needed)]
+    return [samples[index % len(samples)] for index in range(needed)]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron_wrap.config.schema import RunConfig
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.testing.observer import Observer, Seen
 
 if TYPE_CHECKING:
-    from megatron_wrap.engine.micro_batch import MicroBatch
+    from megatron_wrap.engine.batches.micro_batch import MicroBatch
 
 
 @dataclass
@@ -37,12 +37,12 @@ class CaseResult:
 
 def first_windows(config: RunConfig, count: int) -> list[Any]:
     """The head of indexed data, read in a process where Megatron-Core is imported for its platform."""
-    from megatron_wrap.data.indexed import open_indexed
-    from megatron_wrap.data.tokenizer import load_tokenizer
-    from megatron_wrap.engine.build import resolve_vocab_size
+    from megatron_wrap.config.checks.vocabulary import model_vocab_size
+    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.indexed.windows import open_indexed
 
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    windows = open_indexed(config, resolve_vocab_size(config, tokenizer), tokenizer).training
+    windows = open_indexed(config, model_vocab_size(config.arch, tokenizer), tokenizer).training
     return [windows.read(position) for position in range(count)]
 
 
@@ -57,7 +57,7 @@ def run_case(
         noise: relative size of noise on the model's outputs.
     """
     from megatron_wrap.core.wrap import MegatronWrap
-    from megatron_wrap.engine.micro_batch import try_flow
+    from megatron_wrap.engine.batches.micro_batch import try_flow
     from megatron_wrap.engine.router_losses import router_loss_names
     from megatron_wrap.engine.step import gradients_of_batch, train_step
     from megatron_wrap.testing.gradients import gather_gradients
@@ -69,13 +69,12 @@ def run_case(
     with MegatronWrap(config) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        state = wrap._ready()
-        try_flow(state.flow, samples[: wrap.global_batch_size], config.train.seed)
+        state, size = wrap.state, wrap.global_batch_size
+        try_flow(state.flow, [state.prepare_sample(sample) for sample in samples[:size]], config.train.seed)
         state.extra_padding = extra_padding
         observer = Observer(noise)
-        observer.watch(state.flow)
-        size = wrap.global_batch_size
-        micro_batches = gradients_of_batch(state, samples[:size])
+        state.calculate_loss = observer.around(state.calculate_loss)
+        micro_batches = gradients_of_batch(state, samples[:size]).training
         undeclared = _undeclared_fields(micro_batches[0])
         seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}

@@ -13,12 +13,29 @@ from megatron_wrap.testing.ranks import RankError, RankPool
 _PRELOADED = (
     "numpy.random",
     "torch._dynamo",  # Megatron-Core's optimizer imports it
+    "confignest",
     "megatron_wrap.core.wrap",
-    "megatron_wrap.model.gpt",
-    "megatron_wrap.engine.step",
+    "megatron_wrap.core.run",
+    "megatron_wrap.model.gpt_model",
+    "megatron_wrap.model.gpt_provider",
+    "megatron_wrap.nn.core_attention",
+    "megatron_wrap.checkpoint.resume",
     "megatron_wrap.testing.gradients",
 )
-"""Modules that every rank needs; imported in the parent, so that forked ranks need not import them."""
+"""Modules that every rank needs."""
+
+
+def import_for_ranks() -> None:
+    """Import the modules that every rank needs, so that ranks forked from this process need not import them."""
+    platform = choose_platform("cpu")  # Megatron-Core's modules are imported for the CPU
+    was_installed = platform._installed
+    platform.install()
+    try:
+        for name in _PRELOADED:
+            importlib.import_module(name)
+    finally:
+        if not was_installed:
+            platform.uninstall()
 
 
 class Pools:
@@ -26,36 +43,31 @@ class Pools:
 
     Args:
         platform: "cpu" (gloo, forked) or "cuda" (NCCL, one GPU each, spawned).
-        given: world size -> an existing pool, which the caller closes, for many checks in one process.
+        existing: world size -> a pool that the caller closes, for many checks in one process.
 
     Raises:
         PlatformError: there is no GPU for "cuda".
     """
 
-    def __init__(self, platform: str, given: Callable[[int], RankPool] | None = None) -> None:
+    def __init__(self, platform: str, existing: Callable[[int], RankPool] | None = None) -> None:
         self.platform = platform
-        self._given = given
-        self._own: dict[int, RankPool] = {}
-        chosen = choose_platform(platform)
+        self._existing = existing
+        self._started: dict[int, RankPool] = {}
+        choose_platform(platform)  # raises without a GPU for "cuda"
         self.devices: int | None = None
         """Number of GPUs of this machine; None on the CPU, which does not limit the number of processes."""
         if platform == "cuda":
             import torch
 
             self.devices = torch.cuda.device_count()  # does not initialize CUDA in this process
-        elif given is None:
-            chosen.install()  # so that Megatron-Core's modules are imported for the CPU
-            try:
-                for name in _PRELOADED:
-                    importlib.import_module(name)
-            finally:
-                chosen.uninstall()
+        elif existing is None:
+            import_for_ranks()
 
     def __enter__(self) -> Pools:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pool in self._own.values():
+        for pool in self._started.values():
             pool.close()
 
     def run(self, processes: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -67,12 +79,12 @@ class Pools:
         try:
             return self._pool(processes).run(function, *arguments, **named)[0]
         except RankError as error:
-            self._own.pop(processes, None)  # closed by the failure
+            self._started.pop(processes, None)  # closed by the failure
             raise FlowError(error.user_error or str(error)) from error
 
     def _pool(self, processes: int) -> RankPool:
-        if self._given is not None:
-            return self._given(processes)
-        if processes not in self._own:
-            self._own[processes] = RankPool(processes, platform=self.platform)
-        return self._own[processes]
+        if self._existing is not None:
+            return self._existing(processes)
+        if processes not in self._started:
+            self._started[processes] = RankPool(processes, platform=self.platform)
+        return self._started[processes]

@@ -2,33 +2,36 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
+from megatron_wrap.utils.atomic_write import atomic_file
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 
-class JsonLinesFile:
-    """A file with one strict JSON object per line, which a resumed run continues; written by rank 0 alone.
+class _JsonLinesFile:
+    """A file of the run with one strict JSON object per line, which a resumed run continues.
 
     Args:
-        path: its folder is created if missing.
+        output_dir: created if missing.
         resume_from: iteration of the checkpoint from which the run resumes. An atomic rewrite removes the objects of
-            later iterations and an incomplete last line. None: a new run; an existing file is renamed: `metrics.jsonl`
-            to `metrics.1.jsonl` (or the next free number).
+            later iterations and an incomplete last line; existing objects of `resume_from` itself are not written
+            again. None: a new run; an existing file is renamed: `metrics.jsonl` to `metrics.1.jsonl` (or the next free
+            number).
         rank: global rank; only rank 0 writes. Default: `logger.rank`.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
     """
 
-    def __init__(self, path: Path, resume_from: int | None = None, rank: int | None = None) -> None:
-        self.path = path
-        self.known: set[str] = set()
-        """Keys of the objects of iteration `resume_from` that the file had."""
+    file_name: ClassVar[str]
+
+    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+        self.path = Path(output_dir) / self.file_name
+        self._resume_from = resume_from
+        self._known: set[str] = set()  # keys of the objects of `resume_from` in the file
         self._file: IO[str] | None = None
         if (logger.rank if rank is None else rank) != 0:
             return
@@ -38,15 +41,8 @@ class JsonLinesFile:
                 if resume_from is None:
                     self.path.rename(_free_name(self.path))
                 else:
-                    self.known = _remove_after(self.path, resume_from)
+                    self._known = _remove_after(self.path, resume_from)
             self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by `close`
-
-    def write(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """Append `{"iteration": iteration, ...values}`, and flush it."""
-        if self._file is None:
-            return
-        self._file.write(json.dumps({"iteration": iteration, **values}, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -54,61 +50,42 @@ class JsonLinesFile:
             self._file.close()
             self._file = None
 
+    def _write(self, iteration: int, values: Mapping[str, Any]) -> None:
+        """Append `{"iteration": iteration, ...values}`, and flush it."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"iteration": iteration, **values}, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
 
-class JsonLinesLogger:
-    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl` and flushes each line.
+
+class JsonLinesLogger(_JsonLinesFile):
+    """Appends `{"iteration": step, ...metrics}` to `output_dir/metrics.jsonl`.
 
     NaN and infinity are written as `null`, because strict JSON has neither.
-
-    Args:
-        output_dir: created if missing.
-        resume_from: as of `JsonLinesFile`; existing metrics of `resume_from` itself (an evaluation before the stop) are
-            kept and not written twice.
-        rank: global rank; only rank 0 writes. Default: `logger.rank`.
-
-    Raises:
-        ConfigError: the folder or the file cannot be written.
     """
 
     file_name = "metrics.jsonl"
 
-    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
-        self._resume_from = resume_from
-        self._lines = JsonLinesFile(Path(output_dir) / self.file_name, resume_from, rank)
-        self.path = self._lines.path
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one object; `step` replaces an `iteration` in `metrics`."""
         values = {name: _json_number(value) for name, value in metrics.items() if name != "iteration"}
-        if step == self._resume_from and values and self._lines.known.issuperset(values):
+        if step == self._resume_from and values and self._known.issuperset(values):
             return
-        self._lines.write(step, values)
-
-    def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        self._lines.close()
+        self._write(step, values)
 
 
-class SampleTexts:
+class SampleTexts(_JsonLinesFile):
     """Appends `{"iteration": step, "prompt": ..., "text": ...}` to `output_dir/samples.jsonl`: completions of
-    `megatron_lm.train.common.sample_prompts`. The arguments are those of `JsonLinesLogger`."""
+    `megatron_lm.train.common.sample_prompts`."""
 
     file_name = "samples.jsonl"
 
-    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
-        self._resume_from = resume_from
-        self._lines = JsonLinesFile(Path(output_dir) / self.file_name, resume_from, rank)
-
     def log(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Write one object for each (prompt, completion); those of `resume_from` are not written twice."""
-        if step == self._resume_from and self._lines.known:
+        """Write one object for each (prompt, completion); those of `resume_from` are not written again."""
+        if step == self._resume_from and self._known:
             return
         for prompt, text in texts:
-            self._lines.write(step, {"prompt": prompt, "text": text})
-
-    def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        self._lines.close()
+            self._write(step, {"prompt": prompt, "text": text})
 
 
 def _json_number(value: Any) -> int | float | None:
@@ -148,11 +125,6 @@ def _remove_after(path: Path, iteration: int) -> set[str]:
     if invalid:
         logger.warning_rank_0(f"{path}: removed {invalid} incomplete or invalid lines on resume")
     if b"".join(kept) != content:
-        # Write a temporary file and rename it: a process killed here leaves the complete old or new file.
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "wb") as file:
+        with atomic_file(path) as file:
             file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     return known

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.platform.replacements import Replacements
+from megatron_wrap.platform.megatron_core.replacements import Replacements
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -148,11 +148,11 @@ def _hide_warnings() -> Callable[[], None]:
     before = list(warnings.filters)
     for category in (FutureWarning, UserWarning):
         warnings.simplefilter("ignore", category)
-    own = warnings.filters[:2]
+    added = warnings.filters[:2]
 
     def undo() -> None:
         # `catch_warnings` would also remove the filters that libraries have added since.
-        added_since = [entry for entry in warnings.filters if entry not in before and entry not in own]
+        added_since = [entry for entry in warnings.filters if entry not in before and entry not in added]
         warnings.resetwarnings()  # also invalidates the interpreter's cache of filter decisions
         warnings.filters.extend(added_since + before)  # type: ignore[attr-defined]
 

@@ -16,8 +16,8 @@ class TensorBoardLogger:
         resume_from: iteration of the checkpoint from which the run resumes; TensorBoard discards later points. None: a
             new run; TensorBoard discards all points of earlier runs in this folder.
         rank: global rank; only rank 0 writes. Default: `logger.rank`.
-        log_interval: steps are written each this many iterations, evaluations always.
-        queue_size: points that are held back at most before they are written.
+        log_interval: steps are written every `log_interval` iterations, evaluations always.
+        queue_size: largest number of points in memory; more are written.
 
     Raises:
         ConfigError: the tensorboard package is not installed, or the folder is not writable.

@@ -2,10 +2,11 @@
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
         [--against trainer,bare,bare-best,trl] [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"]
-        [--output outputs/compare] [--compare OLD.json]
+        [--tree "ours-before: ../checkout"] [--liger] [--output outputs/compare] [--compare OLD.json]
 
 Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json, compare.md and compare.png; exits with 1
 where --compare finds a regression. Each program is a set of processes of its own that holds the GPUs only in its turn.
+`--tree` measures the megatron-wrap of another checkout, `--liger` this one with Liger-Kernel's RMSNorm.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import Any
 
 import torch
 from comparison.flags import Flags, changes, default_flags, fastest
-from comparison.pool import Program, Programs
+from comparison.pool import Launch, Program, Programs
 from comparison.presets import PRESETS
 from comparison.report import draw, markdown, reference_of, regressions, summary
 from comparison.task import Task, task_of
 
-from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.core import exit_on_user_error
 from megatron_wrap.errors import ConfigError
 
@@ -46,11 +47,12 @@ def main() -> int:
     cuda = torch.cuda.is_available() and arguments.platform != "cpu"
     device = "cuda" if cuda else "cpu"
     world_size = arguments.devices or (torch.cuda.device_count() if cuda else 1)
-    runs = {"ours": [], **dict(map(variant, arguments.variant))}
+    runs = runs_of(arguments)
     against = [name for name in arguments.against.split(",") if name and _is_installed(name)]
     output = Path(arguments.output)
     tasks = {name: read_task(name, arguments, device, world_size) for name in arguments.presets}
-    processes = ["megatron-wrap", *dict.fromkeys(AGAINST[name] for name in against)]
+    processes = {AGAINST[name]: Launch(AGAINST[name]) for name in against}
+    processes |= {process: launch for process, launch, _ in runs.values()}
     results: dict[str, Any] = {**description(device, world_size), "presets": {}}
     started = time.monotonic()
     with Programs(processes, world_size, device, output / "logs") as programs:
@@ -73,6 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("presets_and_overrides", nargs="+", metavar="PRESET|CONFIG|a.b=c")
     parser.add_argument("--against", default=",".join(AGAINST), help=f"of {', '.join(AGAINST)} (default: all)")
     parser.add_argument("--variant", action="append", default=[], metavar='"ours-NAME: a.b=c ..."')
+    parser.add_argument("--tree", action="append", default=[], metavar='"ours-NAME: FOLDER"', help="another checkout")
+    parser.add_argument("--liger", action="store_true", help="ours-liger: RMSNorm of liger-kernel")
     parser.add_argument("--devices", type=int, default=0, help="processes (default: one for each GPU; one on a CPU)")
     parser.add_argument("--platform", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
     parser.add_argument("--rounds", type=int, default=2)
@@ -83,21 +87,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compare", metavar="OLD.json", help="compare.json of an earlier run")
     parser.add_argument("--threshold", type=float, default=0.02, help="share that counts as a regression")
     arguments = parser.parse_intermixed_args()
-    given = arguments.presets_and_overrides
-    arguments.presets = [text for text in given if "=" not in text]
-    arguments.overrides = [text for text in given if "=" in text]
+    texts = arguments.presets_and_overrides
+    arguments.presets = [text for text in texts if "=" not in text]
+    arguments.overrides = [text for text in texts if "=" in text]
     unknown = set(arguments.against.split(",")) - {*AGAINST, ""}
     if unknown or not arguments.presets or arguments.warmup < 1:
         parser.error(f"unknown in --against: {sorted(unknown)}" if unknown else "a preset; --warmup is at least 1")
     return arguments
 
 
-def variant(text: str) -> tuple[str, list[str]]:
-    """("ours-NAME", overrides) of --variant."""
-    name, _, overrides = text.partition(":")
-    if not name.startswith("ours-") or not overrides.strip():
-        raise ConfigError(f'--variant {text!r}: write "ours-NAME: a.b=c ..."')
-    return name.strip(), shlex.split(overrides)
+def runs_of(arguments: argparse.Namespace) -> dict[str, tuple[str, Launch, list[str]]]:
+    """Each run of megatron-wrap by name: its process, how that is started, and its overrides."""
+    ours = ("megatron-wrap", Launch("megatron-wrap"))
+    runs: dict[str, tuple[str, Launch, list[str]]] = {"ours": (*ours, [])}
+    for name, overrides in map(_named, arguments.variant):
+        runs[name] = (*ours, shlex.split(overrides))
+    for name, folder in map(_named, arguments.tree):
+        runs[name] = (name, Launch("megatron-wrap", Path(folder).resolve()), [])
+    if arguments.liger:
+        runs["ours-liger"] = ("megatron-wrap-liger", Launch("megatron-wrap-liger"), [])
+    return runs
+
+
+def _named(text: str) -> tuple[str, str]:
+    """("ours-NAME", rest) of --variant and --tree."""
+    name, _, rest = text.partition(":")
+    if not name.startswith("ours-") or not rest.strip():
+        raise ConfigError(f'{text!r} has no name or no value: write "ours-NAME: a.b=c" or "ours-NAME: FOLDER"')
+    return name.strip(), rest.strip()
 
 
 def _is_installed(name: str) -> bool:
@@ -111,10 +128,10 @@ def _is_installed(name: str) -> bool:
 def read_task(name: str, arguments: argparse.Namespace, device: str, world_size: int) -> Task:
     """The task of a preset or of a run's YAML."""
     preset = PRESETS.get(name)
-    path = str(HERE / preset.config) if preset else name
-    own = (f"megatron_wrap.init.platform={device}", "megatron_wrap.logger.progress_bar=false")
-    folder = f"megatron_wrap.logger.output_dir={Path(arguments.output, 'run')}"
-    overrides = (*(preset.overrides if preset else ()), *own, folder, *arguments.overrides)
+    path = str(HERE / preset.config if preset else Path(name).resolve())  # a --tree has another working directory
+    settings = (f"megatron_wrap.init.platform={device}", "megatron_wrap.logger.progress_bar=false")
+    folder = f"megatron_wrap.logger.output_dir={Path(arguments.output, 'run').resolve()}"
+    overrides = (*(preset.overrides if preset else ()), *settings, folder, *arguments.overrides)
     config = read_run(path, overrides)
     return task_of(config, path, overrides, device, world_size, arguments.warmup, arguments.steps)
 
@@ -122,7 +139,7 @@ def read_task(name: str, arguments: argparse.Namespace, device: str, world_size:
 def measure(
     task: Task,
     programs: Mapping[str, Program],
-    runs: Mapping[str, list[str]],
+    runs: Mapping[str, tuple[str, Launch, list[str]]],
     against: list[str],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
@@ -132,7 +149,7 @@ def measure(
     if "bare-best" in against:
         best, sweep = search(task, programs["megatron-core"], default, arguments.timeout)
     options: dict[str, tuple[str, dict[str, Any]]] = {
-        name: ("megatron-wrap", {"overrides": overrides}) for name, overrides in runs.items()
+        name: (process, {"overrides": overrides}) for name, (process, _, overrides) in runs.items()
     }
     options |= {name: (AGAINST[name], {"trainer": AGAINST[name]}) for name in against}
     options |= {
@@ -140,15 +157,15 @@ def measure(
         for name, flags in (("bare", default), ("bare-best", best))
         if name in against
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in options}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in options}
     for turn in range(arguments.rounds):
         for name in list(options)[:: -1 if turn % 2 else 1]:
             process, settings = options[name]
             result = programs[process].run(task, settings, arguments.timeout)
-            found[name].append(result)
+            results[name].append(result)
             print(f"round {turn + 1}, {name}: {line(task, result)}", flush=True)
     summaries = {
-        name: summary(results, task.tokens_per_step, task.world_size, task.tflops) for name, results in found.items()
+        name: summary(rounds, task.tokens_per_step, task.world_size, task.tflops) for name, rounds in results.items()
     }
     return {
         "description": sizes(task),
@@ -156,7 +173,7 @@ def measure(
         "reference": reference_of(summaries),
         "programs": summaries,
         "sweep": sweep,
-        "runs": found,
+        "runs": results,
     }
 
 

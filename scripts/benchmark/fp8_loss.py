@@ -36,10 +36,10 @@ def text_samples(count: int, length: int) -> list[dict[str, Any]]:
 def losses(overrides: list[str], steps: int) -> list[float]:
     """Loss of each step of a run of its own."""
     sizes = [f"{ARCH}.{name}={value}" for name, value in SHAPE.items()]
-    own = [f"{ARCH}.num_query_groups=8", f"{ARCH}.vocab_size=256", f"{TRAIN}.seq_length=1024"]
+    overrides_of_model = [f"{ARCH}.num_query_groups=8", f"{ARCH}.vocab_size=256", f"{TRAIN}.seq_length=1024"]
     batch = [f"{TRAIN}.micro_batch_size=16", f"{TRAIN}.global_batch_size=16"]
     config = Path(__file__).parent / "llama-1b.yaml"
-    with MegatronWrap(config, overrides=[*sizes, *own, *batch, *overrides]) as wrap:
+    with MegatronWrap(config, overrides=[*sizes, *overrides_of_model, *batch, *overrides]) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         samples = text_samples(16 * steps, wrap.config.train.seq_length)
@@ -58,15 +58,15 @@ def main() -> None:
         changes = [f"{DTYPE}.fp8=hybrid", f"{DTYPE}.fp8_recipe={recipe}"]
         if recipe == CONTROL:
             changes = [f"{ARCH}.transformer_impl=torch"]
-        found = numpy.array(losses([*arguments.overrides, *changes], arguments.steps))
-        tens = numpy.abs(found.reshape(-1, 10).mean(1) / reference.reshape(-1, 10).mean(1) - 1)
+        fp8_losses = numpy.array(losses([*arguments.overrides, *changes], arguments.steps))
+        tens = numpy.abs(fp8_losses.reshape(-1, 10).mean(1) / reference.reshape(-1, 10).mean(1) - 1)
         report = {
             "recipe": recipe,
             "first_loss": round(float(reference[0]), 4),
             "last_ten_bf16": round(float(reference[-10:].mean()), 4),
-            "last_ten": round(float(found[-10:].mean()), 4),
-            "difference_of_the_mean": round(float(abs(found.mean() / reference.mean() - 1)), 5),
-            "largest_difference_of_a_step": round(float(numpy.abs(found / reference - 1).max()), 5),
+            "last_ten": round(float(fp8_losses[-10:].mean()), 4),
+            "difference_of_the_mean": round(float(abs(fp8_losses.mean() / reference.mean() - 1)), 5),
+            "largest_difference_of_a_step": round(float(numpy.abs(fp8_losses / reference - 1).max()), 5),
             "largest_difference_of_ten": round(float(tens.max()), 5),
         }
         sys.stdout.write("RESULT " + json.dumps(report) + "\n")

@@ -49,7 +49,7 @@ def main() -> None:
                 "new_tokens_per_second": round(count * arguments.new / seconds[arguments.new], 1),
                 "memory_max_gib": round(wrap.platform.memory_gib()["memory_max"], 2),
             }
-            if wrap._initialized().world.rank == 0:
+            if wrap.state.parallel.world.rank == 0:
                 sys.stdout.write("RESULT " + json.dumps(report) + "\n")
 
 

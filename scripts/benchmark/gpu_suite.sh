@@ -2,7 +2,7 @@
 # The measurements of docs/gpu.md. Each result is a line that starts with RESULT.
 #   bash scripts/benchmark/gpu_suite.sh one|two|both|four|packing|speed|choices [OUTPUT_FOLDER]
 # one GPU, the layouts of two, both, those of four; on one: sequences of unequal length, other programs on the same work, or
-# kernels, FP8, recomputation, offloading and second models
+# kernels, FP8, recomputation, offloading and reference models
 set -u
 cd "$(dirname "$0")/../.."
 out=${2:-outputs/gpu}; mkdir -p "$out"
@@ -71,12 +71,12 @@ speed() {  # beside other programs; each comparison is a run of its own
   run overhead timeout 150 python3 scripts/benchmark/overhead.py scripts/benchmark/llama-1b.yaml $train.micro_batch_size=4 --pairs 8
 }
 choices() {
-  run kernel-tests timeout 120 python3 -m pytest -q tests/gpu/test_fused_gpu.py tests/gpu/test_log_probs_gpu.py
+  run kernel-tests timeout 120 python3 -m pytest -q tests/gpu/test_kernels_gpu.py tests/gpu/test_log_probs_gpu.py
   run fp8-tests timeout 300 python3 -m pytest -q tests/gpu/test_fp8_gpu.py
   run fp8-loss timeout 300 python3 scripts/benchmark/fp8_loss.py
-  run kernels timeout 120 python3 scripts/benchmark/kernels.py
+  run kernels timeout 120 python3 scripts/benchmark/layer_kernels.py
   run memory timeout 400 python3 scripts/benchmark/memory_choices.py
-  run second-models timeout 300 python3 scripts/benchmark/second_models.py
+  run second-models timeout 300 python3 scripts/benchmark/reference_models.py
 }
 four() {
   [ -d examples/data/generated ] || python3 examples/data/build.py > /dev/null

@@ -40,8 +40,8 @@ def one_step(wrap: MegatronWrap, arguments: argparse.Namespace, step: int) -> di
     shape = (arguments.prompts, arguments.prompt_tokens)
     prompts = random.integers(0, wrap.config.arch.vocab_size, shape).tolist()
     count = arguments.prompts * arguments.responses
-    found: dict[str, Any] = {}
-    with timed(wrap, found, "rollout"):
+    phase_seconds: dict[str, Any] = {}
+    with timed(wrap, phase_seconds, "rollout"):
         completions = wrap.generate(
             prompts,
             n=arguments.responses,
@@ -52,38 +52,38 @@ def one_step(wrap: MegatronWrap, arguments: argparse.Namespace, step: int) -> di
         )
     samples: list[dict[str, Any]] = [
         {
-            "prompt_ids": prompts[place // arguments.responses],
+            "prompt_ids": prompts[index // arguments.responses],
             "response_ids": completion["token_ids"],
-            "group": place // arguments.responses,
+            "group": index // arguments.responses,
             "reward": float(random.random()),
         }
-        for place, completion in enumerate(completions)
+        for index, completion in enumerate(completions)
     ]
-    with timed(wrap, found, "log-probabilities"):
+    with timed(wrap, phase_seconds, "log-probabilities"):
         for sample, outputs in zip(samples, wrap.forward(samples), strict=True):
             sample["old_log_probs"] = outputs["log_probs"]
-    with timed(wrap, found, "step"):
+    with timed(wrap, phase_seconds, "step"):
         wrap.train(samples)
-    with timed(wrap, found, "export"):
+    with timed(wrap, phase_seconds, "export"):
         exported = sum(tensor.nbytes for _, tensor in wrap.weight_source(dtype="bfloat16"))
     return {
         "step": step,
-        "seconds": {name: round(seconds, 3) for name, seconds in found.items()},
+        "seconds": {name: round(seconds, 3) for name, seconds in phase_seconds.items()},
         "responses": count,
-        "rollout_tokens_per_second": round(count * arguments.new_tokens / found["rollout"]),
+        "rollout_tokens_per_second": round(count * arguments.new_tokens / phase_seconds["rollout"]),
         "exported_gb": round(exported / 1e9, 2),
         "memory_max_gib": round(wrap.platform.memory_gib()["memory_max"], 2),
     }
 
 
 @contextmanager
-def timed(wrap: MegatronWrap, found: dict[str, Any], name: str) -> Iterator[None]:
-    """Add the seconds of a phase to `found`, with the device's work."""
+def timed(wrap: MegatronWrap, phase_seconds: dict[str, Any], name: str) -> Iterator[None]:
+    """Add the seconds of a phase to `phase_seconds`, with the device's work."""
     wrap.platform.synchronize()
     started = time.perf_counter()
     yield
     wrap.platform.synchronize()
-    found[name] = time.perf_counter() - started
+    phase_seconds[name] = time.perf_counter() - started
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
         wrap.setup_model_and_optimizer()
         for step in range(arguments.steps):
             report = one_step(wrap, arguments, step)
-            if wrap._initialized().world.rank == 0:
+            if wrap.state.parallel.world.rank == 0:
                 sys.stdout.write("RESULT " + json.dumps(report) + "\n")
                 sys.stdout.flush()
 

@@ -60,7 +60,7 @@ def _precision(dtype: str) -> list[str]:
 def _measured(action: Callable[[], object]) -> tuple[float, int]:
     """Seconds, and by how much the resident set grew at most, MiB."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (man proc_pid_clear_refs)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (man proc_pid_clear_refs)
     before, started = _status("VmRSS"), time.perf_counter()
     action()
     return round(time.perf_counter() - started, 2), round(_status("VmHWM") - before)

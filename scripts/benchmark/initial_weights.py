@@ -14,9 +14,9 @@ def main() -> None:
     """Build the bare model, then fill it twice: the first time includes the loading of kernels."""
     with MegatronWrap(sys.argv[1], overrides=sys.argv[2:]) as wrap:
         wrap.initialize()
-        from megatron_wrap.engine.build import build_chunks
+        from megatron_wrap.engine.setup.build import build_chunks
         from megatron_wrap.model.initial_weights import fill_initial_weights
-        from megatron_wrap.model.transformer import transformer_config
+        from megatron_wrap.model.transformer_config import transformer_config
 
         config, parallel = wrap.config, wrap._initialized()
         vocab_size = config.arch.vocab_size or 0

@@ -1,9 +1,9 @@
 """Speed and memory of recomputation, offloaded optimizer states and FP8 on one GPU: one line of JSON for each choice,
-then a table. Every choice trains the same model on the same random tokens, in this process, one after the other.
+then a table. Every choice trains the same model on the same random tokens, in this process, in turn.
 
     python scripts/benchmark/memory_choices.py [CONFIG] [a.b=c ...] [--only NAME ...] [--steps 6] [--warmup 2]
 
-CONFIG is scripts/benchmark/llama-1b.yaml unless given; the overrides apply to every choice.
+The default CONFIG is scripts/benchmark/llama-1b.yaml; the overrides apply to every choice.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def measure(config: str, overrides: Sequence[str], steps: int, warmup: int) -> d
 
 
 def main() -> None:
-    """Measure the choices, each reported as soon as it is done; a failure ends only its own."""
+    """Measure the choices and report each as soon as it is done; the others survive a failure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", nargs="?", default="scripts/benchmark/llama-1b.yaml")
     parser.add_argument("overrides", nargs="*")
@@ -87,16 +87,16 @@ def main() -> None:
     for name in arguments.only:
         overrides = [*shared, *CHOICES[name], *arguments.overrides]
         try:
-            found = measure(arguments.config, overrides, arguments.steps, arguments.warmup)
+            results = measure(arguments.config, overrides, arguments.steps, arguments.warmup)
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+            results = {"error": f"{type(error).__name__}: {error}"[:600]}
         gc.collect()
         torch.cuda.empty_cache()
-        sys.stdout.write("RESULT " + json.dumps({"name": name, **found}) + "\n")
+        sys.stdout.write("RESULT " + json.dumps({"name": name, **results}) + "\n")
         sys.stdout.flush()
-        if "error" not in found:
-            speed, memory = found["tokens_per_second"], found["memory_max_gib"]
-            rows.append(f"| {name} | {speed:,.0f} | {memory:.1f} | {found['losses'][-1]:.4f} |")
+        if "error" not in results:
+            speed, memory = results["tokens_per_second"], results["memory_max_gib"]
+            rows.append(f"| {name} | {speed:,.0f} | {memory:.1f} | {results['losses'][-1]:.4f} |")
     sys.stdout.write("\n".join(["| choice | tokens/s | peak memory, GiB | last loss |", "| --- | --- | --- | --- |"]))
     sys.stdout.write("\n" + "\n".join(rows) + "\n")
 

@@ -21,7 +21,7 @@ import torch
 from train_speed import random_tokens
 
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
-from megatron_wrap.engine.state import TrainingState
+from megatron_wrap.engine.state.state import TrainingState
 
 CROSS_ENTROPIES = {
     "unfused": {"cross_entropy_loss_fusion": False},
@@ -44,14 +44,14 @@ def use_fastest_cross_entropy(state: TrainingState, step: Callable[[], Any]) -> 
             times.append(time.perf_counter() - started)
         return min(times)
 
-    found = {}
+    step_seconds = {}
     for name, settings in CROSS_ENTROPIES.items():
         if name == "te" and not state.platform.has_transformer_engine:
             continue
         for field, value in settings.items():
             setattr(state.transformer_config, field, value)
-        found[name] = seconds()
-    fastest = min(found, key=lambda name: found[name])
+        step_seconds[name] = seconds()
+    fastest = min(step_seconds, key=lambda name: step_seconds[name])
     for field, value in CROSS_ENTROPIES[fastest].items():
         setattr(state.transformer_config, field, value)
     return fastest
@@ -86,7 +86,7 @@ def bare_step(state: TrainingState, batches: list[dict[str, torch.Tensor]], seq_
         forward_only=False,
     )
     ChainedOptimizer(state.optimizer.chained_optimizers).step()  # Megatron-Core's own, in one piece
-    state.scheduler.step(increment=1)
+    state.lr_scheduler.step(increment=1)
     return float(torch.stack(losses).mean())
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     with MegatronWrap(arguments.config, overrides=arguments.overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        state, train = wrap._ready(), wrap.config.train
+        state, train = wrap.state, wrap.config.train
         samples = random_tokens(wrap.global_batch_size, train.seq_length, wrap.config.arch.vocab_size or 0)
         tokens = torch.tensor([sample["input_ids"] for sample in samples], device=wrap.platform.device)
         positions = torch.arange(train.seq_length, device=tokens.device).expand(train.micro_batch_size, -1)
@@ -128,8 +128,8 @@ def main() -> None:
             facade(), bare()
         cross_entropy = use_fastest_cross_entropy(state, bare)
         pairs = []
-        for place in range(arguments.pairs):  # who goes first changes, so that drift favours neither
-            order = (facade, bare) if place % 2 else (bare, facade)
+        for pair in range(arguments.pairs):  # the order alternates, so that drift favors neither
+            order = (facade, bare) if pair % 2 else (bare, facade)
             seconds = {step.__name__: timed(step) for step in order}
             pairs.append((seconds["facade"], seconds["bare"]))
         prepared.close()
@@ -146,7 +146,7 @@ def main() -> None:
             "bare_cross_entropy": cross_entropy,
             "platform": wrap.platform.name,
         }
-        if wrap._initialized().world.rank == 0:
+        if wrap.state.parallel.world.rank == 0:
             sys.stdout.write(json.dumps(report) + "\n")
 
 

@@ -117,7 +117,7 @@ def main() -> None:
         Trainer(model=model, args=settings, train_dataset=rows, data_collator=collator, callbacks=[timer]).train()
     tokens = [sum(len(row["input_ids"]) - 1 for row in rows[step * size : (step + 1) * size]) for step in range(count)]
     seconds = [after - before for before, after in zip(timer.ends, timer.ends[1:], strict=False)]
-    rates = [one / took for one, took in zip(tokens[1:], seconds, strict=True)][arguments.warmup - 1 :]
+    rates = [num_tokens / took for num_tokens, took in zip(tokens[1:], seconds, strict=True)][arguments.warmup - 1 :]
     report = {
         "way": f"trainer-{arguments.way}",
         "micro_batch_size": arguments.micro_batch_size,

@@ -27,10 +27,10 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from megatron_wrap.data.documents import InputFiles
-from megatron_wrap.data.preprocess import Preprocessing, preprocess
-from megatron_wrap.data.tokenizer import load_tokenizer
-from megatron_wrap.data.tokenizer_training import train_tokenizer
+from megatron_wrap.data.chat.tokenizer import load_tokenizer
+from megatron_wrap.data.preprocess.documents import InputFiles
+from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
+from megatron_wrap.data.preprocess.tokenizer_training import train_tokenizer
 
 
 def write_text(folder: Path, megabytes: float) -> Path:
@@ -119,8 +119,8 @@ def main() -> None:
             if not arguments.only_memory:
                 size, seconds = in_new_process(library_alone, path, folder / "tok")
                 alone.append(size / seconds / 1e6)
-            seconds, found = in_new_process(ours, path, folder / "tok", arguments.workers)
-            peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
+            seconds, peaks_of_run = in_new_process(ours, path, folder / "tok", arguments.workers)
+            peaks = [max(pair) for pair in zip(peaks, peaks_of_run, strict=True)]
             whole.append(os.path.getsize(path) / seconds / 1e6 if arguments.only_memory else size / seconds / 1e6)
     if not arguments.only_memory:
         speeds = {"tokenizers_mb_per_second": alone, "preprocess_mb_per_second": whole}

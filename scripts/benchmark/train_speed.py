@@ -48,11 +48,11 @@ def main() -> None:
         batches.close()
         # a step's result arrives while the device still updates, so a step ends where the next one's result arrives
         seconds = statistics.median(end - start for start, end in itertools.pairwise(times[arguments.warmup :]))
-        tokens = wrap.global_batch_size * config.train.seq_length / wrap._initialized().world.size
+        tokens = wrap.global_batch_size * config.train.seq_length / wrap.state.parallel.world.size
         counted = steps[arguments.warmup :]
         report = {
             "name": arguments.name,
-            "layout": wrap._initialized().layout,
+            "layout": wrap.state.parallel.layout,
             "losses": [round(step["loss"], 6) for step in steps],
             "grad_norms": [round(step["grad_norm"], 5) for step in steps],
             "median_step_seconds": seconds,
@@ -61,7 +61,7 @@ def main() -> None:
             "memory_max_gib": steps[-1]["memory_max"],
             "build_seconds": build_seconds,
         }
-        if wrap._initialized().world.rank == 0:
+        if wrap.state.parallel.world.rank == 0:
             sys.stdout.write("RESULT " + json.dumps(report) + "\n")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(drill: Callable[[int, int, Path], list[str]], description: str, count: int, trials: str) -> int:
-    """Call `drill(count, seed, scratch folder)` and print what it found wrong; returns the exit status.
+    """Call `drill(count, seed, scratch folder)` and print the failures that it returns; returns the exit status.
 
     Args:
         count: default of --count, the number of `trials`.
@@ -19,7 +19,7 @@ def run(drill: Callable[[int, int, Path], list[str]], description: str, count: i
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        wrong = drill(arguments.count, arguments.seed, Path(scratch))
-    for line in wrong:
-        print(f"WRONG: {line}")
-    return 1 if wrong else 0
+        failures = drill(arguments.count, arguments.seed, Path(scratch))
+    for failure in failures:
+        print(f"WRONG: {failure}")
+    return 1 if failures else 0

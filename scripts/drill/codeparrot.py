@@ -1,4 +1,4 @@
-"""Train examples/codeparrot in a new folder, and compare its figures with what they should be.
+"""Train examples/codeparrot in a new folder, and compare its figures with the expected ones.
 
     python scripts/drill/codeparrot.py [--count 1700]
 
@@ -23,7 +23,7 @@ FULL, VOCABULARY = 1700, 1024
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:
-    """What is wrong with a run of `count` iterations."""
+    """Failures of a run of `count` iterations."""
     train = "megatron_lm.train"
     overrides = [f"{train}.common.seed={seed + 1234}"]
     if count < FULL:
@@ -35,18 +35,20 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return [done.stdout[-2000:] + done.stderr[-2000:]]
-    found = json.loads((scratch / "run/summary.json").read_text(encoding="utf-8"))
-    print(json.dumps(found))
-    loss = found["validation_loss"]
+    summary = json.loads((scratch / "run/summary.json").read_text(encoding="utf-8"))
+    print(json.dumps(summary))
+    loss = summary["validation_loss"]
     if count < FULL:
         highest = math.log(VOCABULARY) - 0.5
         return [] if loss < highest else [f"validation loss {loss} after {count} iterations, not below {highest:.3f}"]
-    entropy = found["unigram_entropy"]
-    wrong = [] if loss < 0.6 * entropy else [f"validation loss {loss}, not below 60% of the unigram entropy {entropy}"]
-    _, first, *_, last = found["parse_rate_by_iteration"].values()  # the very first are those of random weights
+    entropy = summary["unigram_entropy"]
+    failures = (
+        [] if loss < 0.6 * entropy else [f"validation loss {loss}, not below 60% of the unigram entropy {entropy}"]
+    )
+    _, first, *_, last = summary["parse_rate_by_iteration"].values()  # the very first: random weights
     if last < first + 0.1:
-        wrong.append(f"{last:.0%} of the completions are Python, {first:.0%} were at the first evaluation")
-    return wrong
+        failures.append(f"{last:.0%} of the completions are Python, {first:.0%} were at the first evaluation")
+    return failures
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 python scripts/drill/config_typos.py --count 2000 [--seed 0] [--show]
 
 A typo drops, doubles, swaps or replaces a character of a root, section, key, option of a flow, field of Megatron-Core
-or selection, exchanges `-` and `_`, or changes the case. It stands on the command line or in the YAML. Ends with 1 if a
-typo is accepted, or if less than 97% of the errors suggest the key that was meant.
+or selection, exchanges `-` and `_`, or changes the case, on the command line or in the YAML. Exits with 1 if a typo is
+accepted, or if less than 97% of the errors suggest the intended key.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 
 import yaml
 
-from megatron_wrap.config import load_run_config, schema
-from megatron_wrap.config.advice import RETIRED, SET_ELSEWHERE
+from megatron_wrap.config import load_run_config
 from megatron_wrap.config.decode import load_tree
-from megatron_wrap.config.upstream import upstream_fields
+from megatron_wrap.config.schema.retired_keys import RETIRED, SET_ELSEWHERE
+from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM
+from megatron_wrap.config.schema.upstream import upstream_fields
 from megatron_wrap.errors import MegatronWrapError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -50,11 +51,11 @@ def read(config: Path) -> Run:
     """The names of a shipped configuration."""
     tree = load_tree(config)
     selected = {section.path: section.selected for section in tree.sections.values() if section.selected is not None}
-    flow = schema.SECTION_PATHS["flow"]
+    flow = SECTION_PATHS["flow"]
     sections = {path.rsplit(".", end)[0] for path in tree.sections for end in range(path.count(".") + 1)}
     fields = [
-        f"{schema.SECTION_PATHS[name]}.{field}"
-        for name, class_name in schema.UPSTREAM.items()
+        f"{SECTION_PATHS[name]}.{field}"
+        for name, class_name in UPSTREAM.items()
         for field in upstream_fields(class_name)
         if field not in SET_ELSEWHERE[name]
     ]
@@ -99,14 +100,14 @@ def on_the_command_line(run: Run, path: str, kind: str, typo: str) -> str:
 
 
 def in_the_yaml(run: Run, path: str, kind: str, typo: str, target: Path) -> Path:
-    """A copy of the run with the typo beside its other keys, or as its selection."""
+    """A copy of the run with the typo as a further key, or as its selection."""
     content = yaml.safe_load(yaml.safe_dump(run.content))
     below, *parts = content, *path.split(".")[:-1]
-    for place, part in enumerate(parts):
+    for depth, part in enumerate(parts, 1):
         below[part] = below.get(part) or {}
         below = below[part]
-        if ".".join(parts[: place + 1]) in run.selected:
-            below.setdefault("__select__", run.selected[".".join(parts[: place + 1])])
+        if ".".join(parts[:depth]) in run.selected:
+            below.setdefault("__select__", run.selected[".".join(parts[:depth])])
             if kind != "selection":
                 below["__override__"] = below.get("__override__") or {}
                 below = below["__override__"]
@@ -128,7 +129,7 @@ def error_of(config: Path, overrides: list[str]) -> str | None:
 
 
 def drill(count: int, seed: int, folder: Path, show: bool) -> tuple[int, int]:
-    """Make `count` typos; returns how many were refused, and with the right suggestion."""
+    """Make `count` typos; returns how many were refused, and how many with the right suggestion."""
     generator = random.Random(seed)
     runs = [read(config) for config in sorted(CONFIGS.glob("*.yaml"))]
     kinds = generator.choices(list(LEVELS), list(LEVELS.values()), k=count)
@@ -163,7 +164,7 @@ def main() -> int:
         refused, right = drill(arguments.count, arguments.seed, Path(scratch), arguments.show)
     print(
         f"{arguments.count} typos: {refused} refused, {right} with the right suggestion "
-        f"({right / arguments.count:.1%}; at least {RIGHT_AT_LEAST:.0%} is asked)"
+        f"({right / arguments.count:.1%}; at least {RIGHT_AT_LEAST:.0%} is required)"
     )
     return 0 if refused == arguments.count and right >= RIGHT_AT_LEAST * arguments.count else 1
 

@@ -5,7 +5,7 @@ python scripts/drill/corrupt_checkpoint.py --count 200 [--seed 0]
 Damages, at random: a file cut short, emptied, deleted, or overwritten with noise for some bytes. Noise may hit bytes
 that nothing reads, and the records of the resolved configuration are not needed to resume; such a run has to load the
 saved state bit for bit. The tensors' files have no checksums, so noise among their numbers goes unseen: it is counted,
-and is no failure. Ends with 1 after another exception, a rank of another opinion, or a wrong state otherwise.
+and is no failure. Exits with 1 after another exception, ranks that disagree, or a wrong state otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
 import _checkpoint_runs as runs
 from _counted import run
 
+from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankError, RankPool
 
 RANKS = 2
@@ -29,7 +30,7 @@ OUTCOMES = ("refused", "loaded", "unseen", "wrong")
 
 
 def resume(folder: Path) -> str:
-    """The digest of the resumed state, or the message with which it is refused."""
+    """The digest of the resumed state, or the message of the refusal."""
     from megatron_wrap.errors import CheckpointError
 
     try:
@@ -40,7 +41,7 @@ def resume(folder: Path) -> str:
 
 
 def damage(file: Path, kind: str, generator: random.Random) -> str:
-    """Damage the file; how, in words."""
+    """Damage the file; returns a description."""
     size = file.stat().st_size
     if kind == "deleted":
         file.unlink()
@@ -60,37 +61,38 @@ def damage(file: Path, kind: str, generator: random.Random) -> str:
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:
-    """Damage `count` copies of a checkpoint, and print a line for each kind of damage; what was wrong."""
+    """Damage `count` copies of a checkpoint, and print a line for each kind of damage; returns the failures."""
     generator = random.Random(seed)
-    runs.warm_up()
+    import_for_ranks()
     pool = RankPool(RANKS, timeout_seconds=60)
     pool.run(runs.train, scratch / "saved", (), 2, (2,))
     whole = pool.run(resume, scratch / "saved")
     files = sorted(path.relative_to(scratch) for path in (scratch / "saved" / "iter_0000002").iterdir())
     outcomes, wrong = Counter(), []
-    for place in range(count):
-        kind, file = KINDS[place % len(KINDS)], files[place // len(KINDS) % len(files)]
+    for index in range(count):
+        kind, file = KINDS[index % len(KINDS)], files[index // len(KINDS) % len(files)]
         copy = scratch / "copy"
         shutil.copytree(scratch / "saved", copy)
-        what = f"{file.name}: {damage(copy / file.relative_to('saved'), kind, generator)}"
+        description = f"{file.name}: {damage(copy / file.relative_to('saved'), kind, generator)}"
         try:
-            found = pool.run(resume, copy)
+            results = pool.run(resume, copy)
         except RankError as error:
-            wrong.append(f"{what}: another exception, or none in time:\n{error}")
+            wrong.append(f"{description}: another exception, or none in time:\n{error}")
             outcomes[kind, "wrong"] += 1
             pool = RankPool(RANKS, timeout_seconds=60)
             continue
         finally:
             shutil.rmtree(copy)
-        if all(result.startswith("refused: ") for result in found) and len(set(found)) == 1:
+        refused = [result.startswith("refused: ") for result in results]
+        if all(refused) and len(set(results)) == 1:
             outcomes[kind, "refused"] += 1
-        elif found == whole:
+        elif results == whole:
             outcomes[kind, "loaded"] += 1
-        elif kind == "noise" and file.suffix == ".distcp" and not any(result.startswith("refused") for result in found):
+        elif kind == "noise" and file.suffix == ".distcp" and not any(refused):
             outcomes[kind, "unseen"] += 1
         else:
             outcomes[kind, "wrong"] += 1
-            wrong.append(f"{what}: {[result[:300] for result in found]}")
+            wrong.append(f"{description}: {[result[:300] for result in results]}")
     pool.close()
     for kind in KINDS:
         print(f"{kind:<8}", *(f"{outcomes[kind, outcome]:>5} {outcome}" for outcome in OUTCOMES))

@@ -3,7 +3,7 @@
 python scripts/drill/grpo.py --count 3
 
 Each seed is a run of examples/grpo/train.py in one process with one thread, which ends when the reward is reached. The
-first one is ended by SIGKILL after its first checkpoint and resumes. Ends with 1 if a run needs more than eight minutes
+first run is killed after its first checkpoint and resumes. Exits with 1 if a run needs more than eight minutes
 of processor time, if log-probabilities of rollout and training differ by more than 1e-5, or if a rollout is missing.
 """
 
@@ -60,7 +60,7 @@ def _processor_seconds() -> float:
 
 
 def _train(seed: int, folder: Path, killed: bool) -> list[str]:
-    """Train with one seed, and print a line of result; what was wrong."""
+    """Train with one seed, and print a line with the result; returns the failures."""
     before, started = _processor_seconds(), time.monotonic()
     wrong = _kill_after_first_checkpoint(seed, folder) if killed else []
     process = _start(seed, folder)
@@ -90,9 +90,9 @@ def _train(seed: int, folder: Path, killed: bool) -> list[str]:
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:
-    """Train with `count` seeds after `seed`; what was wrong."""
+    """Train with `count` seeds after `seed`; returns the failures."""
     seeds = range(seed + 1, seed + 1 + count)
-    return [line for one in seeds for line in _train(one, scratch / str(one), killed=one == seed + 1)]
+    return [line for run_seed in seeds for line in _train(run_seed, scratch / str(run_seed), run_seed == seed + 1)]
 
 
 if __name__ == "__main__":

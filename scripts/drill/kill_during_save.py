@@ -1,10 +1,9 @@
-"""SIGKILL at many moments of a save, writer processes included: the folder resumes each time, with the saved state.
+"""SIGKILL at many moments of a save, writer processes included: each time, the run resumes with a saved state.
 
 python scripts/drill/kill_during_save.py --count 30
 
 Three in four kills come at an event of Python around which the disk changes, spread over all events of a save; the
-others some milliseconds into a save. Ends with 1 if a resumed state is none that was saved, or if few lives ended in a
-save.
+others some milliseconds into a save. Exits with 1 if a resumed state was never saved, or if few lives ended in a save.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
-from _checkpoint_runs import samples, started, state_digest, warm_up
+from _checkpoint_runs import samples, started, state_digest
 
-from megatron_wrap.checkpoint import CheckpointStore
+from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.testing.pools import import_for_ranks
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.fork", "os.listdir", "os.scandir")
-"""Audit events of Python around which the disk changes: each of them is a moment to die at."""
+"""Audit events of Python around which the disk changes; each is a moment to die at."""
 
 
 class _Moments:
@@ -41,7 +41,7 @@ class _Moments:
 
 
 def _life(folder: Path, journal: Path, fatal: int | None, ready: Path | None) -> None:
-    """Resume, take one step, save; the journal gets the state's digest at the start and before the save."""
+    """Resume, take one step, save; the journal records the state's digest at the start and before the save."""
     moments = _Moments(fatal)
     with started(folder) as wrap:
         with journal.open("a") as lines:
@@ -59,7 +59,7 @@ def _life(folder: Path, journal: Path, fatal: int | None, ready: Path | None) ->
 
 
 def _live(folder: Path, journal: Path, fatal: int | None = None, seconds: float | None = None) -> int:
-    """One life in a process group of its own, killed at an event or some seconds into its save; its wait status."""
+    """One life in its own process group, killed at an event or some seconds into its save; returns its wait status."""
     ready = folder.parent / "ready" if seconds is not None else None
     child = os.fork()
     if child == 0:
@@ -86,22 +86,22 @@ def _entries(journal: Path, kind: str) -> list[tuple[int, str]]:
 
 
 def drill(count: int, scratch: Path) -> list[str]:
-    """Kill `count` saves, and print a line of result; what was wrong."""
-    warm_up()
+    """Kill `count` saves, and print a line with the result; returns the failures."""
+    import_for_ranks()
     folder, journal = scratch / "checkpoints", scratch / "journal"
     if _live(folder, journal) != 0:
-        return ["a life that nobody kills failed"]
+        return ["a life that was not killed failed"]
     [(events, _)] = _entries(journal, "events")
     timed = count // 4
-    moments = [1 + place * (events - 1) // max(count - timed - 1, 1) for place in range(count - timed)]
-    lives = [{"fatal": moment} for moment in moments] + [{"seconds": 0.18 * place / timed} for place in range(timed)]
+    moments = [1 + index * (events - 1) // max(count - timed - 1, 1) for index in range(count - timed)]
+    lives = [{"fatal": moment} for moment in moments] + [{"seconds": 0.18 * index / timed} for index in range(timed)]
     killed, wrong = 0, []
     for life in lives:
         killed += os.WIFSIGNALED(_live(folder, journal, **life))
         if CheckpointStore(folder).latest() is None:
-            wrong.append(f"{life}: the folder holds no checkpoint")
+            wrong.append(f"{life}: the folder has no checkpoint")
     if _live(folder, journal) != 0:
-        wrong.append("the last life, that nobody killed, failed")
+        wrong.append("the last life, which was not killed, failed")
     if killed < count * 2 / 3:
         wrong.append(f"only {killed} of {count} lives ended in a save")
     expected = dict(_entries(journal, "saves"))
@@ -109,7 +109,7 @@ def drill(count: int, scratch: Path) -> list[str]:
     if len(resumed) != count + 1:
         wrong.append(f"{len(resumed)} of {count + 1} lives resumed")
     if any(iteration < 1 for iteration, _ in resumed):
-        wrong.append("a life began anew")
+        wrong.append("a life did not resume")
     wrong += [f"iteration {at} resumed with another state" for at, digest in resumed if digest != expected.get(at)]
     wrong += [f"{path.name} was left" for path in folder.iterdir() if path.name.startswith(".iter_")]
     print(f"{count} lives, {killed} killed in a save of {events} events, {len(resumed)} resumed")
@@ -117,7 +117,7 @@ def drill(count: int, scratch: Path) -> list[str]:
 
 
 def main() -> int:
-    """0: each life resumed what was saved; 1: one did not."""
+    """Returns 0 if each life resumed a saved state, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30, help="lives to kill")
     with tempfile.TemporaryDirectory() as scratch:

@@ -158,7 +158,7 @@ VARIANTS = (
     "llama-linear-rope",
     "qwen2-tied",
 )
-"""Cases that split like another one; they run only on one rank and with all splits at once."""
+"""Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [
     (family, layout)
     for family in FAMILIES
@@ -212,12 +212,12 @@ def stored(folder: Path) -> dict[str, Any]:
 
     from safetensors.torch import load_file
 
-    found = {
+    stored_in = {
         name: (file.name, tensor) for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
     }
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index == {name: file for name, (file, _) in found.items()}
-    return {name: tensor for name, (_, tensor) in found.items()}
+    assert index == {name: file for name, (file, _) in stored_in.items()}
+    return {name: tensor for name, (_, tensor) in stored_in.items()}
 
 
 def token_ids(count: int = 2, length: int = 64) -> list[list[int]]:
@@ -249,10 +249,10 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
     with MegatronWrap.from_pretrained(folder, CONFIG, [*overrides, outputs]) as wrap:
         wrap.initialize()
         wrap.setup_model()
-        found = sequence_logits(wrap._ready(), token_ids())
+        logits = sequence_logits(wrap.state, token_ids())
         wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
-        if wrap._initialized().world.rank == 0:
-            return numpy.stack([row.numpy() for row in found])
+        if wrap.state.parallel.world.rank == 0:
+            return numpy.stack([row.numpy() for row in logits])
     return None
 
 
@@ -263,8 +263,8 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
 
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.model.chunks import bare_model
     from megatron_wrap.model.initial_weights import global_names
-    from megatron_wrap.testing.gradients import unwrapped
 
     settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_wrap.model_provider.verify_hf=true"]
     with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
@@ -274,7 +274,7 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         streamed = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
         with torch.no_grad():
             for chunk in wrap.state.chunks:
-                for name, parameter in global_names(unwrapped(chunk), tied=False):
+                for name, parameter in global_names(bare_model(chunk), tied=False):
                     if name == "decoder.layers.2.mlp.linear_fc2.weight" and wrap.tp_rank == 0:
                         parameter[3, 5] += 0.5
         bad = verify_hugging_face(wrap.state)

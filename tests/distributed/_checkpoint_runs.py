@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -42,7 +41,8 @@ TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
 DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")
 
 
-STEPS, BATCH = 10, 4
+STEPS, SAVED, BATCH = 6, 3, 4
+"""Iterations of a run, the one that is saved in its middle, and samples of an iteration."""
 
 
 def samples() -> list[dict[str, list[int]]]:
@@ -73,8 +73,8 @@ def train(
     with started(folder, overrides) as wrap:
         data = samples()
         while wrap.iteration < until:
-            place = wrap.iteration * BATCH
-            metrics = wrap.train(data[place : place + BATCH])
+            start = wrap.iteration * BATCH
+            metrics = wrap.train(data[start : start + BATCH])
             taken.append(tuple(metrics[name] for name in ("loss", "grad_norm", "learning_rate", "loss_scale")))
             if wrap.iteration in save_at:
                 wrap.save()
@@ -95,9 +95,10 @@ def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
 
 def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The result of `function` on each of `count` ranks, in new processes that end with this call."""
+    from megatron_wrap.testing.pools import import_for_ranks
     from megatron_wrap.testing.ranks import RankPool
 
-    warm_up()
+    import_for_ranks()
     pool = RankPool(count, timeout_seconds=90)
     try:
         return pool.run(function, *arguments)
@@ -105,26 +106,11 @@ def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) 
         pool.close()
 
 
-@functools.cache
-def warm_up() -> None:
-    """Import in this process the modules that forked ranks need."""
-    import megatron_wrap.core.wrap
-    import megatron_wrap.engine.build
-    from megatron_wrap.platform import choose_platform
-
-    platform = choose_platform("cpu")
-    platform.install()
-    try:
-        import megatron_wrap.checkpoint.resume  # noqa: F401
-    finally:
-        platform.uninstall()
-
-
 def state_digest(wrap: Any) -> str:
     """A hash of all weights and optimizer states of this rank."""
     import hashlib
 
-    state = wrap._ready()
+    state = wrap.state
     digest = hashlib.sha256()
     tensors = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
     for part in state.optimizer.chained_optimizers:

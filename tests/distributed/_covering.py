@@ -1,4 +1,4 @@
-"""Which cases of a product every run has: enough for each feature and each parallel axis; `--all` has the others."""
+"""Which cases of a product run in every command: enough for each feature and each parallel axis; `--all` runs all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-ONCE = (pytest.mark.matrix, pytest.mark.one_megatron_core)
-"""The markers of a case that only `--all` has, on one Megatron-Core: its subject is the formula of a flow."""
+EACH_AXIS = ("mbs1", "padded", "dp2-dopt", "tp2-sp", "pp2-vpp2", "cp2", "packed", "token-budget-dp2")
+"""Layouts of check-parity, one for each parallel axis and each way to cut a batch."""
 
 
 def axes(case: Any) -> set[str]:
@@ -31,15 +31,15 @@ def named(case: Any) -> str:
 
 def quick(cases: Iterable[str], chosen: Iterable[str]) -> list[Any]:
     """The cases as parameters of a test; those that are not `chosen` carry the marker `matrix`. For cases whose factors
-    other tests have, too."""
+    other tests contain."""
     names, chosen = list(cases), set(chosen)
     assert chosen <= set(names), chosen - set(names)
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.matrix) for name in names]
 
 
 def covering(cases: Iterable[Any], factors: Callable[[Any], set[str]] = axes) -> list[Any]:
-    """The cases as parameters of a test, with ids. A greedy choice of them has each factor at least once, evenly; the
-    others carry the marker `matrix`.
+    """The cases as parameters of a test, with ids. A greedy choice contains each factor at least once, evenly; the
+    other cases carry the marker `matrix`.
 
     Args:
         cases: each one parameter, or a tuple of them.
@@ -53,7 +53,7 @@ def covering(cases: Iterable[Any], factors: Callable[[Any], set[str]] = axes) ->
     while missing:
         best = max(
             range(len(cases)),
-            key=lambda place: (len(of_case[place] & missing), -sum(times[factor] for factor in of_case[place]), -place),
+            key=lambda index: (len(of_case[index] & missing), -sum(times[factor] for factor in of_case[index]), -index),
         )
         chosen.add(best)
         times.update(of_case[best])
@@ -62,15 +62,13 @@ def covering(cases: Iterable[Any], factors: Callable[[Any], set[str]] = axes) ->
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
             id=named(case),
-            marks=() if place in chosen else pytest.mark.matrix,
+            marks=() if index in chosen else pytest.mark.matrix,
         )
-        for place, case in enumerate(cases)
+        for index, case in enumerate(cases)
     ]
 
 
-def once(parameters: Iterable[Any]) -> list[Any]:
-    """The parameters, where those that only `--all` has carry the markers `ONCE`."""
-    return [
-        pytest.param(*parameter.values, id=parameter.id, marks=ONCE) if parameter.marks else parameter
-        for parameter in parameters
-    ]
+def each_axis_and_some(layouts: Iterable[str], number: int, count: int) -> list[str]:
+    """`EACH_AXIS`, and `count` of the other layouts in rotation, so that flows number 0, 1, ... together have all."""
+    others = [layout for layout in layouts if layout not in EACH_AXIS]
+    return [*EACH_AXIS, *(others[(number * count + position) % len(others)] for position in range(count))]

@@ -19,10 +19,10 @@ def write_samples(path: Path, count: int, seed: int, bad_rows: tuple[int, ...] =
     """A file of tokenized samples of unequal lengths, each with its number as the first two tokens."""
     generator = numpy.random.default_rng(seed)
     with path.open("w") as file:
-        for place in range(count):
-            ids = [seed, place, *generator.integers(0, VOCAB, int(generator.integers(4, 30))).tolist()]
+        for index in range(count):
+            ids = [seed, index, *generator.integers(0, VOCAB, int(generator.integers(4, 30))).tolist()]
             sample = json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)})
-            print("not JSON" if place in bad_rows else sample, file=file)
+            print("not JSON" if index in bad_rows else sample, file=file)
 
 
 def train(

@@ -46,8 +46,8 @@ def train(
     taken = []
     with started(CONFIG, [*DPO, *overrides]) as wrap:
         while wrap.iteration < until:
-            place = wrap.iteration * BATCH
-            metrics = wrap.train(samples[place : place + BATCH])
+            start = wrap.iteration * BATCH
+            metrics = wrap.train(samples[start : start + BATCH])
             taken.append({name: metrics[name] for name in REPORTED if name in metrics})
             if wrap.iteration == save_at:
                 wrap.save()
@@ -59,7 +59,7 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
     from megatron_wrap.testing.gradients import gather_weights
 
     with started(CONFIG, [*DPO, *overrides]) as wrap:
-        return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
+        return {name: weight.numpy() for name, weight in gather_weights(wrap.state).items()}
 
 
 def outputs(overrides: Sequence[str], samples: Sequence[Any], steps: int = 0) -> list[dict[str, float]]:

@@ -52,9 +52,9 @@ class Pairs(MegatronWrapGPTModelFlow):
         width = max(len(row) for row in rows) - 1
         ids, labels = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros(len(rows), width)
-        for place, row in enumerate(rows):
-            ids[place, : len(row) - 1], labels[place, : len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
-            mask[place, : len(row) - 1] = 1
+        for index, row in enumerate(rows):
+            ids[index, : len(row) - 1], labels[index, : len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+            mask[index, : len(row) - 1] = 1
         positions = torch.arange(width).expand(len(rows), -1)
         return {"input_ids": ids, "position_ids": positions, "attention_mask": mask.long()}, {
             "labels": labels,
@@ -145,6 +145,6 @@ class RelativeLengthFlow(MegatronWrapGPTModelSFTFlow):
         mask = loss_inputs["loss_mask"]
         log_probs = token_log_probs(model_forward_output, loss_inputs["labels"]) * mask
         lengths = self.sum_per_sequence(mask, loss_inputs)
-        assert torch.equal(lengths, loss_inputs["step_lengths"][loss_inputs["step_places"]])
+        assert torch.equal(lengths, loss_inputs["step_lengths"][loss_inputs["step_indices"]])
         losses = -self.sum_per_sequence(log_probs, loss_inputs) / loss_inputs["step_longest"]
         return LossOutput(self.sequence_mean(losses))

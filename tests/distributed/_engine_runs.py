@@ -51,12 +51,12 @@ def weighted_samples(count: int = BATCH, seed: int = 5) -> list[dict[str, Any]]:
     """Tokenized samples of unequal lengths and weights; the third has no loss token."""
     generator = numpy.random.default_rng(seed)
     samples = []
-    for place in range(count):
+    for index in range(count):
         length = int(generator.integers(LONGEST // 4, LONGEST + 2))
         mask = (generator.random(length) < 0.6).astype(int)
         ids = generator.integers(0, VOCAB, length).tolist()
         weight = float(generator.uniform(0.2, 2.0))
-        samples.append({"input_ids": ids, "loss_mask": (mask * (place != 2)).tolist(), "weight": weight})
+        samples.append({"input_ids": ids, "loss_mask": (mask * (index != 2)).tolist(), "weight": weight})
     return samples
 
 
@@ -79,7 +79,7 @@ def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | 
     from megatron_wrap.testing.gradients import gather_gradients
 
     with started(overrides, folder) as wrap:
-        state = wrap._ready()
+        state = wrap.state
         gradients_of_batch(state, samples)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         return {"gradients": gradients, "metrics": wrap.train(samples)}
@@ -94,7 +94,7 @@ def evaluate_and_forward(overrides: Sequence[str], samples: Sequence[Any], sizes
         evaluations = [wrap.evaluate({"set": mine and mine[:size]}) for size in sizes]
         outputs = [{name: rows.numpy() for name, rows in sample.items()} for sample in wrap.forward(mine)]
         unchanged = state_digest(wrap) == before and wrap.iteration == wrap.consumed_samples == 0
-        training_mode = all(module.training for chunk in wrap._ready().chunks for module in chunk.modules())
+        training_mode = all(module.training for chunk in wrap.state.chunks for module in chunk.modules())
     return {"evaluations": evaluations, "outputs": outputs, "unchanged": unchanged and training_mode}
 
 
@@ -143,7 +143,7 @@ def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
 
     enabled = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
     with started([*overrides, *enabled]) as wrap:
-        state = wrap._ready()
+        state = wrap.state
         gradients_of_batch(state, samples)
         zeros = sum(int((gradient == 0).sum()) for gradient in gather_gradients(state).values())
         metrics = wrap.train(samples)
@@ -154,9 +154,9 @@ def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
 def everything(wrap: Any) -> str:
     """A hash of all state that a step may change on this rank: weights, buffers, optimizer states and groups, schedule,
     loss scale and counters."""
-    state = wrap._ready()
+    state = wrap.state
     digest = hashlib.sha256(state_digest(wrap).encode())
-    digest.update(repr((state.progress, state.scheduler.state_dict())).encode())
+    digest.update(repr((state.progress, state.lr_scheduler.state_dict())).encode())
     for chunk in state.chunks:
         for name, buffer in chunk.named_buffers():
             digest.update(name.encode() + buffer.detach().float().numpy().tobytes())
@@ -197,7 +197,7 @@ def poisoned(overrides: Sequence[str], samples: Sequence[Any], kinds: Sequence[s
 def plain_log_probs(samples: Sequence[Any]) -> list[Any]:
     """Log-probability of each token but the first, for one sample at a time."""
     with started(()) as wrap, torch.no_grad():
-        model = wrap._ready().chunks[0].module
+        model = wrap.state.chunks[0].module
         rows = []
         for sample in samples:
             ids = torch.tensor([sample["input_ids"]])
@@ -212,7 +212,7 @@ def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str]
     from megatron_wrap.model.initial_weights import global_names
 
     with started(overrides) as wrap:
-        state = wrap._ready()
+        state = wrap.state
         model = state.chunks[0].module
         named = dict(global_names(model, tied=not state.config.arch.untie_embeddings_and_output_weights))
 

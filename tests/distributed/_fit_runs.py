@@ -37,5 +37,5 @@ def fit(folder: str, overrides: tuple[str, ...], disagree: bool) -> tuple[dict[s
             steps.append(metrics)
             return not (disagree and last and run.iteration == 7)
 
-        found = wrap.fit(hook)
-        return found, wrap.iteration, steps
+        result = wrap.fit(hook)
+        return result, wrap.iteration, steps

@@ -318,7 +318,7 @@ class ReducedByHand(_Base):
 
 
 class OverMicroBatchSize(_Base):
-    """Divides by the number of samples; the framework divides by the weight too."""
+    """Divides by the number of samples; the framework also divides by the weight."""
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]

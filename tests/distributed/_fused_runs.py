@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 def split_rotary(
     mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `megatron_wrap.ops.fused.split_rotary` computes, by Megatron-Core's unfused rotation."""
+    """The result of `megatron_wrap.nn.kernels.rotary.split_rotary`, by Megatron-Core's unfused rotation."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     parts = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
@@ -26,21 +28,24 @@ def train_and_generate(
     overrides: Sequence[str], samples: Sequence[Any], fused: bool
 ) -> tuple[list[tuple[float, float]], list[list[int]], int]:
     """(loss, gradient norm) of two steps, then completions, and the number of layers that were fused."""
-    from megatron_wrap.model import self_attention
+    from megatron_wrap.nn import self_attention
 
-    changed = 0
+    changed, name = 0, "megatron_wrap.nn.kernels.rotary"  # it needs Triton
     with started(runs.CONFIG, [*overrides]) as wrap:
+        original = sys.modules.get(name)
         if fused:
-            original, self_attention.split_rotary = self_attention.split_rotary, split_rotary
+            sys.modules[name] = types.SimpleNamespace(split_rotary=split_rotary)  # type: ignore[assignment]
             for chunk in wrap.state.chunks:
                 for module in chunk.modules():
                     if type(module) is self_attention.SelfAttention:
                         module.__class__ = self_attention.FusedSelfAttention
                         changed += 1
         try:
-            taken = [wrap.train(samples) for _ in range(2)]
+            steps = [wrap.train(samples) for _ in range(2)]
             completions = wrap.generate([[5, 6, 7], [8, 9]], max_new_tokens=4)
         finally:
-            if fused:
-                self_attention.split_rotary = original
-    return [(step["loss"], step["grad_norm"]) for step in taken], [one["token_ids"] for one in completions], changed
+            sys.modules.pop(name, None)
+            if original is not None:
+                sys.modules[name] = original
+    values = [(step["loss"], step["grad_norm"]) for step in steps]
+    return values, [completion["token_ids"] for completion in completions], changed

@@ -75,14 +75,14 @@ def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
+    actual = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0
         )
-        found.append(output[0, len(prompt) :].tolist())
-    return found
+        actual.append(output[0, len(prompt) :].tolist())
+    return actual
 
 
 def expected_greedy(folder: Path) -> list[list[int]]:
@@ -96,12 +96,12 @@ def expected_log_probs(folder: Path, completions: list[list[int]]) -> list[list[
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
+    actual = []
     for prompt, new_ids in zip(prompts(), completions, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + new_ids])).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(dim=-1).gather(1, torch.tensor(new_ids)[:, None])[:, 0].tolist())
-    return found
+        actual.append(logits.log_softmax(dim=-1).gather(1, torch.tensor(new_ids)[:, None])[:, 0].tolist())
+    return actual
 
 
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
@@ -116,7 +116,7 @@ def write_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: place for place, letter in enumerate(alphabet)}
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
     bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_alone.decoder = decoders.ByteLevel()
@@ -132,15 +132,15 @@ def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[
     """The error of each call of `wrap.generate`; empty if it succeeds."""
     from megatron_wrap.errors import MegatronWrapError
 
-    found = []
+    actual = []
     with started(folder, overrides, outputs) as wrap:
         for call in calls:
             try:
                 wrap.generate(**call)
-                found.append("")
+                actual.append("")
             except MegatronWrapError as error:
-                found.append(f"{type(error).__name__}: {error}")
-    return found
+                actual.append(f"{type(error).__name__}: {error}")
+    return actual
 
 
 def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
@@ -155,7 +155,7 @@ def with_constant_shapes(folder: str, overrides: tuple[str, ...], outputs: str, 
     """As `cached_and_recomputed`, with the passes that a GPU records as a graph."""
     from unittest import mock
 
-    with mock.patch("megatron_wrap.engine.cached_model._constant_shapes", return_value=True):
+    with mock.patch("megatron_wrap.engine.generation.cached_model._constant_shapes", return_value=True):
         return cached_and_recomputed(folder, overrides, outputs, padding)
 
 
@@ -164,10 +164,10 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
     forward pass over the full sequence; on the ranks of the last pipeline stage."""
     import torch
 
-    from megatron_wrap.engine.cached_model import cached_model
-    from megatron_wrap.engine.forward import evaluation_mode
+    from megatron_wrap.engine.generation.cached_model import cached_model
     from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.platform.generation import whole_sequences
+    from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+    from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
     length, prefilled = 24, 7
     tokens = torch.tensor([(prompt * length)[:length] for prompt in ([3, 141, 59], [26, 5, 35])])
@@ -181,10 +181,10 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
             whole_sequences(wrap.state.chunks),
             cached_model(wrap.state, padding, length) as model,
         ):
-            for start, stop in [(0, prefilled), *((place, place + 1) for place in range(prefilled, length))]:
-                found = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))
-                if found is not None:
-                    differences.append((found.cpu() - expected[:, stop - 1]).abs().max().item())
+            for start, stop in [(0, prefilled), *((index, index + 1) for index in range(prefilled, length))]:
+                actual = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))
+                if actual is not None:
+                    differences.append((actual.cpu() - expected[:, stop - 1]).abs().max().item())
     return differences
 
 

@@ -24,11 +24,11 @@ def rollouts(count: int = BATCH * STEPS) -> list[dict[str, Any]]:
     has equal rewards."""
     generator = random.Random(7)
     samples = []
-    for place in range(count):
-        if place % GROUP == 0:
+    for index in range(count):
+        if index % GROUP == 0:
             prompt = [generator.randrange(3, 500) for _ in range(generator.randint(2, 12))]
         response = [generator.randrange(3, 500) for _ in range(generator.randint(3, 20))]
-        response = response if place % 3 == 0 else [*response, EOS]
+        response = response if index % 3 == 0 else [*response, EOS]
         start = generator.randrange(1, len(response))
         mask = [int(not start <= token < start + 2) for token in range(len(response))]
         samples.append(
@@ -36,8 +36,8 @@ def rollouts(count: int = BATCH * STEPS) -> list[dict[str, Any]]:
                 "prompt_ids": prompt,
                 "response_ids": response,
                 "response_mask": mask,
-                "reward": 1.0 if place // GROUP == 3 else round(generator.gauss(0, 1), 3),
-                "group": place // GROUP,
+                "reward": 1.0 if index // GROUP == 3 else round(generator.gauss(0, 1), 3),
+                "group": index // GROUP,
                 "truncated": response[-1] != EOS,
             }
         )
@@ -51,8 +51,11 @@ def with_log_probs(samples: Sequence[dict[str, Any]], model: Any, noise: dict[st
         ids = torch.tensor([sample["prompt_ids"] + sample["response_ids"]])
         with torch.no_grad():
             of_ids = model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        own = of_ids[len(sample["prompt_ids"]) - 1 :]
-        noisy = {key: (own + size * torch.randn(own.shape, generator=generator)) for key, size in noise.items()}
+        of_response = of_ids[len(sample["prompt_ids"]) - 1 :]
+        noisy = {
+            key: (of_response + size * torch.randn(of_response.shape, generator=generator))
+            for key, size in noise.items()
+        }
         added.append({**sample, **{key: value.clamp(max=-1e-3).tolist() for key, value in noisy.items()}})
     return added
 
@@ -71,7 +74,7 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, Any]:
     from megatron_wrap.testing.gradients import gather_weights
 
     with started(CONFIG, [*GRPO, *overrides]) as wrap:
-        return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
+        return {name: weight.numpy() for name, weight in gather_weights(wrap.state).items()}
 
 
 def several_updates(overrides: Sequence[str], samples: Sequence[Any]) -> list[dict[str, float]]:
@@ -136,7 +139,7 @@ def steps_of_trl(
 
 
 class _NoWeights:
-    """In place of the engine that trl sends weights to."""
+    """Stands for the engine that trl sends weights to."""
 
     def sync_weights(self) -> None:
         pass
@@ -157,9 +160,9 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             output = super()._generate_and_score_completions(inputs)
-            own = [samples[int(row["prompt"])] for row in inputs]
-            if "old_log_probs" in own[0]:
-                rows = [torch.tensor(sample["old_log_probs"]) for sample in own]
+            samples_of_rows = [samples[int(row["prompt"])] for row in inputs]
+            if "old_log_probs" in samples_of_rows[0]:
+                rows = [torch.tensor(sample["old_log_probs"]) for sample in samples_of_rows]
                 output["old_per_token_logps"] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             return output
 
@@ -169,10 +172,10 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
             return loss
 
     def given(prompts: list[str], *_: Any) -> dict[str, Any]:
-        own = [samples[int(prompt)] for prompt in prompts]
+        of_group = [samples[int(prompt)] for prompt in prompts]
         known = {"prompt_ids": "prompt_ids", "completion_ids": "response_ids", "env_mask": "response_mask"}
-        known |= {"logprobs": "rollout_log_probs"} if "rollout_log_probs" in own[0] else {}
-        return {"logprobs": None} | {name: [sample[key] for sample in own] for name, key in known.items()}
+        known |= {"logprobs": "rollout_log_probs"} if "rollout_log_probs" in of_group[0] else {}
+        return {"logprobs": None} | {name: [sample[key] for sample in of_group] for name, key in known.items()}
 
     words = {str(number): number for number in range(vocab_size)}
     tokenizer = PreTrainedTokenizerFast(
@@ -182,7 +185,7 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
         model=model,
         reward_funcs=lambda prompts, **_: [samples[int(prompt)]["reward"] for prompt in prompts],
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": str(place)} for place in range(len(samples))]),
+        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(samples))]),
         processing_class=tokenizer,
         rollout_func=given,
     )

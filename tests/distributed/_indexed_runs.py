@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy
 import pytest
-from _checkpoint_runs import TRAIN, VOCAB, started, warm_up
+from _checkpoint_runs import TRAIN, VOCAB, started
+
+from megatron_wrap.testing.pools import import_for_ranks
 
 DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
 EOD = 2
@@ -20,7 +22,7 @@ def write_prefix(prefix: Path, count: int, seed: int, vocab: int = VOCAB) -> str
     """Random documents of unequal lengths that end with EOD, by Megatron-Core's own writer; returns the prefix."""
     import torch
 
-    warm_up()
+    import_for_ranks()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     generator = numpy.random.default_rng(seed)
@@ -67,16 +69,16 @@ def train_from(folder: str, config: Path, overrides: Sequence[str]) -> tuple[lis
     with MegatronWrap.from_pretrained(folder, config, overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        found = []
+        result = []
         for batch in wrap.batches():
             metrics = wrap.train(batch)
-            found.append((metrics["loss"], metrics["grad_norm"]))
-        return found, wrap.evaluate()["eval/validation/loss"]
+            result.append((metrics["loss"], metrics["grad_norm"]))
+        return result, wrap.evaluate()["eval/validation/loss"]
 
 
 def megatron_windows(prefix: str, seq_length: int, vocab: int, count: int) -> tuple[Any, Any]:
     """Megatron-Core's training and validation sets of split 90,10,0, straight from its API."""
-    warm_up()  # Megatron-Core is imported for the CPU
+    import_for_ranks()  # Megatron-Core is imported for the CPU
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 

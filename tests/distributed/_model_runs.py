@@ -37,18 +37,19 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         lone_token, whether weights changed; digests of all initial weights by global name; digests after training of
         this rank's copies of the word embedding; on rank 0, in fp32, the unsharded gradients of the first step.
     """
+    from megatron_wrap.model.chunks import bare_model
     from megatron_wrap.model.initial_weights import global_names
-    from megatron_wrap.testing.gradients import gather_weights, unwrapped
+    from megatron_wrap.testing.gradients import gather_weights
 
     with started(CONFIG, (*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:
-        state = wrap._ready()
+        state = wrap.state
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size
         steps += lone_token
         batches = samples(size * steps, wrap.config.train.seq_length)
         if lone_token:
-            for place, sample in enumerate(batches[size : 2 * size]):
-                sample["loss_mask"] = [int(place == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
+            for index, sample in enumerate(batches[size : 2 * size]):
+                sample["loss_mask"] = [int(index == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
         gradients = {} if state.transformer_config.fp16 or state.transformer_config.bf16 else _gradients(wrap, batches)
         metrics, changed = [], []
         for step in range(steps):
@@ -60,7 +61,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         embeddings = [
             _digest(parameter)
             for chunk in state.chunks
-            for name, parameter in global_names(unwrapped(chunk), tied)
+            for name, parameter in global_names(bare_model(chunk), tied)
             if name == "embedding.word_embeddings.weight"
         ]
     return {
@@ -83,14 +84,14 @@ def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
-    state = wrap._ready()
+    state = wrap.state
     gradients_of_batch(state, batches[: wrap.global_batch_size])
     return {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
 
 
 def _weights(wrap: Any) -> list[str]:
     """Digests of this rank's weights, after the all-gather that would overlap the next forward pass."""
-    chunks = wrap._ready().chunks
+    chunks = wrap.state.chunks
     if wrap.config.ddp.overlap_param_gather:
         for chunk in chunks:
             chunk.disable_forward_pre_hook(param_sync=True)

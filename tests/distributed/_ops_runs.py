@@ -137,11 +137,13 @@ def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
             for whole in wholes
         ]
         wide = [whole.double().clone().requires_grad_() for whole in wholes]
-        found, expected = ours(*parts, ids, group), reference(*wide, ids, None)
+        measured, expected = ours(*parts, ids, group), reference(*wide, ids, None)
         weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-        (found.double() * weights).sum().backward()
+        (measured.double() * weights).sum().backward()
         (expected * weights).sum().backward()
-        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance, msg=(name + ": {}").format)
+        torch.testing.assert_close(
+            measured.double(), expected, rtol=tolerance, atol=tolerance, msg=(name + ": {}").format
+        )
         for part, whole in zip(parts, wide, strict=True):
             assert (part.grad is None) == (whole.grad is None), name
             if part.grad is not None:
@@ -160,10 +162,10 @@ def ids_of_top_k(vocabulary: int) -> list[list[int]]:
     whole = distinct_logits((1, 3), vocabulary, torch.float32, torch.Generator().manual_seed(1))
     columns = vocabulary // group.size()
     for k in (1, 7, vocabulary):  # the last two are larger than some shards
-        found = ops.top_k(whole[..., group.rank() * columns :][..., :columns], k, group)
-        assert torch.equal(found.ids, whole.topk(k).indices)
-        assert torch.equal(found.values, whole.topk(k).values)
-    return found.ids[0].tolist()
+        best = ops.top_k(whole[..., group.rank() * columns :][..., :columns], k, group)
+        assert torch.equal(best.ids, whole.topk(k).indices)
+        assert torch.equal(best.values, whole.topk(k).values)
+    return best.ids[0].tolist()
 
 
 def compare_with_chunks(chunk_bytes: int) -> None:
@@ -209,12 +211,12 @@ def sequence_adjoint() -> None:
     for shape, dim in (((2, 8 * size), 1), ((3, 8 * size, 4), 1), ((8 * size, 3), 0), ((2, 3, 8 * size), -1)):
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
         weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(size)]
-        places = context.packed_positions([8 * size], size, rank)
-        mine = whole.index_select(dim, places).clone().requires_grad_()
+        positions = context.packed_positions([8 * size], size, rank)
+        mine = whole.index_select(dim, positions).clone().requires_grad_()
         gathered = gather_sequence(mine, dim, group)
         assert torch.equal(gathered, whole)
         # not linear along the sequence; each rank differentiates its own share of a sum
         (gathered.cumsum(dim).sin() * weights[rank]).sum().backward()
         alone = whole.clone().requires_grad_()
         (alone.cumsum(dim).sin() * sum(weights)).sum().backward()
-        torch.testing.assert_close(mine.grad, alone.grad.index_select(dim, places), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine.grad, alone.grad.index_select(dim, positions), rtol=1e-12, atol=1e-12)

@@ -20,42 +20,41 @@ def packed_logits_and_loss(
     import torch
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.cut import prepare_batch
-    from megatron_wrap.engine.forward import evaluation_mode
-    from megatron_wrap.engine.localize import PACKED
-    from megatron_wrap.flow.base import SEQUENCE_LENGTHS
+    from megatron_wrap.engine.batches.localize import PACKED
+    from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+    from megatron_wrap.engine.step_inputs import replica_micro_batches
+    from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 
     settings = [*overrides, "megatron_wrap.flow.packing=true", f"megatron_wrap.logger.output_dir={outputs}"]
     with MegatronWrap.from_pretrained(folder, _bridge_runs.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        state = wrap._ready()
-        micro_batches = prepare_batch(state.flow, samples, state.cut, 0, state.parallel.dp)
+        state = wrap.state
+        micro_batches = replica_micro_batches(state, samples).training
 
         def stored(micro_batch: Any, output: Any) -> Any:
-            own = micro_batch.loss_inputs[SEQUENCE_LENGTHS]
-            sequences = torch.repeat_interleave(torch.arange(len(own)), own)
+            lengths = micro_batch.loss_inputs[SEQUENCE_LENGTHS]
+            sequences = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             positions = micro_batch.model_inputs[PACKED].positions
-            found = [
+            return [
                 (int(sequence), int(position), logits[: _bridge_runs.VOCAB].numpy())
                 for sequence, position, logits in zip(sequences, positions, output[0].float(), strict=True)
                 if sequence < len(micro_batch.lengths) and position < micro_batch.lengths[sequence]
             ]
-            return output.new_zeros(()), torch.ones((), dtype=torch.int), found
 
         with evaluation_mode(state):
-            local = state.schedule.localize(micro_batches)
-            rows = state.schedule.run(state.chunks, local, stored, forward_only=True)
+            local = state.localization.localize(micro_batches)
+            rows = state.pipeline_schedule.forward(state.chunks, local, stored)
         # a row's sequences are in the order of collation, and the first token of each sample is its number
-        numbers = [_numbers(one) for one in micro_batches]
+        numbers = [_numbers(micro_batch) for micro_batch in micro_batches]
         tokens = [
             (numbers[row][sequence], position, logits)
-            for row, found in enumerate(rows)
-            for sequence, position, logits in found
+            for row, result in enumerate(rows)
+            for sequence, position, logits in result
         ]
-        return tokens, [len(one) for one in numbers], wrap.train(samples)["loss"]
+        return tokens, [len(of_micro_batch) for of_micro_batch in numbers], wrap.train(samples)["loss"]
 
 
 def _numbers(micro_batch: Any) -> list[int]:
-    starts = [sum(micro_batch.segments[:place]) for place in range(len(micro_batch.segments))]
+    starts = [sum(micro_batch.segments[:index]) for index in range(len(micro_batch.segments))]
     return micro_batch.model_inputs["input_ids"][0, starts].tolist()

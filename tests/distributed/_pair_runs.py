@@ -23,8 +23,8 @@ def train(overrides: Sequence[str], samples: Sequence[Any], until: int = 10) -> 
     taken = []
     with started(CONFIG, list(overrides)) as wrap:
         while wrap.iteration < until:
-            place = wrap.iteration * BATCH
-            taken.append(dict(wrap.train(samples[place : place + BATCH])))
+            start = wrap.iteration * BATCH
+            taken.append(dict(wrap.train(samples[start : start + BATCH])))
     return taken
 
 
@@ -39,7 +39,7 @@ def initial_weights(overrides: Sequence[str]) -> dict[str, numpy.ndarray]:
     from megatron_wrap.testing.gradients import gather_weights
 
     with started(CONFIG, list(overrides)) as wrap:
-        return {name: weight.numpy() for name, weight in gather_weights(wrap._ready()).items()}
+        return {name: weight.numpy() for name, weight in gather_weights(wrap.state).items()}
 
 
 def export(
@@ -50,7 +50,7 @@ def export(
         if samples:
             wrap.train(samples)
         wrap.save_pretrained(folder)
-        return [float(one["score"]) for one in wrap.forward(single)]
+        return [float(output["score"]) for output in wrap.forward(single)]
 
 
 def train_in_two_parts(
@@ -62,8 +62,8 @@ def train_in_two_parts(
         taken = []
         with started(CONFIG, list(overrides)) as wrap:
             while wrap.iteration < last:
-                place = wrap.iteration * BATCH
-                taken.append(dict(wrap.train(samples[place : place + BATCH])))
+                start = wrap.iteration * BATCH
+                taken.append(dict(wrap.train(samples[start : start + BATCH])))
             if last < until:
                 wrap.save()
     return taken
@@ -80,11 +80,11 @@ def refusals(value: Sequence[str], single: Sequence[Any]) -> dict[str, str]:
         "single": ((*reward, *value), lambda wrap: wrap.train(single[:BATCH])),
         "generate": ((*reward, *value), lambda wrap: wrap.generate([[1, 2]])),
     }
-    found = {}
+    messages = {}
     for name, (overrides, call) in cases.items():
         try:
             with started(CONFIG, list(overrides)) as wrap:
                 call(wrap)
         except MegatronWrapError as error:
-            found[name] = str(error)
-    return found
+            messages[name] = str(error)
+    return messages

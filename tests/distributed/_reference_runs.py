@@ -1,4 +1,4 @@
-"""Functions that the tests of second models run on each rank."""
+"""Functions that the tests of reference models run on each rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def export(folder: str | Path, overrides: Sequence[str] = ()) -> None:
 
 def precompute(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path) -> int:
     """Store the outputs of the reference model of a run."""
-    from megatron_wrap.bridge.hub import read_run
-    from megatron_wrap.checkpoint.second_model import precompute_config
+    from megatron_wrap.bridge.loading.hub import read_run
+    from megatron_wrap.checkpoint.reference_config import precompute_config
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.precomputed import precompute as store
+    from megatron_wrap.engine.precompute import precompute as store
 
     config = read_run(runs.CONFIG, [*runs.DPO, *overrides])
     with MegatronWrap(precompute_config(config)) as wrap:

@@ -39,7 +39,7 @@ def in_file_order(folder: Path) -> dict[str, Tensor]:
     """Name -> tensor of a folder, in the order of its files."""
     from safetensors.torch import load_file
 
-    from megatron_wrap.bridge.source import stored_tensors
+    from megatron_wrap.bridge.loading.weight_folder import stored_tensors
 
     files = sorted(folder.glob("*.safetensors"))
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -48,10 +48,10 @@ def in_file_order(folder: Path) -> dict[str, Tensor]:
     return {name: loaded[name] for name in names}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def same(received: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether names, order, dtypes and bytes are the same."""
-    return list(found) == list(expected) and all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name].cpu(), tensor)
+    return list(received) == list(expected) and all(
+        received[name].dtype == tensor.dtype and torch.equal(received[name].cpu(), tensor)
         for name, tensor in expected.items()
     )
 
@@ -70,8 +70,8 @@ def passes(folder: str, overrides: Sequence[str], outputs: str, dtype: str | Non
         buckets = [[(name, tensor.nbytes) for name, tensor in bucket] for bucket in weights.buckets(50_000)]
         last = tensors[1]
         return {
-            "metadata": [(one.name, one.dtype_name, one.shape) for one in metadata],
-            "iterated": [(name, str(one.dtype).split(".")[1], tuple(one.shape)) for name, one in last.items()],
+            "metadata": [(entry.name, entry.dtype_name, entry.shape) for entry in metadata],
+            "iterated": [(name, str(tensor.dtype).split(".")[1], tuple(tensor.shape)) for name, tensor in last.items()],
             "equal": equal,
             "changed": not same(tensors[0], tensors[1]),
             "buckets": buckets,
@@ -100,12 +100,12 @@ class Group:
 
 def unpacked(received: Tensor, rows: Sequence[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
     """Named views of received bytes."""
-    found, start = {}, 0
+    tensors, start = {}, 0
     for name, dtype, shape in rows:
         size = math.prod(shape) * getattr(torch, dtype).itemsize
-        found[name] = received[start : start + size].clone().view(getattr(torch, dtype)).view(shape)
+        tensors[name] = received[start : start + size].clone().view(getattr(torch, dtype)).view(shape)
         start += size
-    return found
+    return tensors
 
 
 class FakeVllm:
@@ -154,7 +154,7 @@ class FakeVllm:
 def to_vllm(folder: str, overrides: Sequence[str], outputs: str, fail_in: str = "") -> dict[str, Any]:
     """Two updates of an engine with a step in between; the calls, and whether each left it with the exported bytes. Or
     the error of an engine that fails, and of a step after it."""
-    from megatron_wrap.bridge.vllm_transfer import VllmTransfer
+    from megatron_wrap.bridge.engines.vllm import VllmTransfer
     from megatron_wrap.errors import CheckpointError
 
     with started(folder, overrides, outputs) as wrap:
@@ -228,13 +228,13 @@ class FakeSglang:
 def to_sglang(folder: str, overrides: Sequence[str], outputs: str, fail_in: str = "") -> dict[str, Any]:
     """An update of two servers by broadcast, then by a folder after a step; the requests to the second one, and
     whether each left both with the exported bytes. Or the error of servers that fail."""
-    from megatron_wrap.bridge.sglang_transfer import SglangServer, SglangTransfer, update_from_folder
+    from megatron_wrap.bridge.engines.sglang import SglangServer, SglangTransfer, update_from_folder
     from megatron_wrap.errors import CheckpointError
 
     with started(folder, overrides, outputs) as wrap:
         weights = wrap.weight_source()
         engines = [FakeSglang(fail_in), FakeSglang(fail_in)] if weights.is_sender else []
-        servers = [SglangServer(engine.url, num_ranks=place + 1) for place, engine in enumerate(engines)]
+        servers = [SglangServer(engine.url, num_ranks=index + 1) for index, engine in enumerate(engines)]
 
         def join(size: int) -> Any:
             assert size == 4
@@ -273,7 +273,7 @@ def vllm_source_and_sender(folder: str, overrides: Sequence[str], outputs: str) 
     import sys
     import types
 
-    from megatron_wrap.bridge.vllm_transfer import vllm_source
+    from megatron_wrap.bridge.engines.vllm import vllm_source
 
     @dataclasses.dataclass(frozen=True)
     class ParamMeta:
@@ -302,5 +302,7 @@ def vllm_source_and_sender(folder: str, overrides: Sequence[str], outputs: str) 
         rounds = []
         for _ in range(2):
             pairs = list(zip(source.metadata(), source, strict=True))
-            rounds.append(all(meta == ParamMeta(name, one.dtype, tuple(one.shape)) for meta, (name, one) in pairs))
+            rounds.append(
+                all(meta == ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for meta, (name, tensor) in pairs)
+            )
     return {"agree": rounds, "names": [meta.name for meta, _ in pairs]}

@@ -16,13 +16,13 @@ def _weights(wrap: Any) -> dict[str, Any]:
 
 def parts_of(samples: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     """The samples in parts of these sizes."""
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [list(samples[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def whole_and_parts(overrides: Sequence[str], samples: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
     """Two steps by `train`, and the same in parts; of each run the metrics, a hash of the state and the weights."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for kind in ("whole", "parts"):
         with started(overrides) as wrap:
             metrics, size = [], wrap.global_batch_size
@@ -36,8 +36,8 @@ def whole_and_parts(overrides: Sequence[str], samples: Sequence[Any], sizes: Seq
                 for part in parts:
                     wrap.forward_backward(part, step_weights=step_weights)
                 metrics.append(wrap.optimizer_step())
-            found[kind] = {"metrics": metrics, "state": everything(wrap), "weights": _weights(wrap)}
-    return found
+            actual[kind] = {"metrics": metrics, "state": everything(wrap), "weights": _weights(wrap)}
+    return actual
 
 
 def wrong_calls(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from _checkpoint_runs import warm_up
 from _pools import pools
 
+from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
     """ranks(world_size) -> a pool of that many ranks."""
-    warm_up()  # forked ranks need not import what the parent has imported
+    import_for_ranks()
     with pools(tmp_path_factory.mktemp("ranks"), "cpu") as of_size:
         yield of_size

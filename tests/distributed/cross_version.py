@@ -22,14 +22,14 @@ LAYOUTS = {
 
 
 def save(folder: Path) -> None:
-    """Train ten steps in each layout with a checkpoint after five, and record the last five."""
+    """Train each layout with a checkpoint after half of the steps, and record the other half."""
     for name, (processes, overrides) in LAYOUTS.items():
-        steps = runs.in_new_processes(processes, runs.train, folder / name, overrides, 10, (5,))[0]
-        (folder / name / "expected.json").write_text(json.dumps({"steps": steps[5:]}))
+        steps = runs.in_new_processes(processes, runs.train, folder / name, overrides, runs.STEPS, (runs.SAVED,))[0]
+        (folder / name / "expected.json").write_text(json.dumps({"steps": steps[runs.SAVED :]}))
 
 
 def load(folder: Path) -> list[str]:
-    """Resume each layout and compare its five steps with the recorded ones; returns descriptions of differences."""
+    """Resume each layout and compare its steps with the recorded ones; returns descriptions of differences."""
     wrong = []
     for name, (processes, overrides) in LAYOUTS.items():
         expected = json.loads((folder / name / "expected.json").read_text())["steps"]

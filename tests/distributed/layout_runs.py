@@ -57,13 +57,13 @@ def token_samples(count: int, longest: int, seed: int = 7) -> list[dict[str, lis
     """Tokenized samples of unequal lengths with part of the tokens masked; one has no loss token."""
     generator = numpy.random.default_rng(seed)
     samples = []
-    for place in range(count):
+    for index in range(count):
         length = int(generator.integers(longest // 4, longest + 1))
         mask = (generator.random(length) < 0.6).astype(int).tolist()
         samples.append(
             {
                 "input_ids": generator.integers(0, VOCAB, length).tolist(),
-                "loss_mask": [0] * length if place == 3 else mask,
+                "loss_mask": [0] * length if index == 3 else mask,
             }
         )
     return samples
@@ -83,7 +83,7 @@ def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -
         samples = token_samples(size * steps, wrap.config.train.seq_length)
         gradients: dict[str, Any] = {}
         if with_gradients:
-            state = wrap._ready()
+            state = wrap.state
             gradients_of_batch(state, samples[:size])
             gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         steps_taken = [wrap.train(samples[step * size : (step + 1) * size]) for step in range(steps)]

@@ -33,9 +33,9 @@ def test_logits_are_those_of_transformers_and_the_export_is_the_original(family,
 
     folder, expected = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
-    found = ranks(world_size).run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
+    logits = ranks(world_size).run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
     assert expected.std() > 0.3
-    assert numpy.abs(found - expected).max() <= 1e-4
+    assert numpy.abs(logits - expected).max() <= 1e-4
 
     # the files contain the original tensors; that transformers loads the same model is checked once for each family
     before, after = runs.stored(folder), runs.stored(tmp_path / "out")
@@ -68,13 +68,13 @@ def test_verification_finds_a_changed_weight_on_any_layout(layout, ranks, tmp_pa
     good, bad, streamed = ranks(world_size).run(runs.verify, str(folder), overrides, str(tmp_path))[0]
     assert good["agrees"], good
     assert good["weights"] == 2 + 1 + 4 * 9
-    assert [one["name"] for one in good["activations"]] == [
+    assert [output["name"] for output in good["activations"]] == [
         *("embedding", "layer 0", "layer 1", "layer 2", "layer 3"),
         *("logits of sequence 0", "logits of sequence 1"),
     ]
     assert not bad["agrees"]
     assert bad["first_difference"].startswith("weight model.layers.2.mlp.down_proj.weight differs by 0.5 ")
-    assert [one["agrees"] for one in bad["activations"]] == [True, True, True, False, False, False, False]
+    assert [output["agrees"] for output in bad["activations"]] == [True, True, True, False, False, False, False]
     expected = load(folder).state_dict()
     assert streamed.keys() == expected.keys()
     for name, array in streamed.items():

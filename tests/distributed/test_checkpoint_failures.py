@@ -13,7 +13,7 @@ import _checkpoint_runs as runs
 import pytest
 from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
 
-from megatron_wrap.checkpoint import CheckpointStore
+from megatron_wrap.checkpoint.store import CheckpointStore
 
 
 def _save_with_limited_files(folder: Path, limited_rank: int, largest_file: int) -> tuple[str, list[int]]:
@@ -173,10 +173,10 @@ def test_truncated_data_files_are_one_error(saved: Path, tmp_path: Path) -> None
 
 
 def _reports(folder: Path, overrides: tuple[str, ...]) -> list[Any]:
-    from megatron_wrap.checkpoint import load_checkpoint
+    from megatron_wrap.checkpoint.save_load import load_checkpoint
 
     with runs.started(folder.parent / "empty", overrides) as wrap:
-        state = wrap._ready()
+        state = wrap.state
         everything = load_checkpoint(state, folder)
         resumed = state.progress.iteration
         weights = load_checkpoint(state, folder / "iter_0000002", weights_only=True)

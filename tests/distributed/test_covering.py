@@ -11,10 +11,10 @@ def always(parameters):
 
 def test_each_factor_is_in_a_case_that_always_runs():
     cases = [(model, layout) for model in ("a-b", "c", "d") for layout in ("one", "tp2", "pp2", "tp2-pp2")]
-    found = covering(cases, family_and_axes)
-    assert [parameter.values for parameter in found] == cases
-    assert always(found) == ["a-b-tp2-pp2", "c-one", "d-one"]
-    assert {mark.name for parameter in found for mark in parameter.marks} == {"matrix"}
+    result = covering(cases, family_and_axes)
+    assert [parameter.values for parameter in result] == cases
+    assert always(result) == ["a-b-tp2-pp2", "c-one", "d-one"]
+    assert {mark.name for parameter in result for mark in parameter.marks} == {"matrix"}
 
 
 def test_a_product_without_common_factors_runs_whole():

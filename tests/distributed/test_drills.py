@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,17 +20,8 @@ COUNTS = {
     "kill_during_save": 12,
 }
 
-ONE_MEGATRON_CORE = ("codeparrot", "config_typos", "fuzz_config", "grpo")
-"""They read configurations, or run an example whose parts other tests run on both."""
 
-
-def _cases() -> list[Any]:
-    names = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-    marks = {name: [pytest.mark.one_megatron_core] for name in ONE_MEGATRON_CORE}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[!_]*.py")))
 def test_a_short_drill_finds_nothing(name):
     command = [sys.executable, FOLDER / f"{name}.py", "--count", str(COUNTS.get(name, 20))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

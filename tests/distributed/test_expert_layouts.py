@@ -11,7 +11,7 @@ from _covering import covering, family_and_axes
 
 ARCH = "megatron_lm.model.arch."
 PARALLEL = "megatron_lm.model.parallel."
-STEPS = 5
+STEPS = 3
 NAMES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -108,13 +108,13 @@ STEPS_OF_RUN = (
 @pytest.fixture(scope="module")
 def one_rank(ranks, tmp_path_factory):
     """one_rank(*overrides) -> results of one rank; each is trained once."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    actual: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def train(*overrides: str) -> dict[str, Any]:
-        if overrides not in found:
+        if overrides not in actual:
             folder = str(tmp_path_factory.mktemp("one"))
-            (found[overrides],) = ranks(1).run(_model_runs.train, (*STEPS_OF_RUN, *overrides), folder, False, STEPS)
-        return found[overrides]
+            (actual[overrides],) = ranks(1).run(_model_runs.train, (*STEPS_OF_RUN, *overrides), folder, False, STEPS)
+        return actual[overrides]
 
     return train
 
@@ -123,19 +123,19 @@ def assert_like_one_rank(ranks: Any, expected: dict[str, Any], case: str, folder
     processes, of_layout = layout(case)
     arguments = ((*STEPS_OF_RUN, *overrides, *of_layout), str(folder), False, STEPS)
     of_ranks = ranks(processes).run(_model_runs.train, *arguments)
-    found = of_ranks[0]
+    actual = of_ranks[0]
     for other in of_ranks[1:]:
         for name in ("losses", "grad_norms", "params_norms", "router_losses", "initial"):
-            assert other[name] == found[name], name
-    assert found["initial"] == expected["initial"]  # digests of all bits
-    assert found["gradients"].keys() == expected["gradients"].keys()
+            assert other[name] == actual[name], name
+    assert actual["initial"] == expected["initial"]  # digests of all bits
+    assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        difference = numpy.linalg.norm(found["gradients"][name] - gradient)
+        difference = numpy.linalg.norm(actual["gradients"][name] - gradient)
         assert difference <= 1e-4 * numpy.linalg.norm(gradient), name
-    numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-4)
-    numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=1e-4)
-    numpy.testing.assert_allclose(found["params_norms"], expected["params_norms"], rtol=1e-6)
-    numpy.testing.assert_allclose(found["router_losses"], expected["router_losses"], rtol=1e-4)
+    numpy.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-4)
+    numpy.testing.assert_allclose(actual["grad_norms"], expected["grad_norms"], rtol=1e-4)
+    numpy.testing.assert_allclose(actual["params_norms"], expected["params_norms"], rtol=1e-6)
+    numpy.testing.assert_allclose(actual["router_losses"], expected["router_losses"], rtol=1e-4)
 
 
 LAYOUTS = {
@@ -213,7 +213,7 @@ def test_bf16_trains_the_same_on_every_layout(one_rank, ranks, tmp_path):
     expected = one_rank(*overrides)
     processes, of_layout = layout("dp2-ep2-dopt")
     arguments = ((*STEPS_OF_RUN, *overrides, *of_layout), str(tmp_path), False, STEPS)
-    found = ranks(processes).run(_model_runs.train, *arguments)[0]
-    assert found["initial"] == expected["initial"]
+    actual = ranks(processes).run(_model_runs.train, *arguments)[0]
+    assert actual["initial"] == expected["initial"]
     for name in ("losses", "router_losses"):
-        numpy.testing.assert_allclose(found[name], expected[name], rtol=1e-2)
+        numpy.testing.assert_allclose(actual[name], expected[name], rtol=1e-2)

@@ -23,9 +23,9 @@ def folder(tmp_path):
 @pytest.mark.parametrize("layout", [(), (f"{PARALLEL}.pipeline_model_parallel_size=2",)], ids=["dp2", "pp2"])
 def test_ranks_that_disagree_decide_alike(ranks, folder, layout):
     first, other = ranks(2).run(_fit_runs.fit, str(folder), layout, True)
-    for found in (first, other):
-        assert found[1] == 7  # only one rank's hook returned False
-        assert [step["iteration"] for step in found[2]] == [*range(1, 8)]
+    for result in (first, other):
+        assert result[1] == 7  # only one rank's hook returned False
+        assert [step["iteration"] for step in result[2]] == [*range(1, 8)]
     assert first[0]["best_value"] == other[0]["best_value"]
     assert first[0]["best_iteration"] == other[0]["best_iteration"] == 6  # by the evaluations of rank 0
     kept = sorted(path.name for path in (folder / "checkpoints").glob("iter_*"))

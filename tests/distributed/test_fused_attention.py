@@ -16,8 +16,8 @@ INTERLEAVED = ("megatron_lm.model.arch.rotary_interleaved=true", "megatron_lm.mo
 def samples() -> list[dict[str, list[int]]]:
     generator = numpy.random.default_rng(2)
     return [
-        {"input_ids": generator.integers(3, 500, 40 - 3 * place).tolist(), "loss_mask": [1] * (40 - 3 * place)}
-        for place in range(8)
+        {"input_ids": generator.integers(3, 500, 40 - 3 * index).tolist(), "loss_mask": [1] * (40 - 3 * index)}
+        for index in range(8)
     ]
 
 
@@ -26,7 +26,7 @@ def test_training_and_generation_are_those_of_megatron_core(ranks, name):
     processes, overrides = LAYOUTS[name]
     overrides = (*overrides, *(INTERLEAVED if name == "one-rank" else ()))
     steps, completions, _ = ranks(processes).run(runs.train_and_generate, overrides, samples(), False)[0]
-    found, own, changed = ranks(processes).run(runs.train_and_generate, overrides, samples(), True)[0]
+    result, own_losses, changed = ranks(processes).run(runs.train_and_generate, overrides, samples(), True)[0]
     assert changed > 0
-    assert numpy.array(found) == pytest.approx(numpy.array(steps), rel=1e-6)
-    assert own == completions
+    assert numpy.array(result) == pytest.approx(numpy.array(steps), rel=1e-6)
+    assert own_losses == completions

@@ -45,8 +45,8 @@ def test_logits_of_each_step_agree_with_one_pass_over_the_full_sequence(
 ):
     folder, _ = original(family)
     world_size, overrides = runs.LAYOUTS[layout]
-    found = ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), PADDINGS[padding])
-    for differences in found:
+    actual = ranks(world_size).run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), PADDINGS[padding])
+    for differences in actual:
         assert all(difference <= 1e-4 for difference in differences)
         assert not differences or len(differences) == 18
 
@@ -96,14 +96,14 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prom
         {"prompts": runs.prompts(), **sampled, "seed": 8},
         {"prompts": runs.prompts(), **sampled, "top_k": 1},
     ]
-    found = {}
+    actual = {}
     for layout in ("one", "pp2", "dp2", "ep2-cp2", "ep2-tp2"):
         world_size, overrides = runs.LAYOUTS[layout]
         first, *others = ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path / layout), calls)
         assert all(other == first for other in others)
-        found[layout] = first
-    assert all(of_layout == found["one"] for of_layout in found.values())
-    whole, in_batches, fewer, other_seed, most_probable = found["one"]
+        actual[layout] = first
+    assert all(of_layout == actual["one"] for of_layout in actual.values())
+    whole, in_batches, fewer, other_seed, most_probable = actual["one"]
     assert in_batches == whole
     assert fewer == whole[:3]
     assert all(ours["token_ids"] != theirs["token_ids"] for ours, theirs in zip(whole, other_seed, strict=True))
@@ -131,8 +131,8 @@ def test_log_probs_of_sampled_tokens_are_those_of_transformers(family, layout, r
 def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks, original, tmp_path):
     folder, expected = original("llama")
     world_size, overrides = runs.LAYOUTS[layout]
-    for found in ranks(world_size).run(runs.from_rank_0, str(folder), overrides, str(tmp_path)):
-        assert [completion["token_ids"] for completion in found] == expected
+    for actual in ranks(world_size).run(runs.from_rank_0, str(folder), overrides, str(tmp_path)):
+        assert [completion["token_ids"] for completion in actual] == expected
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "one"), ("llama", "dp2"), ("mixtral", "ep2")])
@@ -154,9 +154,9 @@ def test_end_tokens_of_generation_config_end_a_completion_as_in_transformers(fam
         {"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "batch_size": 2},
         {"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "stop": [greedy[4][1]]},
     ]
-    for found, stopped in ranks(world_size).run(runs.generate, str(ended), overrides, str(tmp_path / "out"), calls):
-        assert [completion["token_ids"] for completion in found] == expected
-        for completion in found:
+    for actual, stopped in ranks(world_size).run(runs.generate, str(ended), overrides, str(tmp_path / "out"), calls):
+        assert [completion["token_ids"] for completion in actual] == expected
+        for completion in actual:
             assert (completion["finish_reason"] == "stop") == (completion["token_ids"][-1] in ends)
         assert len(stopped[4]["token_ids"]) <= 2
         assert stopped[4]["finish_reason"] == "stop"
@@ -187,8 +187,10 @@ def test_texts_and_messages_are_completed_as_in_transformers_and_end_before_a_st
         texts.append(tokenizer.decode(ids[-1], skip_special_tokens=True))
     letter = next(letter for letter in texts[0][2:] if letter.isascii() and letter not in texts[0][:2])
     calls = [{"prompts": prompts, "max_new_tokens": 40}, {"prompts": prompts[:1], "max_new_tokens": 40, "stop": letter}]
-    [(found, stopped)] = ranks(1).run(runs.generate, str(with_text), (), str(tmp_path), calls)
-    assert [(completion["token_ids"], completion["text"]) for completion in found] == list(zip(ids, texts, strict=True))
+    [(actual, stopped)] = ranks(1).run(runs.generate, str(with_text), (), str(tmp_path), calls)
+    assert [(completion["token_ids"], completion["text"]) for completion in actual] == list(
+        zip(ids, texts, strict=True)
+    )
     [completion] = stopped
     assert completion["text"] == texts[0][: texts[0].index(letter)]
     assert completion["finish_reason"] == "stop"
@@ -261,17 +263,17 @@ def test_errors_of_generate_have_values_and_a_suggestion(ranks, original, tmp_pa
         "top_p 2.0 must be above 0 and at most 1",
         "",
     ]
-    [found] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
-    for message, part in zip(found, expected, strict=True):
+    [actual] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
+    for message, part in zip(actual, expected, strict=True):
         assert (part in message and message.startswith("DataError: ")) if part else message == ""
 
 
 def test_a_pipeline_in_half_precision_generates_the_same_as_one_process(ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
     calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS}]
-    found = []
+    actual = []
     for layout in ("one", "pp2-vpp2"):
         world_size, overrides = runs.LAYOUTS[layout]
         bf16 = (*overrides, "megatron_lm.train.dtype.__select__=bf16")
-        found += ranks(world_size).run(runs.generate, str(folder), bf16, str(tmp_path / layout), calls)
-    assert all(completions == found[0] for completions in found)
+        actual += ranks(world_size).run(runs.generate, str(folder), bf16, str(tmp_path / layout), calls)
+    assert all(completions == actual[0] for completions in actual)

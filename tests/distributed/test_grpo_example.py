@@ -29,11 +29,11 @@ def words(folder: Path, train_iters: int, updates: int = 1) -> list[str]:
 
 def records(folder: Path) -> dict[str, list[dict]]:
     """Lines of the run's files, without measured values."""
-    found = {}
+    actual = {}
     for name in ("rollouts", "held-out", "metrics"):
         lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        found[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-    return found
+        actual[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return actual
 
 
 @pytest.mark.parametrize("updates", [1, pytest.param(2, marks=pytest.mark.matrix)])
@@ -41,12 +41,12 @@ def test_a_resumed_run_repeats_no_rollout_and_ends_as_one_run(updates, ranks, tm
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     calls = [words(whole, 4, updates), words(parts, 2, updates), words(parts, 4, updates)]
     assert ranks(1).run(runs.grpo, *calls) == [[""] * 3]
-    expected, found = records(whole), records(parts)
+    expected, actual = records(whole), records(parts)
     assert [line["iteration"] for line in expected["rollouts"]] == list(range(0, 4, updates))
-    assert found["rollouts"] == expected["rollouts"]
+    assert actual["rollouts"] == expected["rollouts"]
     assert [line["iteration"] for line in expected["held-out"]] == [0, 2, 4]
-    assert found["held-out"] == expected["held-out"]
-    assert found["metrics"] == expected["metrics"]
+    assert actual["held-out"] == expected["held-out"]
+    assert actual["metrics"] == expected["metrics"]
     assert all(0 < line["sampling/sampling_logp_difference/max"] < 1e-5 for line in expected["metrics"])
     ratios = [line["clip_ratio/region_mean"] for line in expected["metrics"]]
     assert len(ratios) == 4

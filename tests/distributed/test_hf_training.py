@@ -74,7 +74,7 @@ def train_transformers(folder: Path) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
     schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
     batches = samples(STEPS * BATCH, seed=31)
-    found = []
+    actual = []
     for step in range(STEPS):
         loss = their_loss(model, batches[step * BATCH : (step + 1) * BATCH])
         loss.backward()
@@ -82,8 +82,8 @@ def train_transformers(folder: Path) -> list[tuple[float, float]]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+        actual.append((loss.item(), norm.item()))
+    return actual
 
 
 def train_ours(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
@@ -95,13 +95,13 @@ def train_ours(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     with MegatronWrap.from_pretrained(folder, runs.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        found = []
+        actual = []
         for step in range(STEPS):
             metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
-            found.append((metrics["loss"], metrics["grad_norm"]))
+            actual.append((metrics["loss"], metrics["grad_norm"]))
         evaluation = wrap.evaluate({"set": samples(6, seed=32)})["eval/set/loss"]
         wrap.save_pretrained(f"{outputs}/model")
-    return found, evaluation
+    return actual, evaluation
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,10 @@ def test_thirty_steps_agree_with_transformers(family, layout, ranks, theirs, tmp
 
     folder, expected = theirs(family)
     world_size, overrides = LAYOUTS[layout]
-    found, evaluation = ranks(world_size).run(train_ours, str(folder), overrides, str(tmp_path))[0]
+    actual, evaluation = ranks(world_size).run(train_ours, str(folder), overrides, str(tmp_path))[0]
     assert max(norm for _, norm in expected) > CLIP  # gradients were clipped
     assert expected[-1][0] < 0.9 * expected[0][0]
-    numpy.testing.assert_allclose(found, expected, rtol=1e-5)
+    numpy.testing.assert_allclose(actual, expected, rtol=1e-5)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

@@ -93,16 +93,16 @@ def their_training(model_folder: Path, windows: Any, validation: Any, separate: 
             total = total + their_sums(model, sample["tokens"], sample["labels"], pieces)
         return total / (len(samples) * LENGTH)
 
-    found = []
+    actual = []
     for step in range(STEPS):
-        loss = mean([windows[place] for place in range(step * BATCH, (step + 1) * BATCH)])
+        loss = mean([windows[position] for position in range(step * BATCH, (step + 1) * BATCH)])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
+        actual.append((loss.item(), norm.item()))
     with torch.no_grad():
-        return found, mean([validation[place] for place in range(len(validation))]).item()
+        return actual, mean([validation[position] for position in range(len(validation))]).item()
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_ten_steps_equal_transformers_on_the_windows_of_megatron_core(family, se
         f"megatron_wrap.logger.output_dir={tmp_path}/records",
         *(SEPARATE if separate else ()),
     )
-    found, found_validation = ranks(1).run(runs.train_from, str(folder), bridge.CONFIG, overrides)[0]
-    numpy.testing.assert_allclose(found, expected, rtol=1e-5)
+    actual, found_validation = ranks(1).run(runs.train_from, str(folder), bridge.CONFIG, overrides)[0]
+    numpy.testing.assert_allclose(actual, expected, rtol=1e-5)
     assert found_validation == pytest.approx(expected_validation, rel=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_layouts_agree(folder, layouts, ranks):
 def test_separate_documents_agree_on_each_axis(folder, ranks, tmp_path, axis):
     overrides = keys_of(f"{folder}/a", *SEPARATE, f"{TRAIN}.eval_interval=null")
     size = () if axis == "data" else (f"megatron_lm.model.parallel.{axis}_parallel_size=2",)
-    one = ranks(1).run(runs.train, tmp_path / "one", overrides, 3)[0]
+    one_rank = ranks(1).run(runs.train, tmp_path / "one", overrides, 3)[0]
     two = ranks(2).run(runs.train, tmp_path / "two", (*overrides, *size), 3)[0]
-    assert [ids for ids, _, _ in two] == [ids for ids, _, _ in one]
-    assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in one], rel=1e-5)
+    assert [ids for ids, _, _ in two] == [ids for ids, _, _ in one_rank]
+    assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in one_rank], rel=1e-5)

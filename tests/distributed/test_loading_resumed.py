@@ -9,7 +9,7 @@ from pathlib import Path
 import _data_runs as runs
 import pytest
 from _checkpoint_runs import TRAIN, in_new_processes
-from _covering import ONCE, once, quick
+from _covering import quick
 
 from megatron_wrap.testing.ranks import RankError
 
@@ -63,7 +63,7 @@ def overrides_of(mode: Mode, folder: Path, workers: int) -> tuple[str, ...]:
     return (f"{DATA}.train={source}", f"{DATA}.num_workers={workers}", *mode.overrides)
 
 
-@pytest.mark.parametrize("name", once(quick(MODES, ("budget-packed-skip",))))
+@pytest.mark.parametrize("name", quick(MODES, ("budget-packed-skip",)))
 def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str) -> None:
     mode = MODES[name]
     (before, workers), (after, workers_after) = mode.before, mode.after
@@ -87,7 +87,7 @@ def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [pytest.param((), id="samples", marks=ONCE), pytest.param((*PACKED, *BUDGET), id="budget")]
+    "keys", [pytest.param((), id="samples", marks=pytest.mark.matrix), pytest.param((*PACKED, *BUDGET), id="budget")]
 )
 def test_a_batch_a_copy_and_the_batches_of_rank_0_give_the_same_bits(data: Path, keys: tuple[str, ...]) -> None:
     overrides = (f"{DATA}.train={one(data)}", f"{DATA}.num_workers=1", *keys)

@@ -125,14 +125,14 @@ CASES = [
 @pytest.fixture(scope="module")
 def one_rank(ranks, tmp_path_factory):
     """one_rank(model, *overrides) -> results of one rank; each is trained once."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    actual: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def train(model: str, *overrides: str, lone_token: bool = False) -> dict[str, Any]:
         key = (model, lone_token, *overrides)
-        if key not in found:
+        if key not in actual:
             arguments = ((*_overrides(ARCH, MODELS[model]), *overrides), str(tmp_path_factory.mktemp("one")))
-            (found[key],) = ranks(1).run(_model_runs.train, *arguments, lone_token)
-        return found[key]
+            (actual[key],) = ranks(1).run(_model_runs.train, *arguments, lone_token)
+        return actual[key]
 
     return train
 
@@ -152,20 +152,20 @@ def _of_all_ranks(ranks: Any, case: Case, folder: Any, *overrides: str, lone_tok
 @pytest.mark.parametrize("case", covering(CASES))
 def test_a_model_trains_like_one_rank(case: Case, one_rank, ranks, tmp_path):
     expected = one_rank(case.model)
-    found = _of_all_ranks(ranks, case, tmp_path)
-    assert found["initial"] == expected["initial"]  # digests of all bits
-    numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-5)
-    numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=1e-5)
-    assert found["gradients"].keys() == expected["gradients"].keys()
+    actual = _of_all_ranks(ranks, case, tmp_path)
+    assert actual["initial"] == expected["initial"]  # digests of all bits
+    numpy.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-5)
+    numpy.testing.assert_allclose(actual["grad_norms"], expected["grad_norms"], rtol=1e-5)
+    assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        difference = numpy.linalg.norm(found["gradients"][name] - gradient)
+        difference = numpy.linalg.norm(actual["gradients"][name] - gradient)
         assert difference <= 1e-5 * numpy.linalg.norm(gradient), name
     if "tp2" not in case.layout and "tp4" not in case.layout:
         # the embedding's copies on the first and the last stage and on all replicas are equal after training
-        assert len({digest for of_rank in found["embeddings"] for digest in of_rank}) == 1
+        assert len({digest for of_rank in actual["embeddings"] for digest in of_rank}) == 1
         tied = not MODELS[case.model].get("untie_embeddings_and_output_weights", True)
         stages = 2 if tied and "pp" in case.layout else 1
-        assert sum(map(len, found["embeddings"])) >= stages
+        assert sum(map(len, actual["embeddings"])) >= stages
 
 
 def test_another_seed_gives_other_weights(one_rank):
@@ -190,27 +190,27 @@ FP16 = _overrides(
 @pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
 def test_bf16_trains_the_same_on_every_layout(case: Case, one_rank, ranks, tmp_path):
     expected, exact = one_rank(case.model, *BF16), one_rank(case.model)
-    found = _of_all_ranks(ranks, case, tmp_path, *BF16)
-    assert found["initial"] == expected["initial"] != exact["initial"]
+    actual = _of_all_ranks(ranks, case, tmp_path, *BF16)
+    assert actual["initial"] == expected["initial"] != exact["initial"]
     for reference in (expected, exact):
-        numpy.testing.assert_allclose(found["losses"], reference["losses"], rtol=5e-3)
-        numpy.testing.assert_allclose(found["grad_norms"], reference["grad_norms"], rtol=0.1)
+        numpy.testing.assert_allclose(actual["losses"], reference["losses"], rtol=5e-3)
+        numpy.testing.assert_allclose(actual["grad_norms"], reference["grad_norms"], rtol=0.1)
 
 
 @pytest.mark.parametrize("case", covering(HALF_LAYOUTS))
 def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_path):
     """The second step overflows on some ranks: all skip it and halve the scale, which doubles after two good steps."""
     expected = one_rank(case.model, *FP16, lone_token=True)
-    found = _of_all_ranks(ranks, case, tmp_path, *FP16, lone_token=True)
+    actual = _of_all_ranks(ranks, case, tmp_path, *FP16, lone_token=True)
     assert expected["skipped"] == [0, 1, 1, 1]
     for key in ("initial", "skipped", "samples", "changed", "loss_scales"):
-        assert found[key] == expected[key], key
-    assert found["changed"] == [True, False, True, True]
-    assert found["samples"] == [4, 8, 12, 16]
-    assert found["loss_scales"] == [2.0**16, 2.0**15, 2.0**15, 2.0**16]
-    assert found["grad_norms"][1] == 0.0  # the step was skipped
-    numpy.testing.assert_allclose(found["losses"], expected["losses"], rtol=5e-3)
-    numpy.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=0.1)
+        assert actual[key] == expected[key], key
+    assert actual["changed"] == [True, False, True, True]
+    assert actual["samples"] == [4, 8, 12, 16]
+    assert actual["loss_scales"] == [2.0**16, 2.0**15, 2.0**15, 2.0**16]
+    assert actual["grad_norms"][1] == 0.0  # the step was skipped
+    numpy.testing.assert_allclose(actual["losses"], expected["losses"], rtol=5e-3)
+    numpy.testing.assert_allclose(actual["grad_norms"], expected["grad_norms"], rtol=0.1)
 
 
 def test_fp16_trains_like_fp32(one_rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _engine_runs as runs
 import pytest
 from _checkpoint_runs import BF16, DISTRIBUTED, EXPERTS, FP16, OVERLAP
+from _covering import covering
 from _engine_runs import options
 
 NO_CLIPPING = ("megatron_lm.train.optimizer.clip_grad=0.0",)
@@ -27,12 +28,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", covering(RUNS))
 def test_a_rejected_step_leaves_the_state_unchanged(name: str, ranks) -> None:
     world_size, overrides = RUNS[name]
     samples = runs.weighted_samples(16)
-    found = ranks(world_size).run(runs.poisoned, (*options("Poisoned"), *overrides), samples, ("loss", "gradient"))
-    for of_rank in found:
+    result = ranks(world_size).run(runs.poisoned, (*options("Poisoned"), *overrides), samples, ("loss", "gradient"))
+    for of_rank in result:
         infinite_loss, nan_gradient = of_rank["errors"]
         for part in ("TrainingError: loss of iteration 2 ", "(loss inf", "check_for_nan_in_loss_and_grad"):
             assert part in infinite_loss, infinite_loss
@@ -44,16 +45,16 @@ def test_a_rejected_step_leaves_the_state_unchanged(name: str, ranks) -> None:
 def test_an_overflow_in_fp16_is_skipped_and_a_non_finite_loss_is_rejected(ranks) -> None:
     """A rejected step keeps the loss scale, a skipped one lowers it."""
     overrides = (*options("Poisoned"), *FP16, *LOW_SCALE)
-    [found] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("loss",))
-    assert found["errors"][0].startswith("TrainingError: loss of iteration 2 ")
-    assert found["unchanged"] == [True]
-    assert found["equal"]
-    [found] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",) * 3)
-    assert found["errors"] == ["no error"] * 3
-    assert not found["equal"]
+    [result] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("loss",))
+    assert result["errors"][0].startswith("TrainingError: loss of iteration 2 ")
+    assert result["unchanged"] == [True]
+    assert result["equal"]
+    [result] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",) * 3)
+    assert result["errors"] == ["no error"] * 3
+    assert not result["equal"]
 
 
 def test_an_unchecked_run_continues(ranks) -> None:
     overrides = (*options("Poisoned"), *UNCHECKED)
-    [found] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",))
-    assert found["errors"] == ["no error"]
+    [result] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",))
+    assert result["errors"] == ["no error"]

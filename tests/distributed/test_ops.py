@@ -18,8 +18,8 @@ def test_values_and_gradients_agree_with_torch(size: int, vocabulary: str, dtype
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_finds_the_same_ids(size: int, ranks):
-    found = ranks(size).run(_ops_runs.ids_of_top_k, 12)
-    assert all(ids == found[0] for ids in found)
+    measured = ranks(size).run(_ops_runs.ids_of_top_k, 12)
+    assert all(ids == measured[0] for ids in measured)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4096])

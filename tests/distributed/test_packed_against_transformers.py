@@ -27,8 +27,8 @@ def samples() -> list[dict[str, list[int]]]:
     """Token ids of unequal lengths, some of them without a loss; the first token of each sample is its number."""
     generator = numpy.random.default_rng(41)
     made = []
-    for place, length in enumerate((65, 5, 31, 18, 40, 2, 27, 12)):
-        ids = [place, *generator.integers(COUNT, runs.VOCAB, length - 1).tolist()]
+    for index, length in enumerate((65, 5, 31, 18, 40, 2, 27, 12)):
+        ids = [index, *generator.integers(COUNT, runs.VOCAB, length - 1).tolist()]
         made.append({"input_ids": ids, "loss_mask": (generator.random(length) < 0.7).astype(int).tolist()})
     return made
 
@@ -44,9 +44,9 @@ def separate_sequences(folder: Path) -> tuple[list[Any], float]:
     with torch.no_grad():
         for sample in samples():
             ids, trained = torch.tensor(sample["input_ids"]), torch.tensor(sample["loss_mask"])[1:] == 1
-            found = model(ids[None]).logits[0, :-1]
-            logits.append(found.numpy())
-            losses.append(cross_entropy(found.double(), ids[1:], reduction="none")[trained])
+            actual = model(ids[None]).logits[0, :-1]
+            logits.append(actual.numpy())
+            losses.append(cross_entropy(actual.double(), ids[1:], reduction="none")[trained])
     return logits, torch.cat(losses).mean().item()
 
 
@@ -66,9 +66,9 @@ def test_packed_rows_agree_with_separate_sequences_of_transformers(family, layou
         packed_logits_and_loss, str(folder), [*SETTINGS, *overrides], samples(), str(tmp_path)
     )
     assert max(by_rank[0][1]) >= 3  # several sequences in a row
-    found = {(sample, position): logits for tokens, _, _ in by_rank for sample, position, logits in tokens}
-    assert found.keys() == {(sample, place) for sample, rows in enumerate(expected) for place in range(len(rows))}
-    worst = max(float(numpy.abs(logits - expected[a][b]).max()) for (a, b), logits in found.items())
+    actual = {(sample, position): logits for tokens, _, _ in by_rank for sample, position, logits in tokens}
+    assert actual.keys() == {(sample, index) for sample, rows in enumerate(expected) for index in range(len(rows))}
+    worst = max(float(numpy.abs(logits - expected[a][b]).max()) for (a, b), logits in actual.items())
     assert worst <= 1e-4
     for _, _, found_loss in by_rank:
         assert found_loss == pytest.approx(loss, rel=1e-6)

@@ -64,14 +64,14 @@ def test_evaluation_does_not_depend_on_the_cut(flow, layout, cut, ranks, unpacke
     world_size, settings = LAYOUTS[layout]
     expected = unpacked(flow)
     overrides = (*FLOWS[flow], *runs.options(**settings, **CUTS[cut]))
-    for found in ranks(world_size).run(runs.evaluate_and_forward, overrides, given(flow), SIZES):
-        assert found["unchanged"]
-        for metrics, reference in zip(found["evaluations"], expected["evaluations"], strict=True):
+    for actual in ranks(world_size).run(runs.evaluate_and_forward, overrides, given(flow), SIZES):
+        assert actual["unchanged"]
+        for metrics, reference in zip(actual["evaluations"], expected["evaluations"], strict=True):
             assert metrics.keys() == reference.keys()
             for name, value in reference.items():
                 assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
-        assert len(found["outputs"]) == len(expected["outputs"]) == 16
-        for rows, reference in zip(found["outputs"], expected["outputs"], strict=True):
+        assert len(actual["outputs"]) == len(expected["outputs"]) == 16
+        for rows, reference in zip(actual["outputs"], expected["outputs"], strict=True):
             assert rows.keys() == reference.keys()
             for name, row in reference.items():
                 numpy.testing.assert_allclose(rows[name], row, rtol=1e-5, atol=1e-5)

@@ -53,13 +53,18 @@ def samples(flow: str) -> list[dict[str, list[int]]]:
     ]
 
 
+SINGLE = ("packed", "packed-padded", "packed-tp2-sp", "packed-pp2-vpp2", "packed-cp2", "token-budget-cp2")
+"""Those of models that differ from `dense` in one operation, which depends on rows, padding or one axis."""
+
+
 def groups() -> list[tuple[str, str, str]]:
-    """Each layout with each model, and with each flow on half of the models; the layouts of a flow and a model share a
-    reference."""
+    """Each layout with a dense model and with experts, each axis with each model; half of the layouts of a model with
+    each flow. The layouts of a flow and a model share a reference."""
     together: dict[tuple[str, str], list[str]] = {(flow, model): [] for flow in FLOWS for model in MODELS}
     for number, model in enumerate(MODELS):
-        for place, layout in enumerate((*LAYOUTS, *(WITH_EXPERTS if model in ("experts", "latent") else ()))):
-            together[FLOWS[(number + place) % 2], model].append(layout)
+        layouts = LAYOUTS if model in ("dense", "experts") else SINGLE
+        for position, layout in enumerate((*layouts, *(WITH_EXPERTS if model in ("experts", "latent") else ()))):
+            together[FLOWS[(number + position) % 2], model].append(layout)
     return [(flow, model, "+".join(layouts)) for (flow, model), layouts in together.items()]
 
 

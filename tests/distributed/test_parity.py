@@ -8,7 +8,7 @@ from pathlib import Path
 
 import _flow_zoo as zoo
 import pytest
-from _covering import covering
+from _covering import covering, each_axis_and_some
 from layout_runs import token_samples
 
 from megatron_wrap.cli.main import main
@@ -20,13 +20,13 @@ CONFIG = Path(__file__).parent / "layouts.yaml"
 
 @pytest.fixture(scope="module")
 def samples() -> list[dict[str, list[int]]]:
-    found = token_samples(16, 48)
+    result = token_samples(16, 48)
     # two samples with loss tokens only at the start, so a context-parallel rank may have none in a micro-batch
-    found[0]["loss_mask"] = [0] * len(found[0]["loss_mask"])
-    found[0]["loss_mask"][0:3] = [1, 1, 1]
-    found[1]["loss_mask"] = [0] * len(found[1]["loss_mask"])
-    found[1]["loss_mask"][0:3] = [1, 1, 1]
-    return found
+    result[0]["loss_mask"] = [0] * len(result[0]["loss_mask"])
+    result[0]["loss_mask"][0:3] = [1, 1, 1]
+    result[1]["loss_mask"] = [0] * len(result[1]["loss_mask"])
+    result[1]["loss_mask"][0:3] = [1, 1, 1]
+    return result
 
 
 MOCK = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
@@ -43,51 +43,61 @@ def pairs() -> list[dict[str, list[int]]]:
     ]
 
 
-def some_of(layouts):
-    """Groups of four layouts, by their joined names."""
-    return {"+".join(layouts[at : at + 4]): layouts[at : at + 4] for at in range(0, len(layouts), 4)}
+def parts(layouts, size):
+    """Groups of as many layouts, by their joined names."""
+    return {"+".join(layouts[at : at + size]): layouts[at : at + size] for at in range(0, len(layouts), size)}
+
+
+SHIPPED = {**parts(ALL[:4], 4), **parts(ALL[4:], 10)}
+
+
+@pytest.mark.parametrize(
+    ("flow", "layouts"),
+    covering(((flow, some) for some in SHIPPED for flow in ("gpt_sft", "gpt_dpo")), lambda case: {case[0]}),
+)
+def test_the_shipped_flows_agree_on_every_layout(flow, layouts, samples, ranks):
+    flow_samples, overrides = samples, [f"megatron_wrap.flow.__select__={flow}"]
+    if flow == "gpt_dpo":
+        flow_samples, overrides = pairs(), [*overrides, "megatron_wrap.models.reference=copy"]
+    report = check_parity(CONFIG, overrides, samples=flow_samples, layouts=SHIPPED[layouts], ranks=ranks)
+    assert report.flow == flow
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+
+
+@pytest.mark.matrix
+def test_the_shipped_minimal_flow_agrees_on_each_axis(ranks):
+    report = check_parity(MOCK, layouts=each_axis_and_some(ALL, 0, 4), ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 
 
 @pytest.mark.parametrize(
     ("flow", "layouts"),
     [
-        *covering(((flow, some) for some in some_of(ALL) for flow in ("gpt_sft", "gpt_dpo")), lambda case: {case[0]}),
-        *(pytest.param("minimal_mock", some, marks=pytest.mark.matrix) for some in some_of(ALL)),
+        pytest.param(zoo.RIGHT[0].__name__, ["dp2", "tp2", "pp2"], id="few layouts"),
+        *(
+            pytest.param(
+                flow.__name__,
+                each_axis_and_some(DEFAULT_LAYOUTS, number, 3),
+                id=flow.__name__,
+                marks=pytest.mark.matrix,
+            )
+            for number, flow in enumerate(zoo.RIGHT)
+        ),
     ],
 )
-def test_the_shipped_flows_agree_on_every_layout(flow, layouts, samples, ranks):
-    config, given, overrides = CONFIG, samples, [f"megatron_wrap.flow.__select__={flow}"]
-    if flow == "minimal_mock":
-        config, given = MOCK, None
-    if flow == "gpt_dpo":
-        given, overrides = pairs(), [*overrides, "megatron_wrap.models.reference=copy"]
-    report = check_parity(config, overrides, samples=given, layouts=some_of(ALL)[layouts], ranks=ranks)
-    assert report.flow == flow
-    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
-
-
-@pytest.mark.one_megatron_core
-@pytest.mark.parametrize(
-    ("flow", "layouts"),
-    covering(
-        ((flow.__name__, some) for some in some_of(DEFAULT_LAYOUTS) for flow in zoo.RIGHT), lambda _: {"one is enough"}
-    ),
-)
 def test_correct_flows_agree(flow, layouts, samples, ranks):
-    """On every default layout; a two-value flow is left out with another cut into micro-batches, one that does not
-    declare that it supports packing with packed rows."""
-    some = some_of(DEFAULT_LAYOUTS)[layouts]
-    report = check_parity(CONFIG, flow=f"_flow_zoo:{flow}", layouts=some, samples=samples, steps=1, ranks=ranks)
+    """Together on every default layout; a two-value flow is left out with another split into micro-batches, a flow that
+    does not declare support for packing with packed rows."""
+    report = check_parity(CONFIG, flow=f"_flow_zoo:{flow}", layouts=layouts, samples=samples, steps=1, ranks=ranks)
     left_out = set()
     if "supports_packing" not in vars(getattr(zoo, flow)):
-        left_out |= {layout for layout in some if "packed" in layout}
+        left_out |= {layout for layout in layouts if "packed" in layout}
     if flow == "TwoValuesComplete":
-        left_out |= {"mbs1", "token-budget-dp2"} & {*some}
+        left_out |= {"mbs1", "token-budget-dp2"} & {*layouts}
     assert {row.layout for row in report.rows if row.agrees is None} == left_out, report.table()
     assert report.agrees, report.table()
 
 
-@pytest.mark.one_megatron_core
 @pytest.mark.parametrize("flow", covering(zoo.WRONG, lambda flow: {zoo.WRONG[flow][0]}))
 def test_the_report_names_the_mistake_of_a_wrong_flow(flow, samples, ranks):
     layout, cause = zoo.WRONG[flow]
@@ -154,8 +164,9 @@ MIXTRAL = ("megatron_lm.model.arch.__select__=tiny-mixtral",)
 DEEPSEEK = ("megatron_lm.model.arch.__select__=tiny-deepseek-v3",)
 
 
-def test_an_moe_model_runs_on_expert_parallel_layouts_too(samples):
-    report = check_parity(CONFIG, MIXTRAL, samples=samples, layouts=("mbs1", "padded", "tp2", "ep2", "tp2-sp-ep2-etp1"))
+def test_an_moe_model_runs_on_expert_parallel_layouts_too(samples, ranks):
+    layouts = ("mbs1", "padded", "tp2", "ep2", "tp2-sp-ep2-etp1")
+    report = check_parity(CONFIG, MIXTRAL, samples=samples, layouts=layouts, ranks=ranks)
     assert report.agrees, report.table()
     rows = {row.layout: row for row in report.rows}
     assert "load_balancing_loss" not in rows["ep2"].note
@@ -172,8 +183,8 @@ def test_an_moe_model_runs_on_expert_parallel_layouts_too(samples):
     assert "routers' " in report.table()
 
 
-def test_tiny_experts_are_of_the_same_kind(samples):
-    report = check_parity(CONFIG, DEEPSEEK, samples=samples, layouts=("mbs1", "cp2-ep2"), steps=1)
+def test_tiny_experts_are_of_the_same_kind(samples, ranks):
+    report = check_parity(CONFIG, DEEPSEEK, samples=samples, layouts=("mbs1", "cp2-ep2"), steps=1, ranks=ranks)
     assert report.agrees, report.table()
     assert [row.agrees for row in report.rows] == [True, True]  # seq_aux_loss does not depend on the micro-batch size
 

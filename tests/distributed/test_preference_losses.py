@@ -7,7 +7,6 @@ from typing import Any
 
 import _dpo_runs as runs
 import pytest
-from _covering import ONCE
 from _dpo_runs import COPY
 from _trl_runs import model_of, on_tokens, steps_of_trl
 
@@ -59,36 +58,38 @@ def overrides_of(options: dict[str, Any], flow: str = "gpt_dpo") -> tuple[str, .
     return (f"megatron_wrap.flow.__select__={flow}", *keys, f"{runs.TRAIN}.micro_batch_size=2")
 
 
-def compare(found: list[dict[str, float]], of_trl: list[dict[str, float]], rounding: float = ROUNDING) -> None:
-    assert len(found) == len(of_trl) == 10
-    for step, (ours, theirs) in enumerate(zip(found, of_trl, strict=True)):
+def compare(measured: list[dict[str, float]], of_trl: list[dict[str, float]], rounding: float = ROUNDING) -> None:
+    assert len(measured) == len(of_trl) == 10
+    for step, (ours, theirs) in enumerate(zip(measured, of_trl, strict=True)):
         for metric, value in ours.items():
             if metric in theirs and not (step == 0 and metric == "rewards/accuracies"):  # margins of 0 up to rounding
                 floor = rounding * (10 if metric == "kl" else 1)  # kl is not multiplied by beta
                 assert value == pytest.approx(theirs[metric], rel=1e-4, abs=floor), f"{metric} of step {step}"
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=ONCE) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+)
 def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
     """trl has the four pairs of a step in one micro-batch; we have two micro-batches."""
     from trl import DPOConfig, DPOTrainer
 
     config = load_run_config(runs.CONFIG, runs.DPO)
-    found = ranks(1).run(runs.train, (*COPY, *overrides_of(CASES[name])), runs.pairs())[0]
+    measured = ranks(1).run(runs.train, (*COPY, *overrides_of(CASES[name])), runs.pairs())[0]
     policy, reference = model_of(config, weights), model_of(config, weights)
     of_trl = steps_of_trl(
         on_tokens(DPOTrainer), DPOConfig, config, policy, runs.pairs(), tmp_path, reference, beta=0.1, **CASES[name]
     )
     # at the start the two gradients of apo_down for a chosen answer cancel, and Adam amplifies their rounding
-    compare(found, of_trl, 3 * ROUNDING if name == "apo_down" else ROUNDING)
+    compare(measured, of_trl, 3 * ROUNDING if name == "apo_down" else ROUNDING)
 
 
 def answers(count: int = 40) -> list[dict[str, Any]]:
     """Chosen and rejected answers in turn, not balanced."""
     return [
         {"prompt_ids": pair["prompt_ids"], "completion_ids": pair[f"{kind}_ids"], "label": kind == "chosen"}
-        for place, pair in enumerate(runs.pairs(count))
-        for kind in ["rejected" if place % 3 == 0 else "chosen"]
+        for index, pair in enumerate(runs.pairs(count))
+        for kind in ["rejected" if index % 3 == 0 else "chosen"]
     ]
 
 
@@ -96,21 +97,21 @@ def answers(count: int = 40) -> list[dict[str, Any]]:
 def test_ten_steps_of_single_answers_agree_with_trl(ranks, weights, tmp_path, loss_type):
     from trl import KTOConfig, KTOTrainer
 
-    config, given = load_run_config(runs.CONFIG, runs.DPO), answers()
+    config, samples = load_run_config(runs.CONFIG, runs.DPO), answers()
     options = {"loss_type": loss_type, "desirable_weight": 1.3, "undesirable_weight": 0.7, "beta": 0.1}
-    found = ranks(1).run(runs.train, (*COPY, *overrides_of(options, "gpt_kto")), given)[0]
+    measured = ranks(1).run(runs.train, (*COPY, *overrides_of(options, "gpt_kto")), samples)[0]
     with_neighbors = [
-        {**sample, "KL_completion_ids": given[place - place % 4 + (place - 1) % 4]["completion_ids"]}
-        for place, sample in enumerate(given)
+        {**sample, "KL_completion_ids": samples[index - index % 4 + (index - 1) % 4]["completion_ids"]}
+        for index, sample in enumerate(samples)
     ]
     if loss_type != "kto":
-        with_neighbors = given
+        with_neighbors = samples
     policy, reference = model_of(config, weights), model_of(config, weights)
     of_trl = steps_of_trl(
         on_tokens(KTOTrainer), KTOConfig, config, policy, with_neighbors, tmp_path, reference, **options
     )
-    compare(found, of_trl)
-    assert loss_type != "kto" or max(step["kl"] for step in found) > 1e-4
+    compare(measured, of_trl)
+    assert loss_type != "kto" or max(step["kl"] for step in measured) > 1e-4
 
 
 STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,19 +124,19 @@ STATISTICS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_an_evaluation_has_statistics_of_its_batches(ranks, name):
     """Seven samples are a batch of four and one of three."""
     flow, options = STATISTICS[name]
-    given = answers() if flow == "gpt_kto" else runs.pairs()
+    samples = answers() if flow == "gpt_kto" else runs.pairs()
     common = (*COPY, *overrides_of(options, flow)[:-1])
-    expected = ranks(1).run(runs.evaluation, (*common, f"{runs.TRAIN}.micro_batch_size=4"), given, 2)[0]
+    expected = ranks(1).run(runs.evaluation, (*common, f"{runs.TRAIN}.micro_batch_size=4"), samples, 2)[0]
     for processes, size in ((1, 1), (2, 1)):
         overrides = (*common, f"{runs.TRAIN}.micro_batch_size={size}")
-        found = ranks(processes).run(runs.evaluation, overrides, given, 2)[0]
-        assert found == pytest.approx(expected, rel=1e-4, abs=ROUNDING), (processes, size)
+        measured = ranks(processes).run(runs.evaluation, overrides, samples, 2)[0]
+        assert measured == pytest.approx(expected, rel=1e-4, abs=ROUNDING), (processes, size)
 
 
 def test_statistics_of_the_inputs_agree_on_each_cut(ranks):
     layouts = ["mbs1", "packed", "token-budget-dp2", "cp2", "pp2"]
     flow = "_engine_flows:RelativeLengthFlow"
-    given = [{"input_ids": [7 + place] * (3 + 2 * place), "loss_mask": [1] * (3 + 2 * place)} for place in range(16)]
+    samples = [{"input_ids": [7 + index] * (3 + 2 * index), "loss_mask": [1] * (3 + 2 * index)} for index in range(16)]
     overrides = ["megatron_wrap.flow.__select__=gpt_sft"]
-    report = check_parity(runs.CONFIG, overrides, flow=flow, samples=given, layouts=layouts, steps=1, ranks=ranks)
+    report = check_parity(runs.CONFIG, overrides, flow=flow, samples=samples, layouts=layouts, steps=1, ranks=ranks)
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()

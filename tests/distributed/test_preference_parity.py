@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from _covering import each_axis_and_some
 from _dpo_runs import CONFIG, COPY, TRAIN
 
 from megatron_wrap.testing import check_parity
@@ -19,7 +20,7 @@ FLOWS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "orpo": ("gpt_orpo", {"beta": 0.3}, ()),
     "reward": ("gpt_reward", {"center_rewards_coefficient": 0.1}, VALUE),
 }
-"""One loss of each flow, on every layout: name -> flow, options, further overrides. `test_parity.py` has gpt_dpo."""
+"""One loss of each flow: name -> flow, options, further overrides. `test_parity.py` has gpt_dpo."""
 OTHERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "differences": ("gpt_dpo", {"loss_type": ["sigmoid", "sigmoid_norm", "robust"], "label_smoothing": 0.1}, COPY),
     "divergence": ("gpt_dpo", {"loss_type": ["hinge", "discopop"], "f_divergence_type": "js_divergence"}, COPY),
@@ -36,7 +37,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 """The other losses, in lists where the flow has them, on the layouts of ON_SOME."""
 ON_SOME = ("tp2-sp-cp2", "packed", "pp2-vpp2", "token-budget-dp2", "packed-cp2", "tp2-sp-pp2", "cp2", "dp2-dopt")
 LAYOUTS = (*DEFAULT_LAYOUTS, "packed-cp2", "dp4-dopt", "pp4", "cp4", "pp2-vpp2-dp2-dopt")
-GROUPS = {"+".join(LAYOUTS[at : at + 6]): LAYOUTS[at : at + 6] for at in range(0, 24, 6)}
 CUTS = ("mbs1", "mbs4", "mbs8", "packed", "token-budget")
 """The other cuts of eight samples, which the reference has in four micro-batches of two."""
 
@@ -51,19 +51,19 @@ def samples(flow: str) -> list[dict[str, Any]]:
     pairs: list[dict[str, Any]] = [
         {
             "prompt_ids": tokens(generator.randint(1, 12)),
-            "chosen_ids": tokens(1 if place % 3 == 0 else generator.randint(1, 30)),
-            "rejected_ids": tokens(30 if place % 3 == 0 else generator.randint(1, 30)),
-            "weight": [1.0, 0.5, 2.0, 1.0, 0.0][place % 5],
+            "chosen_ids": tokens(1 if index % 3 == 0 else generator.randint(1, 30)),
+            "rejected_ids": tokens(30 if index % 3 == 0 else generator.randint(1, 30)),
+            "weight": [1.0, 0.5, 2.0, 1.0, 0.0][index % 5],
         }
-        for place in range(16)
+        for index in range(16)
     ]
     pairs[2]["prompt_ids"] = tokens(100)  # longer than a sequence
     pairs[10]["prompt_ids"] = tokens(47)
     if flow == "gpt_reward":
-        return [{**pair, "margin": 0.2 * place} for place, pair in enumerate(pairs)]
+        return [{**pair, "margin": 0.2 * index} for index, pair in enumerate(pairs)]
     if flow != "gpt_kto":
         return pairs
-    answers = [(pair, "chosen_ids" if place % 3 else "rejected_ids") for place, pair in enumerate(pairs)]
+    answers = [(pair, "chosen_ids" if index % 3 else "rejected_ids") for index, pair in enumerate(pairs)]
     return [
         {
             "prompt_ids": pair["prompt_ids"],
@@ -81,36 +81,39 @@ def report_of(ranks: Any, case: tuple[str, dict[str, Any], tuple[str, ...]], lay
     keys = [f"megatron_wrap.flow.{key}={json.dumps(value)}" for key, value in options.items()]
     selected = [f"megatron_wrap.flow.__select__={flow}", *keys, *further, f"{TRAIN}.seq_length=48"]
     steps = 2 if further == COPY else 1  # in the first step the policy is its reference
-    found = check_parity(CONFIG, selected, samples=samples(flow), layouts=list(layouts), steps=steps, ranks=ranks)
-    assert [row.layout for row in found.rows if row.agrees is not True] == [], found.table()
-    return found
+    result = check_parity(CONFIG, selected, samples=samples(flow), layouts=list(layouts), steps=steps, ranks=ranks)
+    assert [row.layout for row in result.rows if row.agrees is not True] == [], result.table()
+    return result
 
 
-@pytest.mark.one_megatron_core
+FEW = ("mbs1", "dp2-dopt", "tp2-sp", "pp2", "cp2", "packed")
+
+
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    # every run has kto, with statistics of the step and a second model; each flow is compared with trl on some layouts
+    # every run has kto, with statistics of the step and a reference; each flow is compared with trl on some layouts
     [
-        pytest.param(name, group, marks=() if (name, place) == ("kto", 0) else pytest.mark.matrix)
-        for place, group in enumerate(GROUPS)
-        for name in FLOWS
+        pytest.param("kto", FEW, id="kto on few layouts"),
+        *(
+            pytest.param(name, each_axis_and_some(LAYOUTS, number, 4), id=name, marks=pytest.mark.matrix)
+            for number, name in enumerate(FLOWS)
+        ),
     ],
 )
-def test_every_layout_agrees(ranks, name, layouts):
-    report_of(ranks, FLOWS[name], GROUPS[layouts])
+def test_layouts_agree(ranks, name, layouts):
+    """Each flow on each axis, all together on every layout."""
+    report_of(ranks, FLOWS[name], layouts)
 
 
 @pytest.mark.matrix
-@pytest.mark.one_megatron_core
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_losses_agree_on_some_layouts(ranks, name):
     """Two layouts each: together the losses have all layouts of ON_SOME."""
-    place = list(OTHERS).index(name)
-    report_of(ranks, OTHERS[name], [ON_SOME[place % 8], ON_SOME[(place + 3) % 8]])
+    index = list(OTHERS).index(name)
+    report_of(ranks, OTHERS[name], [ON_SOME[index % 8], ON_SOME[(index + 3) % 8]])
 
 
 @pytest.mark.matrix
-@pytest.mark.one_megatron_core
 @pytest.mark.parametrize("name", [*FLOWS, "aot"])
 def test_the_objective_does_not_depend_on_the_cut(ranks, name):
     """Packed rows compute attention in another order, so their gradients have check-parity's tolerance."""

@@ -59,7 +59,7 @@ def test_a_reference_with_another_tokenizer_is_refused(ranks, tmp_path):
         ranks(1).run(seconds.export, str(tmp_path / name))
         tokenizer.save_pretrained(tmp_path / name)
     for name, ends in (("there", "token 'w7' has the id 8 there and 7 here"), ("here", "no error")):
-        given = (f"{DATA}.tokenizer={tmp_path}/here", f"{seconds.REFERENCE}={{hf_path: {tmp_path}/{name}}}")
-        message = ranks(1).run(runs.refusal, (f"{DATA}.__select__=none", *given), runs.pairs(4))[0]
+        overrides = (f"{DATA}.tokenizer={tmp_path}/here", f"{seconds.REFERENCE}={{hf_path: {tmp_path}/{name}}}")
+        message = ranks(1).run(runs.refusal, (f"{DATA}.__select__=none", *overrides), runs.pairs(4))[0]
         assert ends in message
         assert name == "here" or f"{seconds.REFERENCE}: " in message

@@ -7,7 +7,7 @@ from typing import Any
 import _pair_runs as runs
 import pytest
 from _checkpoint_runs import CP2, PP2, TP2
-from _covering import covering, once
+from _covering import covering
 from _dpo_runs import CONFIG, pairs
 from _trl_runs import as_text, model_of, on_numbers, steps_of_trl
 
@@ -46,38 +46,37 @@ def of_trl(ranks, tmp_path_factory):
     base = runs.of_flow("gpt_cpo", {})
     config = load_run_config(CONFIG, base)
     weights = ranks(1).run(runs.initial_weights, base)[0]
-    found: dict[str, list[dict[str, float]]] = {}
+    measured: dict[str, list[dict[str, float]]] = {}
 
     def steps(name: str) -> list[dict[str, float]]:
-        if name not in found:
+        if name not in measured:
             flow, options = VARIANTS[name]
             trainer, settings = (ORPOTrainer, ORPOConfig) if flow == "gpt_orpo" else (CPOTrainer, CPOConfig)
             model, samples, folder = model_of(config, weights), as_text(pairs()), tmp_path_factory.mktemp("trl")
-            found[name] = steps_of_trl(
+            measured[name] = steps_of_trl(
                 on_numbers(trainer), settings, config, model, samples, folder, max_length=64, **options
             )
-        return found[name]
+        return measured[name]
 
     return steps
 
 
-@pytest.mark.one_megatron_core
 @pytest.mark.parametrize(
-    ("variant", "layout"), once(covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]}))
+    ("variant", "layout"), covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]})
 )
 def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
     processes, overrides = LAYOUTS[layout]
     flow, options = VARIANTS[variant]
     extra = ("log_odds_chosen", "log_odds_ratio") if flow == "gpt_orpo" else ()
     batch = f"{runs.TRAIN}.micro_batch_size=1" if processes > 1 else f"{runs.TRAIN}.micro_batch_size=2"
-    found = ranks(processes).run(runs.train, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
-    for step, (ours, theirs) in enumerate(zip(found, of_trl(variant), strict=True)):
+    measured = ranks(processes).run(runs.train, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
+    for step, (ours, theirs) in enumerate(zip(measured, of_trl(variant), strict=True)):
         for metric in (*METRICS, *extra):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=3e-6), f"{metric} of step {step}"
 
 
 def test_forward_gives_the_log_probabilities_of_the_answers(ranks):
-    given = ranks(1).run(runs.outputs, runs.of_flow("gpt_orpo", {}), pairs())[0]
+    reference_outputs = ranks(1).run(runs.outputs, runs.of_flow("gpt_orpo", {}), pairs())[0]
     as_dpo = ranks(2).run(runs.outputs, (*runs.of_flow("gpt_dpo", {}), *CP2), pairs())[0]
-    for ours, theirs in zip(given, as_dpo, strict=True):
+    for ours, theirs in zip(reference_outputs, as_dpo, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Ten steps equal five steps, a checkpoint, new processes and five more steps: bit for bit on the same layout, within
+"""Six steps equal three steps, a checkpoint, new processes and three more steps: bit for bit on the same layout, within
 rounding on another."""
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from _checkpoint_runs import (
     OVERLAP,
     PP2,
     PP2_VPP2,
+    SAVED,
     SGD,
+    STEPS,
     TIED,
     TP2,
     in_new_processes,
@@ -64,16 +66,16 @@ OTHER_LAYOUT = {
 def test_the_same_layout_resumes_bit_for_bit_with_dropout(tmp_path: Path, name: str) -> None:
     processes, overrides = SAME_LAYOUT[name]
     overrides = (*overrides, *DROPOUT)
-    straight = in_new_processes(processes, runs.train, tmp_path, overrides, 10, (5,))
+    straight = in_new_processes(processes, runs.train, tmp_path, overrides, STEPS, (SAVED,))
     resumed = in_new_processes(processes, runs.train, tmp_path, overrides)
-    assert (len(straight[0]), len(resumed[0])) == (10, 5)
-    assert [steps[5:] for steps in straight] == resumed
+    assert (len(straight[0]), len(resumed[0])) == (STEPS, STEPS - SAVED)
+    assert [steps[SAVED:] for steps in straight] == resumed
 
 
 def test_without_random_states_dropout_differs(tmp_path: Path) -> None:
-    straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 7, (5,))[0]
-    without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 7)[0]
-    assert [step[0] for step in without] != [step[0] for step in straight[5:]]
+    straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 5, (SAVED,))[0]
+    without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 5)[0]
+    assert [step[0] for step in without] != [step[0] for step in straight[SAVED:]]
 
 
 def test_a_run_keeps_what_its_checkpoint_was_saved_with(tmp_path: Path) -> None:
@@ -95,8 +97,8 @@ def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1")))
 def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
-    straight = in_new_processes(before, runs.train, tmp_path, saved, 10, (5,))[0]
+    straight = in_new_processes(before, runs.train, tmp_path, saved, STEPS, (SAVED,))[0]
     rest = in_new_processes(after, runs.train, tmp_path, resumed)[0]
-    assert len(rest) == 5
-    for expected, found in zip(straight[5:], rest, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    assert len(rest) == STEPS - SAVED
+    for expected, actual in zip(straight[SAVED:], rest, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)

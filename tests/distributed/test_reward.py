@@ -45,13 +45,13 @@ def of_trl(exported, tmp_path_factory):
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
-    found: dict[str, list[dict[str, float]]] = {}
+    measured: dict[str, list[dict[str, float]]] = {}
 
     def steps(name: str) -> list[dict[str, float]]:
-        if name not in found:
+        if name not in measured:
             options, with_margin = VARIANTS[name]
             model = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32, pad_token_id=0)
-            given = [
+            pairs = [
                 {
                     "chosen_ids": pair["prompt_ids"] + pair["chosen_ids"],
                     "rejected_ids": pair["prompt_ids"] + pair["rejected_ids"],
@@ -61,8 +61,8 @@ def of_trl(exported, tmp_path_factory):
             ]
             config = load_run_config(CONFIG, (*runs.of_flow("gpt_reward", {}), *VALUE))
             trainer, folder = on_tokens(RewardTrainer), tmp_path_factory.mktemp("trl")
-            found[name] = steps_of_trl(trainer, RewardConfig, config, model, given, folder, **options)
-        return found[name]
+            measured[name] = steps_of_trl(trainer, RewardConfig, config, model, pairs, folder, **options)
+        return measured[name]
 
     return steps
 
@@ -78,8 +78,8 @@ def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
     options, with_margin = VARIANTS[variant]
     batch = f"{runs.TRAIN}.micro_batch_size=2"
     selected = (*runs.of_flow("gpt_reward", options), *VALUE, *overrides, batch)
-    found = ranks(processes).run(runs.train, selected, samples(with_margin))[0]
-    for step, (ours, theirs) in enumerate(zip(found, of_trl(variant), strict=True)):
+    measured = ranks(processes).run(runs.train, selected, samples(with_margin))[0]
+    for step, (ours, theirs) in enumerate(zip(measured, of_trl(variant), strict=True)):
         for metric in ("loss", "grad_norm", "accuracy", *ROUNDING):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=ROUNDING.get(metric, 0.0)), (
                 f"{metric} of step {step}"
@@ -104,10 +104,10 @@ def test_transformers_and_a_run_from_the_folder_give_the_same_scores(ranks, expo
     assert max(expected) - min(expected) > 1e-3
     overrides = (*runs.of_flow("gpt_reward", {}), *VALUE)
     from_folder = [*overrides, *CP2, f"{FROM}={exported}"]
-    found = ranks(2).run(runs.outputs, from_folder, SINGLE)[0]
-    assert [one["score"] for one in found] == pytest.approx(expected, abs=1e-5)
+    measured = ranks(2).run(runs.outputs, from_folder, SINGLE)[0]
+    assert [output["score"] for output in measured] == pytest.approx(expected, abs=1e-5)
     in_pairs = ranks(1).run(runs.outputs, (*overrides, *PACKED), pairs(6))[0]
-    assert [one["chosen_score"] for one in in_pairs] == pytest.approx(expected, abs=1e-5)
+    assert [output["chosen_score"] for output in in_pairs] == pytest.approx(expected, abs=1e-5)
 
 
 FAMILIES = {

@@ -32,11 +32,11 @@ def test_each_pass_has_the_names_order_and_bytes_of_save_pretrained(family, layo
     dtype = "bfloat16" if family == "deepseek-v3" else None
     of_ranks = ranks(world_size).run(runs.passes, original(family), overrides, str(tmp_path), dtype)
     first = of_ranks[0]
-    for found in of_ranks:
-        assert found["equal"] == [True, True]
-        assert found["changed"]
-        assert found["metadata"] == found["iterated"] == first["metadata"]
-        assert found["buckets"] == first["buckets"]
+    for answer in of_ranks:
+        assert answer["equal"] == [True, True]
+        assert answer["changed"]
+        assert answer["metadata"] == answer["iterated"] == first["metadata"]
+        assert answer["buckets"] == first["buckets"]
     dtypes = {name: dtype for name, dtype, _ in first["metadata"]}
     assert ("lm_head.weight" in dtypes) == (family in ("mixtral", "deepseek-v3"))
     # the router's bias stays in fp32
@@ -61,15 +61,15 @@ def test_vllm_receives_packed_weights_in_its_four_calls(ranks, original, tmp_pat
 @pytest.mark.parametrize("call", ["init", pytest.param("start", marks=pytest.mark.matrix), "update"])
 def test_a_failure_of_vllm_is_one_error_on_all_ranks(call, ranks, original, tmp_path):
     overrides = _bridge_runs.LAYOUTS["tp2"][1]
-    for found in ranks(2).run(runs.to_vllm, original("llama3.2-tied"), overrides, str(tmp_path), call):
-        assert f"the engine fails in {call}" in found["error"]
+    for answer in ranks(2).run(runs.to_vllm, original("llama3.2-tied"), overrides, str(tmp_path), call):
+        assert f"the engine fails in {call}" in answer["error"]
 
 
 def test_the_source_is_one_of_vllm(ranks, original, tmp_path):
     overrides = _bridge_runs.LAYOUTS["tp2"][1]
-    for found in ranks(2).run(runs.vllm_source_and_sender, original("llama3.2-tied"), overrides, str(tmp_path)):
-        assert found["agree"] == [True, True]
-        assert found["names"][0] == "model.embed_tokens.weight"
+    for answer in ranks(2).run(runs.vllm_source_and_sender, original("llama3.2-tied"), overrides, str(tmp_path)):
+        assert answer["agree"] == [True, True]
+        assert answer["names"][0] == "model.embed_tokens.weight"
 
 
 def test_sglang_receives_flattened_buckets_and_folders(ranks, original, tmp_path):
@@ -102,6 +102,6 @@ def test_sglang_receives_flattened_buckets_and_folders(ranks, original, tmp_path
 @pytest.mark.parametrize("endpoint", ["update_weights_from_disk"])
 def test_a_failure_of_sglang_is_one_error_on_all_ranks(endpoint, ranks, original, tmp_path):
     overrides = _bridge_runs.LAYOUTS["pp2"][1]
-    for found in ranks(2).run(runs.to_sglang, original("llama3.2-tied"), overrides, str(tmp_path), endpoint):
-        assert f"the server fails in {endpoint}" in found["error"]
-        assert found["equal"] == [True]
+    for answer in ranks(2).run(runs.to_sglang, original("llama3.2-tied"), overrides, str(tmp_path), endpoint):
+        assert f"the server fails in {endpoint}" in answer["error"]
+        assert answer["equal"] == [True]

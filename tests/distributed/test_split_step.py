@@ -50,8 +50,8 @@ def samples():
     ids=["two terms", "losses of routers", "statistics of the step"],
 )
 def test_three_parts_are_one_step_bit_for_bit(flow, settings, sizes, ranks):
-    (found,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1, **settings), samples(), sizes)
-    assert_equal_bit_for_bit(found)
+    (actual,) = ranks(1).run(runs.whole_and_parts, options(flow, micro=1, **settings), samples(), sizes)
+    assert_equal_bit_for_bit(actual)
 
 
 POLICY = (*_grpo_runs.GRPO, *options(micro=1))
@@ -83,12 +83,12 @@ ENTROPIES = ("megatron_wrap.flow.top_entropy_quantile=0.5", "megatron_wrap.flow.
     ],
 )
 def test_parts_are_one_step_with_half_precision_reference_and_values_of_outputs(overrides, make_samples, sizes, ranks):
-    (found,) = ranks(1).run(runs.whole_and_parts, overrides, make_samples(), sizes)
-    assert_equal_bit_for_bit(found)
+    (actual,) = ranks(1).run(runs.whole_and_parts, overrides, make_samples(), sizes)
+    assert_equal_bit_for_bit(actual)
 
 
-def assert_equal_bit_for_bit(found):
-    whole, parts = found["whole"], found["parts"]
+def assert_equal_bit_for_bit(actual):
+    whole, parts = actual["whole"], actual["parts"]
     assert parts["state"] == whole["state"]
     for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
         assert of_parts.keys() == expected.keys()
@@ -101,8 +101,8 @@ def assert_equal_bit_for_bit(found):
 def test_three_parts_are_one_step_on_layouts(layout, ranks):
     world_size, settings = LAYOUTS[layout]
     sizes = (4, 4) if layout in ("cp2", "tp2") else SIZES
-    for found in ranks(world_size).run(runs.whole_and_parts, options("TwoTerms", **settings), samples(), sizes):
-        whole, parts = found["whole"], found["parts"]
+    for actual in ranks(world_size).run(runs.whole_and_parts, options("TwoTerms", **settings), samples(), sizes):
+        whole, parts = actual["whole"], actual["parts"]
         for of_parts, expected in zip(parts["metrics"], whole["metrics"], strict=True):
             assert of_parts.keys() == expected.keys()
             for name in ("loss", "grad_norm", "z_mean", "learning_rate", "consumed_samples", "consumed_tokens"):
@@ -113,8 +113,8 @@ def test_three_parts_are_one_step_on_layouts(layout, ranks):
 
 
 def test_wrong_calls_are_clear_errors_and_change_nothing(ranks):
-    for found in ranks(2).run(runs.wrong_calls, options("TwoTerms", micro=2), _engine_runs.weighted_samples(8)):
-        messages = found["messages"]
+    for actual in ranks(2).run(runs.wrong_calls, options("TwoTerms", micro=2), _engine_runs.weighted_samples(8)):
+        messages = actual["messages"]
         assert "call wrap.forward_backward first" in messages["nothing"]
         assert "global_batch_size = 8 samples, got 4" in messages["size"]
         assert "part 1 has 1 samples" in messages["unit"]
@@ -126,5 +126,5 @@ def test_wrong_calls_are_clear_errors_and_change_nothing(ranks):
         assert "1 of 2 parts of the step are missing" in messages["missing"]
         assert "of another step" in messages["another"]
         assert "of another step than iteration 2" in messages["late"]
-        assert found["unchanged"]
-        assert found["same"]
+        assert actual["unchanged"]
+        assert actual["same"]

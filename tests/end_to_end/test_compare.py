@@ -40,9 +40,9 @@ def test_programs_learn_alike_and_are_compared_with_an_earlier_run(tmp_path: Pat
     results = json.loads((tmp_path / "compare.json").read_text())
     programs = results["presets"]["tiny"]["programs"]
     assert list(programs) == ["ours", "ours-sgd", "trainer", "bare", "bare-best", "trl"]
-    for name, one in programs.items():
-        assert one["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name
-    adam = [one["last_loss"] for name, one in programs.items() if name != "ours-sgd"]
+    for name, program in programs.items():
+        assert program["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name
+    adam = [program["last_loss"] for name, program in programs.items() if name != "ours-sgd"]
     assert max(adam) - min(adam) < 0.25  # the same tokens, of other initial weights
     assert max(adam) < programs["ours-sgd"]["last_loss"] - 0.3
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

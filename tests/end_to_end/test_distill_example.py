@@ -22,9 +22,9 @@ def test_a_student_learns_from_its_teacher_and_from_its_own_completions(command,
     environment = {"PYTHONPATH": f"{EXAMPLE}:{EXAMPLE.parents[1]}", "OMP_NUM_THREADS": "1"}
     ended = command(*words, environment=environment, timeout=480)
     assert ended.code == 0, ended.err
-    found = re.findall(r"cross-entropy (\d+\.\d+), KL divergence from the teacher (\d+\.\d+)", ended.out + ended.err)
-    assert len(found) == 2
-    assert float(found[1][1]) < float(found[0][1])
+    result = re.findall(r"cross-entropy (\d+\.\d+), KL divergence from the teacher (\d+\.\d+)", ended.out + ended.err)
+    assert len(result) == 2
+    assert float(result[1][1]) < float(result[0][1])
     assert re.search(r"reverse KL divergence \d+\.\d+ before, \d+\.\d+ after", ended.out + ended.err)
     for name in ("teacher", "labels", "distilled", "on-policy"):
         assert (tmp_path / "out" / name / "model.safetensors").is_file()

@@ -20,13 +20,13 @@ def test_the_packed_example_has_the_losses_of_the_padded_one(command, tmp_path, 
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "examples/data").mkdir(parents=True)
     (tmp_path / "examples/data/generated").symlink_to(sample_data)
-    found = {}
+    result = {}
     for output, packing in (("padded", "false"), ("packed", "true")):
         options = (f"megatron_wrap.flow.packing={packing}", f"megatron_wrap.logger.output_dir={output}")
         ended = command("megatron_wrap.cli.main", "train", "configs/tiny-llama-sft.yaml", *SHORT, *options)
         assert ended.code == 0, ended.err
         lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
         names = ("loss", "consumed_tokens", "truncated_samples", "eval/validation/loss")
-        found[output] = [line[name] for line in lines for name in names if name in line]
-    assert len(found["padded"]) == 8  # three numbers of each step, two evaluations
-    assert found["packed"] == pytest.approx(found["padded"], rel=1e-5)
+        result[output] = [line[name] for line in lines for name in names if name in line]
+    assert len(result["padded"]) == 8  # three numbers of each step, two evaluations
+    assert result["packed"] == pytest.approx(result["padded"], rel=1e-5)

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.one_megatron_core
 @pytest.mark.matrix
 def test_training_reads_what_the_command_stored(tmp_path):
     generator = random.Random(3)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
 
-
-@pytest.mark.one_megatron_core
 def test_text_is_tokenized_once_and_merged(command, tmp_path):
     rows = [{"text": f"Row {n} of the text, which is row {n % 7} again."} for n in range(200)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.metrics import kernel_kinds as kinds
-from megatron_wrap.metrics.step_profile import break_down
-from megatron_wrap.metrics.trace import read_timeline
+from megatron_wrap.profiling import kernel_kinds as kinds
+from megatron_wrap.profiling.breakdown import break_down
+from megatron_wrap.profiling.trace import read_timeline
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-llama-mock.yaml"
 SMALL = ("megatron_lm.train.common.seq_length=32", "megatron_lm.train.common.global_batch_size=4")
@@ -35,8 +35,8 @@ def test_each_process_and_the_changes_are_reported(command, tmp_path):
     assert ranks[0]["milliseconds"][kinds.LOSS] == 0  # of the last stage
     assert ranks[1]["milliseconds"][kinds.LOSS] > 0
     assert 0 < ranks[0]["computed_tokens"] == ranks[1]["computed_tokens"] <= 4 * 32
-    own = break_down(read_timeline(folder / "trace-rank0.json.gz"))
-    assert own.step_ms == pytest.approx(ranks[0]["step_ms"])
+    expected = break_down(read_timeline(folder / "trace-rank0.json.gz"))
+    assert expected.step_ms == pytest.approx(ranks[0]["step_ms"])
     table = (folder / "profile.txt").read_text()
     assert table in ended.out + ended.err
     assert "matrix products" in table

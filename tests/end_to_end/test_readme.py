@@ -190,7 +190,7 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         "megatron_wrap.data.tokenizer=null",
         "megatron_wrap.init.platform=cpu",
     ]
-    found = []
+    actual = []
     for processes in (1, 2):
         output = tmp_path / str(processes)
         layout = [f"{PARALLEL}.tensor_model_parallel_size={processes}", f"megatron_wrap.logger.output_dir={output}"]
@@ -201,9 +201,9 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         assert len(lines) == 2
         for line in lines:
             assert line["loss"] == pytest.approx(line["cross_entropy"] + 2e-4 * line["max_z"], rel=1e-6)
-        found.append([(line["loss"], line["max_z"]) for line in lines])
-    for one, two in zip(*found, strict=True):
-        assert two == pytest.approx(one, rel=1e-5)
+        actual.append([(line["loss"], line["max_z"]) for line in lines])
+    for of_one, two in zip(*actual, strict=True):
+        assert two == pytest.approx(of_one, rel=1e-5)
 
 
 @pytest.mark.documentation
@@ -247,9 +247,9 @@ def test_both_languages_show_the_same_code():
         rows = re.findall(r"^\|.*\|$", (ROOT / page).read_text(encoding="utf-8"), re.M)
         return [number for row in rows for number in re.findall(r"\d[\d.,e-]*\d|\d", row)]
 
-    for one, other in (("README.md", "README-zh.md"), ("docs/metrics.md", "docs/metrics-zh.md")):
-        assert code(one) == code(other)
-        assert numbers(one) == numbers(other)
+    for page_in_english, other in (("README.md", "README-zh.md"), ("docs/metrics.md", "docs/metrics-zh.md")):
+        assert code(page_in_english) == code(other)
+        assert numbers(page_in_english) == numbers(other)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

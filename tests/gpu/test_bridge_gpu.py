@@ -26,10 +26,10 @@ def test_logits_equal_transformers_and_the_export_equals_the_original(
     world_size, overrides = runs.LAYOUTS[layout]
     pool = ranks(world_size)
     folder, expected = original(family)
-    found = pool.run(
+    actual = pool.run(
         runs.logits_and_export, str(folder), on_gpu(overrides, implementation), str(tmp_path / "out"), "60KB"
     )[0]
-    difference = numpy.abs(found - expected).max()
+    difference = numpy.abs(actual - expected).max()
     print(f"{family} {layout} {implementation}: logits differ by {difference:.1e}")
     assert difference <= 1e-4
     before, after = runs.stored(folder), runs.stored(tmp_path / "out")

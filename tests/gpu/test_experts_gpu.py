@@ -82,7 +82,7 @@ def train(folder: Path, model: str, implementation: str, steps: int, save: bool 
     with MegatronWrap(CONFIG, overrides=overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        state = wrap._ready()
+        state = wrap.state
         weights = {name: weight for name, weight in gather_weights(state).items() if weight.dim() == 2}
         grouped = state.transformer_config.moe_grouped_gemm
         size, first = wrap.global_batch_size, wrap.iteration

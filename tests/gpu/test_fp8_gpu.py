@@ -93,11 +93,11 @@ def in_bf16(tmp_path_factory):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_are_those_of_bf16(form, in_bf16, tmp_path):
-    found = train(tmp_path, FORMS[form], 20)
-    difference = abs(numpy.mean(found) / numpy.mean(in_bf16) - 1)
-    print(f"FP8 {form}: the mean loss of 20 steps differs from bf16's by {difference:.5f}, last {found[-1]:.4f}")
+    actual = train(tmp_path, FORMS[form], 20)
+    difference = abs(numpy.mean(actual) / numpy.mean(in_bf16) - 1)
+    print(f"FP8 {form}: the mean loss of 20 steps differs from bf16's by {difference:.5f}, last {actual[-1]:.4f}")
     assert difference < 0.01
-    assert found != in_bf16  # it was FP8
+    assert actual != in_bf16  # it was FP8
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,8 +154,8 @@ def test_a_checkpoint_of_bf16_continues_in_fp8_and_back(form, tmp_path):
 def test_two_gpus_train_as_one(form, tmp_path, ranks):
     shared = ("megatron_lm.train.optimizer.use_distributed_optimizer=true", *FORMS[form])
     pair = ranks(2)
-    one = train(tmp_path / "one", shared, 6)
+    uninterrupted = train(tmp_path / "one", shared, 6)
     overlap = ("megatron_lm.misc.ddp.overlap_grad_reduce=true", "megatron_lm.misc.ddp.overlap_param_gather=true")
     two = pair.run(train, tmp_path / "two", (*shared, *overlap), 6)
     assert two[0] == two[1]
-    numpy.testing.assert_allclose(two[0], one, rtol=0.01)
+    numpy.testing.assert_allclose(two[0], uninterrupted, rtol=0.01)

@@ -29,8 +29,8 @@ def test_greedy_tokens_equal_transformers(family, layout, implementation, ranks,
     pool = ranks(world_size)
     folder, expected = original(family)
     calls = [{"prompts": runs.prompts(), "max_new_tokens": runs.NEW_TOKENS, "batch_size": size} for size in (8, 2)]
-    found = pool.run(runs.generate, str(folder), on_gpu(overrides, implementation), str(tmp_path), calls)
-    for at_once, in_batches in found:
+    actual = pool.run(runs.generate, str(folder), on_gpu(overrides, implementation), str(tmp_path), calls)
+    for at_once, in_batches in actual:
         assert [completion["token_ids"] for completion in at_once] == expected
         assert in_batches == at_once
 
@@ -45,7 +45,7 @@ def test_logits_with_kv_cache_equal_those_of_the_whole_sequence(
     pool = ranks(world_size)
     folder, _ = original(family)
     overrides = on_gpu(overrides, implementation)
-    found = pool.run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), padding)
-    for differences in found:
+    actual = pool.run(runs.cached_and_recomputed, str(folder), overrides, str(tmp_path), padding)
+    for differences in actual:
         assert len(differences) == 18
         assert max(differences) <= 1e-4

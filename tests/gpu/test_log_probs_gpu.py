@@ -28,13 +28,13 @@ def test_kernels_agree_with_float64(columns, dtype, tolerance):
     ids = torch.randint(0, max(1, columns // 2), (2, 33))
     weights = torch.randn(2, 33)
     on_gpu = logits.cuda().requires_grad_()
-    found = token_log_probs(on_gpu, ids.cuda(), OneRank())
-    (found * weights.cuda()).sum().backward()
+    actual = token_log_probs(on_gpu, ids.cuda(), OneRank())
+    (actual * weights.cuda()).sum().backward()
     wide = logits.double().requires_grad_()
     expected = wide.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     (expected * weights).sum().backward()
-    assert found.dtype == torch.float32
-    assert (found.cpu().double() - expected).norm() / expected.norm() < 1e-6  # computed in fp32 for any dtype
+    assert actual.dtype == torch.float32
+    assert (actual.cpu().double() - expected).norm() / expected.norm() < 1e-6  # computed in fp32 for any dtype
     assert (on_gpu.grad.cpu().double() - wide.grad).norm() / wide.grad.norm() < tolerance
 
 

@@ -64,11 +64,11 @@ def test_gpu_agrees_with_float64(name, columns, dtype, tolerance):
     reference, _ = operations(ids, ops.TopK(values.double(), ids))[name]
     on_gpu = [x.cuda().requires_grad_() for x in logits[:count]]
     wide = [x.double().requires_grad_() for x in logits[:count]]
-    found, expected = operation(*on_gpu), reference(*wide)
+    actual, expected = operation(*on_gpu), reference(*wide)
     weights = torch.rand(expected.shape) + 0.5
-    (found * weights.cuda()).sum().backward()
+    (actual * weights.cuda()).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
     for one, other in zip(on_gpu, wide, strict=True):
         if name in ("top_k", "vocabulary_max"):
             # which of equal bf16 logits gets the gradient is not defined; the sum over them is
@@ -83,9 +83,9 @@ def test_the_entropy_beside_the_log_probs(columns):
     torch.manual_seed(columns)
     logits, ids = torch.randn(1, 17, columns) * 3, torch.randint(columns, (1, 17))
     logits[..., -5:], logits[:, 3, :900] = torch.finfo(torch.float32).min / 2, -torch.inf
-    found = ops.log_probs_and_entropy(logits.cuda(), ids.cuda(), ONE)[1]
+    actual = ops.log_probs_and_entropy(logits.cuda(), ids.cuda(), ONE)[1]
     expected = torch.distributions.Categorical(logits=logits.double().clamp(min=-1e30)).entropy()
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -64,9 +64,9 @@ def test_packed_equals_unpacked_in_fp32(flow, implementation, ranks):
     assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
 
 
-def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+def errors(result: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """Norm of the difference of all gradients, relative to the norm of the exact ones."""
-    difference = sum(float((found[name] - exact[name]).double().square().sum()) for name in exact)
+    difference = sum(float((result[name] - exact[name]).double().square().sum()) for name in exact)
     return (difference / sum(float(tensor.double().square().sum()) for tensor in exact.values())) ** 0.5
 
 

@@ -35,8 +35,8 @@ def samples() -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft"])
 def test_built_in_flows_agree(flow):
     """Layouts with more processes than GPUs are skipped with a note; the others agree in fp32."""
-    config, given = (MOCK, None) if flow == "minimal_mock" else (SFT, samples())
-    report = check_parity(config, layouts=LAYOUTS, samples=given, platform="cuda")
+    config, flow_samples = (MOCK, None) if flow == "minimal_mock" else (SFT, samples())
+    report = check_parity(config, layouts=LAYOUTS, samples=flow_samples, platform="cuda")
     gpus = torch.cuda.device_count()
     assert report.agrees, report.table()
     for row in report.rows:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ UPWARD_BY_NAME = {FAMILIES: "the family of a Hugging Face folder translates its 
 
 @dataclass(frozen=True)
 class Reference:
-    """One place that names a module: an import statement, or a string that a module is loaded by."""
+    """A reference to a module: an import statement, or a string that a module is loaded by."""
 
     file: str
     line: int
@@ -41,7 +42,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Findings:
-    """Places that break a rule of the layers."""
+    """References that break a rule of the layers."""
 
     upward: list[str]
     sideways: list[str]
@@ -95,6 +96,12 @@ def read_layers(page: Path = ROOT / "docs" / "architecture.md") -> dict[str, int
     return layers
 
 
+def read_subpackages(page: Path = ROOT / "docs" / "architecture.md") -> dict[str, list[str]]:
+    """Folder ("engine/") -> its sub-packages ("batches/"), in the order of the page's table; [] if it has none."""
+    rows = re.findall(r"^\| \d+ \| `(\w+/)` \|[^|]*\|([^|]*)\|", page.read_text("utf-8"), re.M)
+    return {folder: re.findall(r"`(\w+/)`", listed) for folder, listed in rows}
+
+
 def module_of(file: str) -> str:
     """The dotted name of a file of the package."""
     return f"{PACKAGE}.{file.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")
@@ -104,6 +111,13 @@ def unit_of(file: str) -> str:
     """What has a layer: the folder of a file, or the file itself where it is in no folder."""
     folder, slash, _ = file.partition("/")
     return folder + slash
+
+
+def subpackage_of(file: str) -> str:
+    """The sub-package of a file ("batches/"), or "" for a file at the top of its folder."""
+    _, _, rest = file.partition("/")
+    name, slash, _ = rest.partition("/")
+    return name + slash if slash else ""
 
 
 # ---- references
@@ -187,23 +201,49 @@ def layer_findings(code: Code, layers: Mapping[str, int], excepted: Mapping[tupl
     """References to a higher layer, to another folder of the same layer, and of or to what has no layer.
 
     Args:
-        excepted: (file, module) of strings that are allowed all the same -> the reason.
+        excepted: (file, module) of strings that are allowed nevertheless -> the reason.
     """
-    found = Findings([], [], [])
+    findings = Findings([], [], [])
     for reference in (each for of_file in code.references.values() for each in of_file):
         target = code.file_of(reference.name)
         if target is None or target == "__init__.py":
             continue
         if reference.by_string and (reference.file, reference.name) in excepted:
             continue
-        own, other = unit_of(reference.file), unit_of(target)
-        if own not in layers or other not in layers:
-            found.without_layer.append(str(reference))
-        elif layers[other] > layers[own]:
-            found.upward.append(f"{reference} (layer {layers[own]} to {layers[other]})")
-        elif layers[other] == layers[own] and other != own:
-            found.sideways.append(f"{reference} (layer {layers[own]})")
-    return found
+        source, other = unit_of(reference.file), unit_of(target)
+        if source not in layers or other not in layers:
+            findings.without_layer.append(str(reference))
+        elif layers[other] > layers[source]:
+            findings.upward.append(f"{reference} (layer {layers[source]} to {layers[other]})")
+        elif layers[other] == layers[source] and other != source:
+            findings.sideways.append(f"{reference} (layer {layers[source]})")
+    return findings
+
+
+def order_findings(code: Code, subpackages: Mapping[str, list[str]]) -> list[str]:
+    """References from a sub-package to a later one of its folder, or to a file at the top of the folder, which comes
+    last; and files in a sub-package that the page does not list."""
+    findings = []
+    for file, references in code.references.items():
+        unit, listed = unit_of(file), subpackages.get(unit_of(file), [])
+        source = subpackage_of(file)
+        if source and source not in listed:
+            findings.append(f"{file}: {unit}{source} is not listed")
+            continue
+        for reference in references:
+            target = code.file_of(reference.name)
+            if target is None or unit_of(target) != unit or not source or subpackage_of(target) == source:
+                continue
+            other = subpackage_of(target)
+            if not other or other not in listed or listed.index(other) > listed.index(source):
+                findings.append(f"{reference} ({unit}{source} to {unit}{other or target.rpartition('/')[2]})")
+    return findings
+
+
+def crowded_folders(code: Code, limit: int, catalogues: Iterable[str]) -> list[str]:
+    """Folders with more than `limit` files, but for `catalogues`, which have one file for each entry."""
+    counts = Counter(file.rpartition("/")[0] + "/" for file in code.trees)
+    return [f"{folder}: {n} files" for folder, n in sorted(counts.items()) if n > limit and folder not in catalogues]
 
 
 def cycles(code: Code) -> list[list[str]]:
@@ -250,18 +290,18 @@ def foreign_changes(code: Code) -> list[Change]:
     of a class of the package: the type of a parameter, of a local variable, of an attribute, of an element.
     """
     ours = Ours(code.trees)
-    found = []
+    changes = []
     for file, tree in code.trees.items():
         if unit_of(file) == "platform/":
             continue
         for owner, attribute, node in _attribute_changes(tree):
             if not ours.owns(file, owner):
-                found.append(Change(file, node.lineno, f"{ast.unparse(owner)}.{attribute}", attribute))
-    return found
+                changes.append(Change(file, node.lineno, f"{ast.unparse(owner)}.{attribute}", attribute))
+    return changes
 
 
 def _attribute_changes(tree: ast.Module) -> Iterator[tuple[ast.expr, str, ast.expr]]:
-    """(object, name of the attribute, the place) of every change of an attribute in a file."""
+    """(object, name of the attribute, the location) of every change of an attribute in a file."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

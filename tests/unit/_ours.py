@@ -97,9 +97,11 @@ class Ours:
                         return self._annotated(file, argument.annotation)
                     around = [each for each in self._scopes[id(scope)] if isinstance(each, ast.ClassDef)]
                     return {around[-1].name} if around and node.id in ("self", "cls") else set()
-            found = [value for name, value in _bindings(scope) if name == node.id and node.id not in _loads(value)]
-            if found:
-                return {c for value in found for c in self._bound(file, value)}
+            bound_values = [
+                value for name, value in _bindings(scope) if name == node.id and node.id not in _loads(value)
+            ]
+            if bound_values:
+                return {c for value in bound_values for c in self._bound(file, value)}
         return set()
 
     def _bound(self, file: str, value: ast.expr) -> set[str]:
@@ -107,10 +109,10 @@ class Ours:
         return self._annotated(file, value) if annotation else self.classes_of(file, value)
 
     def _attribute(self, owner: str, attribute: str) -> set[str]:
-        found = set(self._attributes.get((owner, attribute), set()))
+        classes = set(self._attributes.get((owner, attribute), set()))
         for base in self._bases.get(owner, ()):
-            found |= self._attribute(base, attribute)
-        return found
+            classes |= self._attribute(base, attribute)
+        return classes
 
     def _annotated(self, file: str, annotation: ast.expr) -> set[str]:
         names = set()

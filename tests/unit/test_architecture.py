@@ -11,26 +11,32 @@ from _architecture import (
     ROOT,
     UPWARD_BY_NAME,
     Code,
+    crowded_folders,
     cycles,
     foreign_changes,
     layer_findings,
     long_functions,
+    order_findings,
     read_layers,
     read_package,
+    read_subpackages,
     unit_of,
 )
 
 LAYERS = read_layers()
+SUBPACKAGES = read_subpackages()
+CATALOGUES = {"cli/", "bridge/families/"}
+"""Folders with one file for each entry, however many there are."""
 CODE = read_package()
 
-MEGATRON = {"platform/", "parallel/", "ops/", "model/", "bridge/", "data/", "engine/", "checkpoint/"}
-DISTRIBUTED = {"parallel/", "metrics/", "checkpoint/", "engine/", "platform/", "testing/", "cli/"}
+MEGATRON = {"platform/", "parallel/", "ops/", "nn/", "model/", "bridge/", "data/", "engine/", "checkpoint/"}
+DISTRIBUTED = {"parallel/", "metrics/", "profiling/", "checkpoint/", "engine/", "platform/", "testing/", "cli/"}
 
 LOADED_BY_VARIABLE = {
     "registry.py": "its targets are checked where they stand, as `module:Attribute`",
     "testing/pools.py": "the names are strings of the same file, which are checked",
 }
-"""Files outside platform/ that load a module whose name is a variable -> why the layers hold all the same."""
+"""Files outside platform/ that load a module whose name is a variable -> why the layers hold nevertheless."""
 
 SCHEDULE = "field of ModelParallelConfig through which a training program gives Megatron-Core's schedule its functions"
 MARK = "Megatron-Core's mark on a parameter, by which it reduces gradients"
@@ -44,11 +50,10 @@ FOREIGN = {
     ("engine/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,
-    ("ops/", "sequence_parallel"): MARK,
+    ("nn/", "sequence_parallel"): MARK,
     ("model/", "module"): SPEC,
     ("model/", "router"): SPEC,
     ("model/", "core_attention"): SPEC,
-    ("testing/", "calculate_loss"): "check_parity watches what the flow of one run returns",
     ("testing/", "fill_uninitialized_memory"): "torch's switch, in a process that only runs tests",
 }
 """(folder, attribute) -> why it is assigned on an object that is not ours, outside platform/."""
@@ -61,6 +66,35 @@ def test_every_folder_has_a_layer():
 
 def test_a_file_imports_lower_layers_and_its_own_folder_only():
     assert layer_findings(CODE, LAYERS, UPWARD_BY_NAME).all == []
+
+
+def test_a_subpackage_imports_itself_and_earlier_ones_of_its_folder():
+    assert order_findings(CODE, SUBPACKAGES) == []
+
+
+def test_an_algorithm_imports_no_other_algorithm():
+    assert algorithm_findings(CODE) == []
+
+
+def algorithm_findings(code: Code) -> list[str]:
+    """References from one file at the top of flow/ to another; `__init__` and `entry` name all of them."""
+    return [
+        str(reference)
+        for file, references in code.references.items()
+        if re.fullmatch(r"flow/\w+\.py", file) and file not in ("flow/__init__.py", "flow/entry.py")
+        for reference in references
+        if code.file_of(reference.name) not in (None, file)
+        and re.fullmatch(r"flow/\w+\.py", code.file_of(reference.name) or "")
+    ]
+
+
+def test_a_listed_subpackage_exists():
+    folders = {file.rpartition("/")[0] + "/" for file in CODE.trees}
+    assert {unit + name for unit, names in SUBPACKAGES.items() for name in names} <= folders
+
+
+def test_a_folder_has_at_most_14_files():
+    assert crowded_folders(CODE, 14, CATALOGUES) == []
 
 
 def test_the_one_exception_is_in_use():
@@ -82,9 +116,9 @@ def test_a_string_that_names_a_module_names_one_that_exists():
     for reference in (each for of_file in CODE.references.values() for each in of_file):
         parts = reference.name.split(".")
         if parts[0] == PACKAGE and len(parts) > 1:
-            found = CODE.file_of(reference.name)
-            assert found is not None, str(reference)
-            assert found != "__init__.py" or parts[1] == "__version__", str(reference)
+            file = CODE.file_of(reference.name)
+            assert file is not None, str(reference)
+            assert file != "__init__.py" or parts[1] == "__version__", str(reference)
 
 
 def test_megatron_and_distributed_are_imported_where_they_belong():
@@ -97,10 +131,16 @@ def test_megatron_and_distributed_are_imported_where_they_belong():
             assert unit in DISTRIBUTED or not name.startswith("torch.distributed."), str(reference)
 
 
+def test_one_file_imports_the_deprecated_gpt_model():
+    module, references = "megatron.core.models.gpt", [r for each in CODE.references.values() for r in each]
+    classes = {f"{module}.GPTModel", f"{module}.gpt_model", f"{module}.gpt_model.GPTModel", f"{module}.*"}
+    assert {reference.file for reference in references if reference.name in classes} == {"model/gpt_model.py"}
+
+
 def test_foreign_objects_are_changed_in_the_platform_layer_only():
-    found = foreign_changes(CODE)
-    assert [str(change) for change in found if (unit_of(change.file), change.attribute) not in FOREIGN] == []
-    unused = set(FOREIGN) - {(unit_of(change.file), change.attribute) for change in found}
+    changes = foreign_changes(CODE)
+    assert [str(change) for change in changes if (unit_of(change.file), change.attribute) not in FOREIGN] == []
+    unused = set(FOREIGN) - {(unit_of(change.file), change.attribute) for change in changes}
     assert not unused, "exceptions that nothing needs"
 
 
@@ -113,6 +153,7 @@ def test_paths_of_the_page_exist():
     paths = re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", page) + re.findall(r"\b((?:\w+/)+\w+\.py)\b", page)
     assert len(paths) > 60
     missing = {path for path in paths if not (ROOT / path).exists() and not (ROOT / PACKAGE / path).exists()}
+    missing -= {name for names in SUBPACKAGES.values() for name in names}  # another test looks for them
     assert missing == set()
 
 
@@ -155,15 +196,55 @@ def small(**changed: str) -> Code:
     ],
 )
 def test_an_upward_reference_is_found(text: str):
-    found = layer_findings(small(low_a=text), SMALL, {})
-    assert [line.partition(":")[0] for line in found.upward] == ["low/a.py"]
+    findings = layer_findings(small(low_a=text), SMALL, {})
+    assert [line.partition(":")[0] for line in findings.upward] == ["low/a.py"]
     assert layer_findings(small(high_a=text), SMALL, {}).all == []
 
 
 def test_a_sideways_reference_is_found():
-    found = layer_findings(small(left_a="def f():\n    from ..right import a"), SMALL, {})
-    assert found.sideways == ["left/a.py:2 megatron_wrap.right.a (layer 2)"]
-    assert found.upward == []
+    findings = layer_findings(small(left_a="def f():\n    from ..right import a"), SMALL, {})
+    assert findings.sideways == ["left/a.py:2 megatron_wrap.right.a (layer 2)"]
+    assert findings.upward == []
+
+
+ORDERED = {"low/": ["first/", "second/"]}
+IN_ORDER = {"low/first/a.py": "", "low/second/a.py": "", "low/a.py": ""}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("low/first/a.py", "from megatron_wrap.low.second.a import name"),
+        ("low/first/a.py", "def f():\n    from ..second import a"),
+        ("low/second/a.py", "if TYPE_CHECKING:\n    from megatron_wrap.low.a import Name"),
+        ("low/second/a.py", "R = Registry('kind', 'group', {'key': 'megatron_wrap.low.a:Name'})"),
+        ("low/third/a.py", ""),
+    ],
+)
+def test_a_reference_to_a_later_subpackage_is_found(file: str, text: str):
+    findings = order_findings(Code({**IN_ORDER, file: text}), ORDERED)
+    assert [finding.partition(":")[0] for finding in findings] == [file]
+
+
+def test_earlier_subpackages_and_the_own_one_are_no_findings():
+    first, second = "from . import b", "from megatron_wrap.low.first import a\nfrom .a import x"
+    top = "from megatron_wrap.low.second.a import name\nfrom megatron_wrap.low.b import other"
+    files = {**IN_ORDER, "low/first/a.py": first, "low/second/b.py": second, "low/a.py": top, "low/b.py": ""}
+    assert order_findings(Code(files), ORDERED) == []
+
+
+def test_an_import_of_another_algorithm_is_found():
+    files = {"flow/a.py": "", "flow/__init__.py": "from .a import A", "flow/shared/b.py": "", "flow/entry.py": ""}
+    shared = "from megatron_wrap.flow.shared.b import B"
+    assert algorithm_findings(Code({**files, "flow/c.py": shared})) == []
+    findings = algorithm_findings(Code({**files, "flow/c.py": "from megatron_wrap.flow.a import A"}))
+    assert [finding.partition(":")[0] for finding in findings] == ["flow/c.py"]
+
+
+def test_a_crowded_folder_is_found():
+    code = Code({f"low/first/{number}.py": "" for number in range(3)})
+    assert crowded_folders(code, 2, ()) == ["low/first/: 3 files"]
+    assert crowded_folders(code, 2, {"low/first/"}) == crowded_folders(code, 3, ()) == []
 
 
 def test_an_exception_is_for_a_string_alone():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.bridge.hub import read_run
+from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +119,8 @@ def _report(ours: float, memory: float = 10.0, bare: float = 100.0) -> dict[str,
 def test_regressions_are_of_the_ratio_and_of_memory(new: dict[str, Any], count: int) -> None:
     from comparison.report import regressions
 
-    lines, found = regressions(new, _report(104.0), threshold=0.02)
-    assert found == count
+    lines, result = regressions(new, _report(104.0), threshold=0.02)
+    assert result == count
     assert sum("REGRESSION" in line for line in lines) == count
     broken = copy.deepcopy(new)
     broken["presets"]["1.5b-4096"]["programs"]["ours"] = {"error": "NanError"}

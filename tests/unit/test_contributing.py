@@ -123,11 +123,12 @@ def test_a_configuration_key(copy: Path, run: Run) -> None:
     assert f"command line {key}: must be a number or null" in refused
 
     # the contradiction, by the test that the example adds
-    tests = ("tests/unit/config/test_config_checks.py", "-k", "lr_decay_fraction")
+    tests = ("tests/unit/config/checks/test_run_checks.py", "-k", "lr_decay_fraction")
     assert "1 passed" in run("-m", "pytest", "-p", "no:cacheprovider", *tests).stdout
     read = f"""if True:
-        from megatron_wrap.config import derived, load_run_config
-        from megatron_wrap.config.checks import check_values
+        from megatron_wrap.config import load_run_config
+        from megatron_wrap.config.schema import derived
+        from megatron_wrap.config.checks.run import check_values
         from megatron_wrap.errors import ConfigError
         print([derived.lr_decay_iters(load_run_config("key.yaml", given)) for given in ([], ["{key}=0.5"])])
         try:
@@ -190,7 +191,7 @@ def test_a_hugging_face_family(copy: Path, run: Run) -> None:
     verdict = json.loads((copy / "verdict.json").read_text())
     assert (verdict["model_type"], verdict["dtype"], verdict["tolerance"]) == ("arcee", "float32", 1e-4)
     assert verdict["weight_differences"] == []
-    compared = {one["name"]: one["agrees"] for one in verdict["activations"]}
+    compared = {activation["name"]: activation["agrees"] for activation in verdict["activations"]}
     assert set(compared) >= {"embedding", "layer 0", "layer 1", "logits of sequence 0"}
     assert all(compared.values())
     assert verdict["weights"] == 3 + 2 * 8

@@ -1,5 +1,6 @@
 """Importing the package does no work, and the facade is found on first use."""
 
+import importlib
 import subprocess
 import sys
 
@@ -41,3 +42,21 @@ def test_the_facade_is_resolved_on_first_use() -> None:
     assert MegatronWrap is defined_there
     with pytest.raises(AttributeError, match="has no attribute 'MegatronWarp'"):
         _ = megatron_wrap.core.MegatronWarp
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("megatron_wrap.core", "MegatronWrap"),
+        ("megatron_wrap.core.wrap", "MegatronWrap"),
+        ("megatron_wrap.core.config", "RunConfig"),
+        ("megatron_wrap.core.flow", "MegatronWrapTrainingFlowBase"),
+        ("megatron_wrap.core.model", "MegatronModelProviderEntry"),
+        ("megatron_wrap.utils.dist_logger", "logger"),
+        ("megatron_wrap.utils.wandb_logger", "WandbLogger"),
+        ("megatron_wrap.ops", "token_log_probs"),
+        ("megatron_wrap.testing", "check_parity"),
+    ],
+)
+def test_the_import_paths_that_users_rely_on(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)

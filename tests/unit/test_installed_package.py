@@ -58,16 +58,16 @@ def test_a_yaml_anywhere_reads_the_installed_tree(installed: Path, tmp_path: Pat
 
 
 def test_the_metadata_names_script_versions_and_extras(installed: Path) -> None:
-    found = importlib.metadata.Distribution.at(next(installed.glob("megatron_wrap-*.dist-info")))
-    assert [(script.name, script.value) for script in found.entry_points] == [
+    actual = importlib.metadata.Distribution.at(next(installed.glob("megatron_wrap-*.dist-info")))
+    assert [(script.name, script.value) for script in actual.entry_points] == [
         ("megatron-wrap", "megatron_wrap.cli.main:main")
     ]
-    assert (found.metadata["Name"], found.version) == ("megatron-wrap", megatron_wrap.__version__)
-    pythons = SpecifierSet(found.metadata["Requires-Python"])
+    assert (actual.metadata["Name"], actual.version) == ("megatron-wrap", megatron_wrap.__version__)
+    pythons = SpecifierSet(actual.metadata["Requires-Python"])
     assert [minor for minor in range(8, 16) if f"3.{minor}" in pythons] == [10, 11, 12, 13]
-    needs = {(need.name, str(need.marker)): need for need in map(Requirement, found.requires or [])}
+    needs = {(need.name, str(need.marker)): need for need in map(Requirement, actual.requires or [])}
     core = needs["megatron-core", "None"].specifier
     releases = ("0.15.3", "0.16.0", "0.16.1", "0.17.1", "0.18.0", "0.19.0", "0.19.2", "0.20.0")
     assert [release for release in releases if release in core] == ["0.16.1", "0.19.0", "0.19.2"]
     assert "2.13.0" in needs["torch", "None"].specifier
-    assert {"gpu", "dev", "tensorboard"} <= set(found.metadata.get_all("Provides-Extra") or [])
+    assert {"gpu", "dev", "tensorboard"} <= set(actual.metadata.get_all("Provides-Extra") or [])

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wrap.bridge import mapping as weights
-from megatron_wrap.bridge.mapping import Mapping as WeightMapping
-from megatron_wrap.config.derived import ffn_hidden_size, kv_channels, num_query_groups
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
+from megatron_wrap.config.schema.derived import ffn_hidden_size, kv_channels, num_query_groups
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 Table = dict[str, WeightMapping]
@@ -119,10 +119,15 @@ def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] 
     }
 
 
+def rope_parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Kind and parameters of the rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return rope.get("rope_type", rope.get("type", "default")), rope
+
+
 def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embedding keys from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind, rope = rope_parameters(config)
     base = rope.get("rope_theta", config.get("rope_theta"))
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     values: dict[str, Any] = {
@@ -233,15 +238,14 @@ def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
     }
 
 
-def llama_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    """One layer of Llama, Qwen2, Qwen3 and Mistral."""
-    return {
-        **norm_table(sizes, ours, theirs),
-        **attention_table(arch, sizes, ours, theirs),
-        **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp."),
-    }
-
-
 def llama_table(arch: ArchConfig) -> Table:
     """The weight table of Llama, Qwen2, Qwen3 and Mistral."""
-    return decoder_table(arch, llama_layer)
+
+    def layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+        return {
+            **norm_table(sizes, ours, theirs),
+            **attention_table(arch, sizes, ours, theirs),
+            **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp."),
+        }
+
+    return decoder_table(arch, layer)

@@ -8,21 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge import mapping as weights
-from megatron_wrap.bridge.families.decoder import (
-    Sizes,
-    Table,
-    decoder_config,
-    decoder_table,
-    decoder_values,
-    mlp_table,
-    need,
-    norm_table,
-    refuse_unless,
-)
-from megatron_wrap.bridge.families.experts import ROUTER, experts_table, pattern
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.experts import ROUTER, experts_table
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.derived import moe_layer_pattern
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 LATENT_NORM_EPSILON = 1e-6
@@ -42,11 +34,10 @@ _YARN = {
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """All architecture keys except the router's."""
     refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1, rms_norm_eps=LATENT_NORM_EPSILON)
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind, rope = decoder.rope_parameters(config)
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    values = decoder_values({**plain, "rope_theta": theta}, tied=False)
+    values = decoder.decoder_values({**plain, "rope_theta": theta}, tied=False)
     layers, first_dense = values["num_layers"], config.get("first_k_dense_replace", 0)
     width, shared = need(config, "moe_intermediate_size"), config.get("n_shared_experts") or 0
     scaling = float(config.get("routed_scaling_factor", 1.0))
@@ -89,9 +80,9 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def latent_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `latent_values`."""
-    values = decoder_config(arch)
+    values = decoder.decoder_config(arch)
     del values["head_dim"]
-    layers = pattern(arch)
+    layers = moe_layer_pattern(arch)
     first_dense = sum(not experts for experts in layers)
     if list(layers) != [0] * first_dense + [1] * (len(layers) - first_dense):
         raise UnsupportedModel(f"moe_layer_freq is {list(layers)}, but only the first layers may be dense")
@@ -123,7 +114,7 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
     mine, attention = ours + "self_attention.", theirs + "self_attn."
     query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
     latent = arch.kv_lora_rank
-    table = norm_table(sizes, ours, theirs)
+    table = decoder.norm_table(sizes, ours, theirs)
     if arch.q_lora_rank is None:
         table[mine + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
     else:
@@ -143,14 +134,14 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
             attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
         ),
     }
-    if pattern(arch)[int(ours.split(".")[2])]:
+    if moe_layer_pattern(arch)[int(ours.split(".")[2])]:
         return {**table, **experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.", shared="shared_experts")}
-    return {**table, **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")}
+    return {**table, **decoder.mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")}
 
 
 def latent_table(arch: ArchConfig) -> Table:
     """The weight table of DeepSeek V2 and V3."""
-    return decoder_table(arch, latent_layer)
+    return decoder.decoder_table(arch, latent_layer)
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_wrap.bridge.families.decoder import refuse_unless
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_table, latent_values
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_wrap.bridge import mapping as weights
 from megatron_wrap.bridge.families.decoder import Sizes, Table, mlp_table
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.config.schema.derived import moe_ffn_hidden_size
+from megatron_wrap.config.schema.model import ArchConfig
 
 ROUTER: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
@@ -20,13 +21,6 @@ ROUTER: dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
 }
 """Values of a router with a softmax over the chosen experts; a family overrides those that differ."""
-
-
-def pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 if it is an MoE layer, else 0; for an architecture from `bridge.choose.complete`."""
-    from megatron_wrap.config.derived import moe_layer_pattern
-
-    return moe_layer_pattern(arch)
 
 
 def experts_table(
@@ -45,8 +39,6 @@ def experts_table(
         names: of an expert's gate, up and down projections.
         shared: name of the shared experts; their gate is `{shared}_gate`.
     """
-    from megatron_wrap.config.derived import moe_ffn_hidden_size
-
     assert arch.num_experts is not None
     table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}
     if arch.moe_router_enable_expert_bias:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge import mapping as weights
 from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.derived import ffn_hidden_size
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.derived import ffn_hidden_size
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
@@ -80,40 +80,26 @@ def _table(arch: ArchConfig) -> Table:
         for kind in ("weight", "bias"):
             table[f"{ours}.{kind}"] = weights.replicated(f"{theirs}.{kind}", hidden)
 
-    def linear(ours: str, theirs: str, weight: weights.Mapping, bias: weights.Mapping) -> None:
-        table[f"{ours}.weight"], table[f"{ours}.bias"] = weights.transposed(weight), bias
+    def column(ours: str, theirs: str) -> None:
+        table[f"{ours}.weight"] = weights.transposed(weights.column(f"{theirs}.weight", ffn, hidden))
+        table[f"{ours}.bias"] = weights.column(f"{theirs}.bias", ffn)
 
+    def row(ours: str, theirs: str, columns: int) -> None:
+        table[f"{ours}.weight"] = weights.transposed(weights.row(f"{theirs}.weight", hidden, columns))
+        table[f"{ours}.bias"] = weights.replicated(f"{theirs}.bias", hidden)
+
+    heads = (sizes.heads, sizes.groups, sizes.width)
     for number in range(arch.num_layers):
         ours, theirs = f"decoder.layers.{number}.", f"transformer.h.{number}."
-        qkv, proj = theirs + "attn.c_attn", theirs + "attn.c_proj"
-        up, down = theirs + "mlp.c_fc", theirs + "mlp.c_proj"
-        heads = (sizes.heads, sizes.groups, sizes.width)
         norm(ours + "input_layernorm", theirs + "ln_1")
-        linear(
-            ours + "self_attention.linear_qkv",
-            qkv,
-            weights.query_key_value(*(3 * (f"{qkv}.weight",)), *heads, hidden),
-            weights.query_key_value(*(3 * (f"{qkv}.bias",)), *heads),
-        )
-        linear(
-            ours + "self_attention.linear_proj",
-            proj,
-            weights.row(f"{proj}.weight", hidden, hidden),
-            weights.replicated(f"{proj}.bias", hidden),
-        )
+        qkv, fused = ours + "self_attention.linear_qkv", theirs + "attn.c_attn"
+        weight = weights.query_key_value(*(3 * (f"{fused}.weight",)), *heads, hidden)
+        table[f"{qkv}.weight"] = weights.transposed(weight)
+        table[f"{qkv}.bias"] = weights.query_key_value(*(3 * (f"{fused}.bias",)), *heads)
+        row(ours + "self_attention.linear_proj", theirs + "attn.c_proj", hidden)
         norm(ours + "pre_mlp_layernorm", theirs + "ln_2")
-        linear(
-            ours + "mlp.linear_fc1",
-            up,
-            weights.column(f"{up}.weight", ffn, hidden),
-            weights.column(f"{up}.bias", ffn),
-        )
-        linear(
-            ours + "mlp.linear_fc2",
-            down,
-            weights.row(f"{down}.weight", hidden, ffn),
-            weights.replicated(f"{down}.bias", hidden),
-        )
+        column(ours + "mlp.linear_fc1", theirs + "mlp.c_fc")
+        row(ours + "mlp.linear_fc2", theirs + "mlp.c_proj", ffn)
     norm("decoder.final_layernorm", "transformer.ln_f")
     if arch.untie_embeddings_and_output_weights:
         table["output_layer.weight"] = weights.vocabulary("lm_head.weight", sizes.vocab, hidden)

@@ -1,28 +1,20 @@
 """Mixtral: Mistral with MoE in every layer (transformers/models/mixtral)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import (
-    Sizes,
-    Table,
-    attention_table,
-    decoder_config,
-    decoder_table,
-    decoder_values,
-    need,
-    norm_table,
-    refuse_unless,
-)
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.families.experts import ROUTER, experts_table
 from megatron_wrap.bridge.families.mistral import window_config, window_values
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, router_jitter_noise=0.0)
-    values = decoder_values(config, tied=False)
+    values = decoder.decoder_values(config, tied=False)
     return {
         **values,
         **ROUTER,
@@ -36,20 +28,17 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     experts = {"num_local_experts": arch.num_experts, "num_experts_per_tok": arch.moe_router_topk}
-    return {**decoder_config(arch), **window_config(arch), **experts}
+    return {**decoder.decoder_config(arch), **window_config(arch), **experts}
 
 
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     names = ("w1", "w3", "w2")
     return {
-        **norm_table(sizes, ours, theirs),
-        **attention_table(arch, sizes, ours, theirs),
+        **decoder.norm_table(sizes, ours, theirs),
+        **decoder.attention_table(arch, sizes, ours, theirs),
         **experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=names),
     }
 
 
-def _table(arch: ArchConfig) -> Table:
-    return decoder_table(arch, _layer)
-
-
+_table = partial(decoder.decoder_table, layer=_layer)
 FAMILY = Family("mixtral", "MixtralForCausalLM", _arch_values, _config_values, _table)

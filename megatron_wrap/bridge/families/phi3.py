@@ -1,20 +1,15 @@
 """Phi 3 (dense models): Llama with fused projections (transformers/models/phi3)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge import mapping as weights
-from megatron_wrap.bridge.families.decoder import (
-    Sizes,
-    Table,
-    decoder_config,
-    decoder_table,
-    decoder_values,
-    norm_table,
-)
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table
 from megatron_wrap.bridge.families.mistral import window_config, window_values
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 
@@ -22,12 +17,12 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     dropouts = {float(config.get(key) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
         raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
-    values = decoder_values(config, tied=False)
+    values = decoder.decoder_values(config, tied=False)
     return {**values, "hidden_dropout": dropouts.pop(), **window_values(config.get("sliding_window"))}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
-    values = decoder_config(arch)
+    values = decoder.decoder_config(arch)
     if values.pop("head_dim") * arch.num_attention_heads != arch.hidden_size:
         raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout)
@@ -41,7 +36,7 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     qkv, gate_up = attention + "qkv_proj.weight", mlp + "gate_up_proj.weight"
     inner = sizes.heads * sizes.width
     return {
-        **norm_table(sizes, ours, theirs),
+        **decoder.norm_table(sizes, ours, theirs),
         ours + "self_attention.linear_qkv.weight": weights.query_key_value(
             qkv, qkv, qkv, sizes.heads, sizes.groups, sizes.width, sizes.hidden
         ),
@@ -51,8 +46,5 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     }
 
 
-def _table(arch: ArchConfig) -> Table:
-    return decoder_table(arch, _layer)
-
-
+_table = partial(decoder.decoder_table, layer=_layer)
 FAMILY = Family("phi3", "Phi3ForCausalLM", _arch_values, _config_values, _table)

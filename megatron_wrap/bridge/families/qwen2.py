@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, need, refuse_unless
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config, qwen_table
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

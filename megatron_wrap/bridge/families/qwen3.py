@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table, refuse_unless
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
-from megatron_wrap.bridge.family import Family
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,20 +62,20 @@ _LONGEST_LOCAL = 2048
 def changes(start: Flags, platform: str, world_size: int, seq_length: int) -> list[tuple[str, dict[str, Any]]]:
     """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
     with_te = start.implementation == "transformer_engine"
-    found: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
+    candidates: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
     if with_te:
-        found.append(("Transformer Engine's cross-entropy", {"cross_entropy": "te"}))
+        candidates.append(("Transformer Engine's cross-entropy", {"cross_entropy": "te"}))
     if world_size > 1:
-        found.append(("overlapped communication", {"overlap": True}))
-    found.append(("garbage collection off", {"collect_garbage": False}))
-    found.append(("unfused SwiGLU", {"swiglu_fusion": False}))
+        candidates.append(("overlapped communication", {"overlap": True}))
+    candidates.append(("garbage collection off", {"collect_garbage": False}))
+    candidates.append(("unfused SwiGLU", {"swiglu_fusion": False}))
     if with_te:
-        found.append(("unfused rotary embedding", {"rope_fusion": False}))
+        candidates.append(("unfused rotary embedding", {"rope_fusion": False}))
     if platform == "cuda":
-        found.append(("fused weight gradients", {"weight_gradient_fusion": not start.weight_gradient_fusion}))
+        candidates.append(("fused weight gradients", {"weight_gradient_fusion": not start.weight_gradient_fusion}))
     if with_te and seq_length <= _LONGEST_LOCAL:
-        found.append(("local layers", {"implementation": "local", "rope_fusion": False}))
-    return found
+        candidates.append(("local layers", {"implementation": "local", "rope_fusion": False}))
+    return candidates
 
 
 def fastest(

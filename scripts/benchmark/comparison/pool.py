@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,19 +19,27 @@ from typing import Any
 from comparison.task import Task
 from comparison.worker import MARK
 
-HERE = Path(__file__).resolve().parent
+
+@dataclass(frozen=True)
+class Launch:
+    """How a program's processes are started."""
+
+    program: str
+    """A key of `worker.PROGRAMS`."""
+    tree: Path = Path(__file__).resolve().parents[3]
+    """The checkout whose package and `comparison.worker` run."""
 
 
 class Program:
     """One program on `world_size` processes of this machine.
 
     Args:
-        name: a key of `worker.PROGRAMS`.
+        name: of its log files.
         logs: folder for what the processes print.
     """
 
-    def __init__(self, name: str, world_size: int, platform: str, logs: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
+        self.name, self._launch = name, launch
         self._world_size, self._platform, self._logs = world_size, platform, logs
         self._answers: list[queue.Queue[dict[str, Any] | None]] = []
         self._processes: list[subprocess.Popen[str]] = []
@@ -41,12 +50,13 @@ class Program:
         for rank in range(self._world_size):
             log = (self._logs / f"{self.name}-{rank}.log").open("a")
             process = subprocess.Popen(
-                [sys.executable, "-m", "comparison.worker", self.name],
+                [sys.executable, "-m", "comparison.worker", self._launch.program],
+                cwd=self._launch.tree,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_environment(rank, self._world_size, self._platform),
+                env=_environment(self._launch.tree, rank, self._world_size, self._platform),
             )
             answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
             threading.Thread(target=_listen, args=(process.stdout, log, answers), daemon=True).start()
@@ -78,7 +88,7 @@ class Program:
         return {**answers[0], "peak_memory_gib": max(answer["peak_memory_gib"] for answer in answers)}
 
     def _collect(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
-        until, found, error = time.monotonic() + seconds, [], ""
+        until, collected, error = time.monotonic() + seconds, [], ""
         for answers in self._answers:
             try:
                 answer = answers.get(timeout=max(0.01, until - time.monotonic()))
@@ -88,10 +98,10 @@ class Program:
             error = "its process ended; its log has the reason" if answer is None else answer.get("error", "")
             if answer is None or error:
                 break  # the other processes wait for this one
-            found.append(answer)
+            collected.append(answer)
         if error:
             self.close()
-        return found, error
+        return collected, error
 
     def close(self) -> None:
         """End the processes."""
@@ -104,9 +114,9 @@ class Program:
 class Programs:
     """Programs by name, started on entering and ended on leaving."""
 
-    def __init__(self, names: Sequence[str], world_size: int, platform: str, logs: Path) -> None:
+    def __init__(self, launches: Mapping[str, Launch], world_size: int, platform: str, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._programs = {name: Program(name, world_size, platform, logs) for name in names}
+        self._programs = {name: Program(name, launch, world_size, platform, logs) for name, launch in launches.items()}
 
     def __enter__(self) -> dict[str, Program]:
         for program in self._programs.values():
@@ -120,23 +130,30 @@ class Programs:
             program.close()
 
 
-def _environment(rank: int, world_size: int, platform: str) -> dict[str, str]:
-    own = {
+def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[str, str]:
+    environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(tree / "scripts" / "benchmark"), str(tree), os.environ.get("PYTHONPATH", "")]
+        ),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if platform == "cpu":
-        own["CUDA_VISIBLE_DEVICES"] = ""
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = visible if visible != [""] else [str(index) for index in range(world_size)]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:world_size])  # the Trainer would use all that it sees
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:world_size])  # the Trainer would use all that it sees
     if world_size > 1:
-        own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-        own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    return own
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    return environment
 
 
 def _listen(lines: Any, log: Any, answers: queue.Queue[dict[str, Any] | None]) -> None:
@@ -150,6 +167,6 @@ def _listen(lines: Any, log: Any, answers: queue.Queue[dict[str, Any] | None]) -
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -50,8 +50,23 @@ def ratios(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     reference = reference_of(programs)
     if reference is None:
         return {}
-    speed = {name: one["tokens_per_second_per_device"] for name, one in programs.items() if "error" not in one}
+    speed = {
+        name: program["tokens_per_second_per_device"] for name, program in programs.items() if "error" not in program
+    }
     return {name: value / speed[reference] for name, value in speed.items()}
+
+
+def round_ratios(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """For each other run of megatron-wrap a line: its speed over that of `ours`, by round."""
+    ours = programs.get("ours", {})
+    lines = []
+    for name, program in programs.items():
+        if name.startswith("ours-") and "error" not in program and "error" not in ours:
+            pairs = zip(ours["round_step_seconds"], program["round_step_seconds"], strict=True)
+            ratio = [ours_seconds / seconds for ours_seconds, seconds in pairs]
+            rounds = ", ".join(f"{value:.4f}" for value in ratio)
+            lines.append(f"{name} over ours: {statistics.median(ratio):.4f} (rounds: {rounds})")
+    return lines
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -66,6 +81,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     for name, preset in results["presets"].items():
         lines += ["", f"## {name}", "", preset["description"], "", *_table(preset["programs"])]
+        if speeds := round_ratios(preset["programs"]):
+            lines += ["", *(f"- {line}" for line in speeds)]
         if preset.get("sweep"):
             lines += ["", "Search for the fastest flags of the bare loop:", "", *_sweep_table(preset["sweep"])]
     return "\n".join(lines) + "\n"
@@ -78,16 +95,16 @@ def _table(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "loss, first to last step | with |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, one in programs.items():
-        if "error" in one:
-            lines.append(f"| {name} | {one['error'].replace('|', '/')} | | | | | | |")
+    for name, program in programs.items():
+        if "error" in program:
+            lines.append(f"| {name} | {program['error'].replace('|', '/')} | | | | | | |")
             continue
-        rounds = ", ".join(f"{seconds:.4g}" for seconds in one["round_step_seconds"])
+        rounds = ", ".join(f"{seconds:.4g}" for seconds in program["round_step_seconds"])
         over = f"{relative[name]:.3f}" if name in relative else ""
         lines.append(
-            f"| {name} | {one['tokens_per_second_per_device']:,.0f} | {over} | {one['tflops']:.4g} | "
-            f"{one['step_seconds']:.4g} ({rounds}) | {one['peak_memory_gib']:.1f} | "
-            f"{one['first_loss']:.3f} to {one['last_loss']:.3f} | {one['notes']} |"
+            f"| {name} | {program['tokens_per_second_per_device']:,.0f} | {over} | {program['tflops']:.4g} | "
+            f"{program['step_seconds']:.4g} ({rounds}) | {program['peak_memory_gib']:.1f} | "
+            f"{program['first_loss']:.3f} to {program['last_loss']:.3f} | {program['notes']} |"
         )
     return lines
 
@@ -95,8 +112,8 @@ def _table(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _sweep_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["| tried | step, s |", "| --- | --- |"]
     for record in records:
-        found = record.get("error") or f"{record['step_seconds']:.4g}"
-        lines.append(f"| {record['change']} | {found.replace('|', '/')} |")
+        outcome = record.get("error") or f"{record['step_seconds']:.4g}"
+        lines.append(f"| {record['change']} | {outcome.replace('|', '/')} |")
     return lines
 
 
@@ -104,7 +121,7 @@ def regressions(new: Mapping[str, Any], old: Mapping[str, Any], threshold: float
     """Compare two reports.
 
     Where both have the same reference program on the same hardware or not, speeds are compared as ratios to it: times
-    of two days differ for reasons that are not the program's. Without one, tokens per second are compared.
+    of two days differ for other reasons than the program. Without one, tokens per second are compared.
 
     Args:
         threshold: share by which the speed may fall, or the peak memory grow.
@@ -163,7 +180,7 @@ def draw(results: Mapping[str, Any], path: Path) -> str | None:
     pen.text((30, 20), f"Tokens per second and device, {results['hardware']}", "black", bold)
     y = 80
     for name, programs in groups.items():
-        speeds = {key: one.get("tokens_per_second_per_device", 0.0) for key, one in programs.items()}
+        speeds = {key: program.get("tokens_per_second_per_device", 0.0) for key, program in programs.items()}
         longest, relative = max(speeds.values(), default=0.0) or 1.0, ratios(programs)
         pen.text((30, y), name, "black", bold)
         y += 40

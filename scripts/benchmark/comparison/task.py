@@ -1,4 +1,4 @@
-"""What every program trains: the sizes of a run's model and batch, its tokens, and the clock of its steps."""
+"""The task of every program: the sizes of a run's model and batch, its tokens, and the clock of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_wrap.config import RunConfig, derived
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ModelShape, tflops_per_device, training_flops
 
@@ -107,7 +108,7 @@ def task_of(
     if train.global_batch_size % per_round:
         raise ConfigError(
             f"{path}: global_batch_size {train.global_batch_size} is no multiple of micro_batch_size "
-            f"{train.micro_batch_size} on {world_size} devices; change one of the three"
+            f"{train.micro_batch_size} on {world_size} devices; change one of them"
         )
     multiple = arch.make_vocab_size_divisible_by
     return Task(
@@ -169,7 +170,7 @@ def _refuse_other_models(config: RunConfig) -> None:
 
 class StepClock:
     """Times of the ends of steps. On a GPU they are events in the stream: a program that does not wait for its GPU
-    is not made to."""
+    need not."""
 
     def __init__(self, task: Task) -> None:
         self._cuda = task.platform == "cuda"
@@ -198,11 +199,11 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program reports of one run, on one process."""
+    """The result of one run, on one process."""
 
     step_seconds: list[float]
     """Of each measured step."""
     losses: list[float]
     """Mean loss of each step, the warm-up included; of this replica or of all, as the program reports it."""
     notes: str = ""
-    """What the program ran with, in words."""
+    """The layout and settings of the run, as text."""

@@ -80,7 +80,7 @@ def _train(task: Task, flags: Flags) -> Outcome:
         )
         optimizer.step()
         clock.step_ends()
-        losses.append(torch.stack([one["loss"] for one in reported]).mean())
+        losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
     outcome = Outcome(clock.measured_seconds(), [float(loss) for loss in losses], flags.text())
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -98,10 +98,10 @@ def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
     rank = torch.distributed.get_rank()
     rows = torch.from_numpy(task.token_rows()).view(task.warmup + task.steps, task.global_batch_size, -1)
     share = task.global_batch_size // task.world_size
-    own = rows[:, rank * share : (rank + 1) * share].contiguous()
+    replica_rows = rows[:, rank * share : (rank + 1) * share].contiguous()
     if task.platform == "cuda":
-        own = own.pin_memory()
-    return [step.split(task.micro_batch_size) for step in own]
+        replica_rows = replica_rows.pin_memory()
+    return [step.split(task.micro_batch_size) for step in replica_rows]
 
 
 def _build(task: Task, flags: Flags) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """One process of one program: reads a task from each line of stdin, trains, frees the device, writes a line.
 
 python -m comparison.worker PROGRAM, started by `comparison.pool`. Lines of the protocol begin with MARK, because
-libraries print, too.
+libraries also print.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from comparison.task import Outcome, Task
 MARK = "@compare "
 PROGRAMS = {
     "megatron-wrap": "comparison.with_megatron_wrap",
+    "megatron-wrap-liger": "comparison.with_liger",
     "megatron-core": "comparison.with_megatron_core",
     "transformers": "comparison.with_trainer",
     "trl": "comparison.with_trainer",
@@ -29,9 +30,10 @@ PROGRAMS = {
 _IMPORTED_EARLY = {
     "megatron-core": ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"),
     "megatron-wrap": ("megatron_wrap.engine.step",),
+    "megatron-wrap-liger": ("megatron_wrap.engine.step",),
     "trl": ("trl", "datasets"),
 }
-"""What takes long to import, so that no first run contains it."""
+"""Slow imports, done before the first run is timed."""
 
 
 def main(program: str) -> None:
@@ -45,7 +47,7 @@ def main(program: str) -> None:
     _say({"ready": program})
     for line in sys.stdin:
         order = json.loads(line)
-        os.environ["MASTER_PORT"] = str(order["port"])  # each start of torch.distributed has a port of its own
+        os.environ["MASTER_PORT"] = str(order["port"])  # a new port for each start of torch.distributed
         _say(_result(module, Task(**order["task"]), order["options"]))
 
 
@@ -55,7 +57,7 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(task.device)
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew (man proc_pid_clear_refs)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (man proc_pid_clear_refs)
     outcome: Outcome | None = None
     try:
         outcome = module.run(task, options)
@@ -76,7 +78,7 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _release(cuda: bool) -> float:
-    """Free what the run left; returns what could not be freed on the GPU, GiB."""
+    """Free what the run left; returns the GiB of the GPU that could not be freed."""
     gc.collect()
     if not cuda:
         return 0.0

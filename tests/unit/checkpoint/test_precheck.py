@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.checkpoint import CheckpointStore, compare_models, find_checkpoint
+from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.config import RunConfig, load_resolved, load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError
 
@@ -48,9 +49,9 @@ def test_release_of_megatron_lm(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == tmp_path / "release"
 
 
-@pytest.mark.parametrize("place", [".", "iter_0000010", "release"])
-def test_megatron_lm_torch_format_is_refused_with_the_conversion(tmp_path: Path, place: str) -> None:
-    (tmp_path / place / "mp_rank_00").mkdir(parents=True)
+@pytest.mark.parametrize("folder", [".", "iter_0000010", "release"])
+def test_megatron_lm_torch_format_is_refused_with_the_conversion(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"mp_rank_00.*convert\.py.*--ckpt-format torch_dist"):
         find_checkpoint(tmp_path)
 
@@ -117,7 +118,7 @@ def test_keys_that_affect_no_parameter_may_differ(config: RunConfig, key: str, v
 def test_find_checkpoint_imports_no_torch(tmp_path: Path) -> None:
     save(tmp_path, 1)
     program = (
-        "import sys; from megatron_wrap.checkpoint import find_checkpoint, CheckpointStore, compare_models; "
+        "import sys; from megatron_wrap.checkpoint.precheck import find_checkpoint; "
         f"assert find_checkpoint({str(tmp_path)!r}); "
         "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
     )

@@ -139,11 +139,11 @@ def test_a_kill_while_replacing_keeps_the_older_checkpoint(
             store.commit(1, {})
     assert not final.exists()
     survivor = CheckpointStore(store.folder)
-    found = survivor.find(1)
+    result = survivor.find(1)
     assert survivor.latest() == 1
     assert survivor.iterations() == [1]
-    assert found is not None
-    assert (found / "__0_0.distcp").read_text() == "old"
+    assert result is not None
+    assert (result / "__0_0.distcp").read_text() == "old"
     save(survivor, 2)
     assert (final / "__0_0.distcp").read_text() == "old"
     assert survivor.iterations() == [1, 2]

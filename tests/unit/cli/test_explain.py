@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.cli.precheck import precheck
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.decode import load_tree
 from megatron_wrap.config.explain import explain_value
-from megatron_wrap.errors import DataError, LayoutError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 Explain = Callable[..., str]
@@ -55,9 +53,9 @@ def test_a_key_of_megatron_core_says_what_megatron_core_says(explain: Explain) -
         "  type: bool (Megatron-Core's TransformerConfig, default False)\n"
         "  Whether to apply llama 4-style qk L2 norm.\n"
     )
-    given = explain("megatron_lm.model.arch.qk_l2_norm", "megatron_lm.model.arch.qk_l2_norm=true")
-    assert given.startswith("megatron_lm.model.arch.qk_l2_norm = true\n  type: bool (Megatron-Core's")
-    assert given.endswith("  set at command line: true\n")
+    with_override = explain("megatron_lm.model.arch.qk_l2_norm", "megatron_lm.model.arch.qk_l2_norm=true")
+    assert with_override.startswith("megatron_lm.model.arch.qk_l2_norm = true\n  type: bool (Megatron-Core's")
+    assert with_override.endswith("  set at command line: true\n")
 
 
 def test_a_key_of_a_flow_says_its_comment(explain: Explain) -> None:
@@ -100,8 +98,8 @@ def test_a_section_and_the_whole_tree_are_tables(explain: Explain) -> None:
     assert len({line.index("  # ") if "  # " in line else 0 for line in section}) <= 2
     whole = explain().splitlines()
     assert set(section) != set(whole)
-    given = len(load_run_config(CONFIGS / "tiny-llama-sft.yaml").sources)
-    assert {line.partition(" = ")[0].rpartition(".")[2] for line in whole[given:]} == {
+    num_values = len(load_run_config(CONFIGS / "tiny-llama-sft.yaml").origins)
+    assert {line.partition(" = ")[0].rpartition(".")[2] for line in whole[num_values:]} == {
         *("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")  # set by no file
     }
     assert all(re.match(r"megatron_(lm|wrap)\.\S+ = .*  # \S+", line) for line in whole)
@@ -167,23 +165,3 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
         main(["explian"])
     assert end.value.code == 2
     assert "explain" in capsys.readouterr().err
-
-
-def test_the_precheck_finds_a_malformed_line_before_any_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"text": ""}\n{"messages": [}\n')
-    overrides = [
-        "megatron_wrap.data.__select__=jsonl",
-        "megatron_wrap.data.train=train.jsonl",
-        "megatron_lm.train.common.global_batch_size=8",
-    ]
-    run = str(CONFIGS / "tiny-llama-mock.yaml")
-    with pytest.raises(DataError, match=r"train\.jsonl:2: "):
-        precheck(load_run_config(run, overrides), world_size=1)
-    with pytest.raises(LayoutError, match=r"micro_batch_size 2 x data-parallel size 3"):
-        precheck(load_run_config(run, overrides), world_size=3)
-    (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
-    precheck(load_run_config(run, overrides), world_size=4)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.cli.inspect_data import read_samples
 from megatron_wrap.cli.main import main
-from megatron_wrap.cli.precheck import check_lengths
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.sources import SourceConfig
+from megatron_wrap.core.validation import check_lengths
 from megatron_wrap.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -49,8 +47,8 @@ def run(sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def value(output: str, name: str) -> str:
-    [found] = re.findall(rf"^{re.escape(name)} {{2,}}(\S.*)$", output, re.M)
-    return str(found)
+    [result] = re.findall(rf"^{re.escape(name)} {{2,}}(\S.*)$", output, re.M)
+    return str(result)
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
@@ -121,35 +119,8 @@ def test_a_wrong_input_is_one_error(run):
     assert "no training data" in run("megatron_wrap.data.train=null", code=2)
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(0, range(10)), (20, range(10)), (5, range(0, 10, 2)), (3, (0, 3, 6))])
-def test_a_limit_reads_samples_evenly_over_all_sources(tmp_path, limit, rows):
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path, part in zip(paths, (range(4), range(4, 10)), strict=True):
-        path.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in part))
-    sources = [SourceConfig(path=str(path), name=path.stem) for path in paths]
-    total, samples = read_samples(sources, None, limit)
-    read = [(int(sample["text"]), source, place()) for place, source, sample in samples]
-    assert total == 10
-    assert [number for number, _, _ in read] == list(rows)
-    for number, source, place in read:
-        assert source == ("a" if number < 4 else "b")
-        assert place == f"{paths[number >= 4]}:{number % 4 + 1 if number < 4 else number - 3}"
-
-
-def test_rows_that_cannot_be_read_and_streams(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "1"}\n{broken\n{"text": "3"}\n')
-    _, samples = read_samples([SourceConfig(path=str(path), name="a")], None, 0)
-    assert [type(sample) is dict for _, _, sample in samples] == [True, False, True]
-    total, streamed = read_samples([SourceConfig(path=str(path), name="a", streaming=True)], None, 1)
-    assert total is None
-    assert [sample["text"] for _, _, sample in streamed] == ["1"]
-    _, both = read_samples([SourceConfig(path=str(path), name="a")], None, 0)
-    assert isinstance([sample for _, _, sample in both][1], DataError)
-
-
 @pytest.mark.transformers
-def test_the_precheck_finds_a_pair_that_is_too_long_and_refused(run):
+def test_the_validation_finds_a_pair_that_is_too_long_and_refused(run):
     """It encodes the samples as the flow does, in the same way as this command."""
     overrides = ["megatron_wrap.flow.truncation=refuse", "megatron_lm.train.common.seq_length=1024"]
     config = ROOT / "configs/tiny-llama-dpo.yaml"

@@ -33,26 +33,26 @@ def steps(tmp_path, monkeypatch):
     return show
 
 
-def only(found: dict[str, list[str]], start: str) -> list[str]:
-    (words,) = [words for comment, words in found.items() if comment.startswith(start)]
+def only(commands: dict[str, list[str]], start: str) -> list[str]:
+    (words,) = [words for comment, words in commands.items() if comment.startswith(start)]
     return words
 
 
 def test_a_run_without_checkpoints_is_told_how_to_save_them(steps):
-    found = steps(MOCK, f"{TRAIN}train_iters=3")
-    words = only(found, "train again")
+    commands = steps(MOCK, f"{TRAIN}train_iters=3")
+    words = only(commands, "train again")
     assert words[-3:] == [MOCK, f"{TRAIN}train_iters=3", f"{TRAIN}save=outputs/tiny-llama-mock/checkpoints"]
-    assert list(found) == ["train again and save checkpoints"]  # and there is no metrics.jsonl
+    assert list(commands) == ["train again and save checkpoints"]  # and there is no metrics.jsonl
 
 
 def test_the_longer_run_replaces_the_number_of_steps_and_takes_its_own_schedule(steps):
-    own = "megatron_lm.train.optimizer.override_opt_param_scheduler=true"
+    override = "megatron_lm.train.optimizer.override_opt_param_scheduler=true"
     words = only(steps(SFT, f"{TRAIN}train_iters=7", f"{TRAIN}seed=5"), "resume up to step 14")
-    assert words[-4:] == [SFT, f"{TRAIN}seed=5", f"{TRAIN}train_iters=14", own]
+    assert words[-4:] == [SFT, f"{TRAIN}seed=5", f"{TRAIN}train_iters=14", override]
     _, args = parse(words[words.index("train") :])
     assert load_run_config(args.config, args.overrides).train.train_iters == 14
-    again = only(steps(SFT, own), "resume up to step 400")
-    assert again.count(own) == 1
+    again = only(steps(SFT, override), "resume up to step 400")
+    assert again.count(override) == 1
 
 
 def test_commands_that_the_run_has_no_use_for_are_left_out(steps):
@@ -61,19 +61,19 @@ def test_commands_that_the_run_has_no_use_for_are_left_out(steps):
     assert only(whole, "export")[-2:] == ["outputs/tiny-llama-sft/checkpoints", "outputs/tiny-llama-sft/hf"]
     assert "the function `len`" in only(whole, "then generate")[-1]
     # a user's script, which may not evaluate; an architecture that no family of transformers can express
-    found = steps(SFT, "megatron_lm.model.arch.qk_layernorm=true", "megatron_lm.model.arch.norm_epsilon=1e-4",
+    commands = steps(SFT, "megatron_lm.model.arch.qk_layernorm=true", "megatron_lm.model.arch.norm_epsilon=1e-4",
                   "megatron_lm.model.arch.add_bias_linear=true", evaluates=False)  # fmt: skip
-    assert [comment.split(",")[0] for comment in found] == ["resume up to step 400"]
+    assert [comment.split(",")[0] for comment in commands] == ["resume up to step 400"]
 
 
 def test_records_that_exist_are_named(steps):
     Path("outputs/tiny-llama-mock/tensorboard").mkdir(parents=True)
     Path("outputs/tiny-llama-mock/metrics.jsonl").write_text("")
-    found = steps(MOCK)
-    assert only(found, "the metrics")[-1] == "outputs/tiny-llama-mock/metrics.jsonl"
-    assert not [comment for comment in found if "curves" in comment]  # not of this run
-    found = steps(MOCK, "megatron_wrap.logger.enable_tensorboard=true")
-    assert only(found, "their curves")[-2:] == ["--logdir", "outputs/tiny-llama-mock/tensorboard"]
+    commands = steps(MOCK)
+    assert only(commands, "the metrics")[-1] == "outputs/tiny-llama-mock/metrics.jsonl"
+    assert not [comment for comment in commands if "curves" in comment]  # not of this run
+    commands = steps(MOCK, "megatron_wrap.logger.enable_tensorboard=true")
+    assert only(commands, "their curves")[-2:] == ["--logdir", "outputs/tiny-llama-mock/tensorboard"]
 
 
 def test_the_environment_that_the_run_needed_is_repeated(steps, monkeypatch):

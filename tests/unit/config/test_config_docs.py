@@ -11,9 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.keys import describe_key, documentation, key, key_range
-from megatron_wrap.config.reading import read_yaml
-from megatron_wrap.config.schema import SECTION_PATHS
+from megatron_wrap.config.reading.yaml_nodes import read_yaml
+from megatron_wrap.config.schema.keys import describe_key, documentation, key, key_range
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,8 +34,8 @@ class Shape:
     """fast: at once; slow: later."""
     names: tuple[str, ...] = ("a", "b")
     """The names."""
-    places: dict[str, str] = key({}, kind="a path or null")  # noqa: RUF009 - a field, which copies it
-    """The places."""
+    paths: dict[str, str] = key({}, kind="a path or null")  # noqa: RUF009 - a field, which copies it
+    """The paths."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_a_file_has_the_default_and_what_the_value_does_not_show(config_docs: An
         "color: null  # The color; null: none. One of red, blue.",
         "mode: fast  # fast: at once; slow: later.",
         "names: [a, b]  # The names.",
-        "places: null  # The places.",
+        "paths: null  # The paths.",
     ]
     (tmp_path / "shape.yaml").write_text(text)
     assert read_yaml(tmp_path / "shape.yaml").plain()["names"] == ["a", "b"]
@@ -63,10 +64,10 @@ def test_a_file_has_the_default_and_what_the_value_does_not_show(config_docs: An
 
 
 def test_a_long_comment_stands_above_its_key(config_docs: Any) -> None:
-    lines = config_docs.Keys(config_docs.schema.ArchConfig).yaml("").splitlines()
+    lines = config_docs.Keys(ArchConfig).yaml("").splitlines()
     assert max(map(len, lines)) <= 120
-    place = lines.index("ffn_hidden_size: null")
-    assert lines[place - 2].startswith("# Inner width of the MLP")
+    index = lines.index("ffn_hidden_size: null")
+    assert lines[index - 2].startswith("# Inner width of the MLP")
 
 
 def test_the_table_has_type_range_and_default(config_docs: Any) -> None:

@@ -13,8 +13,8 @@ import yaml
 from _messages import assert_facts
 
 from megatron_wrap.config import load_resolved, load_run_config, write_resolved
-from megatron_wrap.config.advice import RETIRED
-from megatron_wrap.config.tree import shipped_root
+from megatron_wrap.config.reading.tree import shipped_root
+from megatron_wrap.config.schema.retired_keys import RETIRED
 from megatron_wrap.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -226,8 +226,8 @@ def test_values_of_the_right_type(write_run: Write) -> None:
     [("null", {}), ("a.jsonl", {"validation": "a.jsonl"}), ("{one: a, two: b}", {"one": "a", "two": "b"})],
 )
 def test_evaluation_sets(write_run: Write, value: str, sets: Mapping[str, str]) -> None:
-    found = load_run_config(write_run(), [f"megatron_wrap.data.validation={value}"]).data.validation
-    assert {name: [source.path for source in sources] for name, sources in found.items()} == {
+    actual = load_run_config(write_run(), [f"megatron_wrap.data.validation={value}"]).data.validation
+    assert {name: [source.path for source in sources] for name, sources in actual.items()} == {
         name: [path] for name, path in sets.items()
     }
 
@@ -312,7 +312,7 @@ def test_a_retired_or_misplaced_key_says_what_to_do(write_run: Write, section: s
 
 
 def test_no_retired_key_is_a_living_one(write_run: Write) -> None:
-    leaves = {path.rpartition(".")[2] for path in load_run_config(write_run()).sources}
+    leaves = {path.rpartition(".")[2] for path in load_run_config(write_run()).origins}
     assert not leaves & set(RETIRED)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.checks import check_values
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import all_choices, choices, cuda_connections, kernel_choices, with_choices
-from megatron_wrap.platform.machine import Machine
+from megatron_wrap.platform.base.machine import Machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 OPTIMIZER, DDP, PARALLEL = "megatron_lm.train.optimizer", "megatron_lm.misc.ddp", "megatron_lm.model.parallel"
@@ -31,9 +31,9 @@ def values(config: RunConfig, machine: Machine, shards: int, **further: Any) -> 
 
 def data_parallel(config: RunConfig, machine: Machine, shards: int, **further: Any) -> tuple[Any, Any, Any]:
     """Distributed optimizer, overlapped reduction, overlapped gather, given or chosen."""
-    found = with_choices(config, choices(config, machine, shards, **further))
-    check_values(found)
-    return found.optimizer.use_distributed_optimizer, found.ddp.overlap_grad_reduce, found.ddp.overlap_param_gather
+    actual = with_choices(config, choices(config, machine, shards, **further))
+    check_values(actual)
+    return actual.optimizer.use_distributed_optimizer, actual.ddp.overlap_grad_reduce, actual.ddp.overlap_param_gather
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,20 @@ def test_a_resumed_run_keeps_the_values_of_its_checkpoint() -> None:
     only_kind = {"optimizer.use_distributed_optimizer": False}  # of a checkpoint on another layout
     assert data_parallel(load(), GPU, 8, saved=only_kind) == (False, True, False)
     assert data_parallel(load(), GPU, 1, saved={"optimizer.use_distributed_optimizer": True}) == (True, False, False)
-    given = load(f"{OPTIMIZER}.use_distributed_optimizer=true")
-    assert data_parallel(given, GPU, 8, saved=only_kind)[0] is True
+    overridden = load(f"{OPTIMIZER}.use_distributed_optimizer=true")
+    assert data_parallel(overridden, GPU, 8, saved=only_kind)[0] is True
 
 
 def test_the_resolved_tree_and_the_sources_have_the_values() -> None:
     config = load()
-    found = with_choices(config, choices(config, GPU, 8))
-    assert found.resolved["megatron_lm"]["train"]["optimizer"]["use_distributed_optimizer"] is True
+    actual = with_choices(config, choices(config, GPU, 8))
+    assert actual.resolved["megatron_lm"]["train"]["optimizer"]["use_distributed_optimizer"] is True
     assert config.resolved["megatron_lm"]["train"]["optimizer"]["use_distributed_optimizer"] is None
-    assert "8 processes" in found.sources[f"{OPTIMIZER}.use_distributed_optimizer"]
+    assert "8 processes" in actual.origins[f"{OPTIMIZER}.use_distributed_optimizer"]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "given", "expected"),
+    ("sizes", "variable", "expected"),
     [
         ({}, None, "32"),
         ({"tensor_model_parallel_size": 2}, None, "1"),
@@ -110,9 +110,9 @@ def test_the_resolved_tree_and_the_sources_have_the_values() -> None:
         ({}, "1", "1"),
     ],
 )
-def test_queues_of_a_gpu(sizes: dict[str, int], given: str | None, expected: str) -> None:
+def test_queues_of_a_gpu(sizes: dict[str, int], variable: str | None, expected: str) -> None:
     config = load(*(f"{PARALLEL}.{name}={size}" for name, size in sizes.items()))
-    assert cuda_connections(config, given).value == expected
+    assert cuda_connections(config, variable).value == expected
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_fused_kernels(
         "arch.gradient_accumulation_fusion": "gradient",
         "arch.moe_grouped_gemm": "grouped",
     }
-    found = kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine)
-    assert {names[choice.key]: choice.value for choice in found} == expected
-    assert all(choice.reason for choice in found)
+    actual = kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine)
+    assert {names[choice.key]: choice.value for choice in actual} == expected
+    assert all(choice.reason for choice in actual)
 
 
 def test_explain_leaves_out_what_the_yaml_gives() -> None:

@@ -71,7 +71,7 @@ def test_the_architecture_is_that_of_config_json(run):
     assert (arch.norm_epsilon, arch.rotary_base, arch.max_position_embeddings) == (1e-6, 5000.0, 512)
     assert arch.untie_embeddings_and_output_weights
     assert (arch.hidden_dropout, arch.attention_dropout) == (0.0, 0.0)
-    assert config.sources["megatron_lm.model.arch.num_layers"] == "model/config.json (hf_path)"
+    assert config.origins["megatron_lm.model.arch.num_layers"] == "model/config.json (hf_path)"
     assert config.resolved["megatron_lm"]["model"]["arch"]["num_layers"] == 3
     assert config.data.tokenizer is None
 
@@ -91,17 +91,17 @@ def test_transformers_5_says_rope_in_another_key(run):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "arch", "place"),
+    ("overrides", "arch", "location"),
     [
         (["megatron_lm.model.arch.num_layers=4"], None, "command line megatron_lm.model.arch.num_layers: "),
         ([], ("tiny-llama", "rotary_base: 5000.0"), None),
         ([], ("hugging-face", "num_layers: 4"), "run.yaml:3 megatron_lm.model.arch.num_layers: "),
     ],
 )
-def test_a_contradiction_is_refused_with_both_values(run, overrides, arch, place):
+def test_a_contradiction_is_refused_with_both_values(run, overrides, arch, location):
     message = refusal(run, *overrides, arch=arch)
     assert "the integer 4 contradicts the integer 3 of model/config.json" in message
-    assert place is None or message.startswith(place)
+    assert location is None or message.startswith(location)
 
 
 def test_what_agrees_and_what_is_only_training_may_be_said(run):
@@ -128,9 +128,9 @@ def test_what_agrees_and_what_is_only_training_may_be_said(run):
     ],
 )
 def test_what_cannot_be_built_is_refused(run, changes, message):
-    found = refusal(run, **changes)
-    assert found.startswith(f"run.yaml:7 {HF_PATH}: model/config.json: ")
-    assert message in found
+    result = refusal(run, **changes)
+    assert result.startswith(f"run.yaml:7 {HF_PATH}: model/config.json: ")
+    assert message in result
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "olmo2"])
@@ -177,7 +177,7 @@ def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, 
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(socket.socket, "connect", refuse_connection)
-    with pytest.raises(NotDownloaded, match=r"'org/name' .* local Hugging Face cache does not have it"):
+    with pytest.raises(NotDownloaded, match=r"'org/name'.* `hf download org/name`"):
         run(f"{HF_PATH}=org/name")
     run()  # makes the folder
     cached(tmp_path / "cache", tmp_path / "model")
@@ -187,8 +187,8 @@ def test_a_hub_id_is_read_from_the_local_cache_and_no_connection_is_opened(run, 
 def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
-    from megatron_wrap.bridge.hub import local_folder, logger, read_run
-    from megatron_wrap.bridge.source import WEIGHT_FILES
+    from megatron_wrap.bridge.loading.hub import local_folder, logger, read_run
+    from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 
     asked: list[list[str]] = []
     lines: list[str] = []
@@ -223,8 +223,8 @@ def test_reading_it_needs_no_torch(run, tmp_path):
         "import sys; from megatron_wrap.config import load_run_config; load_run_config('run.yaml'); "
         "print({'torch', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert found.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_a_family_from_outside(run):

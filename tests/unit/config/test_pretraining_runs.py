@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.bridge.choose import choose_family, complete
-from megatron_wrap.config import RunConfig, derived, load_run_config
-from megatron_wrap.config.checks import check_layout, check_values
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.checks.run import check_layout, check_values
+from megatron_wrap.config.schema import derived
 
 ROOT = Path(__file__).parents[3]
 PARALLEL, RUNS = "megatron_lm.model.parallel", ROOT / "configs/pretraining"
@@ -59,7 +60,7 @@ def test_a_layout_fits_its_gpus(row):
     config = read(row["run"], f"{PARALLEL}.__select__={row['layout']}")
     check_values(config)
     parallel = config.parallel
-    found = {
+    actual = {
         "DP": check_layout(config, int(row["GPUs"])),  # every batch of the ramp-up divides
         "TP": parallel.tensor_model_parallel_size,
         "PP": parallel.pipeline_model_parallel_size,
@@ -67,27 +68,22 @@ def test_a_layout_fits_its_gpus(row):
         "CP": parallel.context_parallel_size,
         "EP": parallel.expert_model_parallel_size,
     }
-    assert found == {axis: int(row[axis]) for axis in AXES}
-    assert derived.sequence_parallel(parallel) == (found["TP"] > 1)
+    assert actual == {axis: int(row[axis]) for axis in AXES}
+    assert derived.sequence_parallel(parallel) == (actual["TP"] > 1)
     assert sum(derived.layers_per_stage(config)) == config.arch.num_layers
     arch = config.arch
-    tp, cp = found["TP"], found["CP"]
+    tp, cp = actual["TP"], actual["CP"]
     assert arch.num_attention_heads % tp == derived.num_query_groups(arch) % tp == 0
     assert config.train.seq_length % math.lcm(tp, 2 * cp) == 0
-    assert (arch.num_experts or found["EP"]) % found["EP"] == 0
+    assert (arch.num_experts or actual["EP"]) % actual["EP"] == 0
 
 
 @pytest.mark.parametrize("run", [row["run"] for row in SCHEDULES])
 def test_the_parameters_are_as_many_as_published(run):
     """Counted over the tensors of a Hugging Face folder of the model, without padding of the vocabulary."""
     config = read(run)
-    arch = complete(config.arch, config.train.seq_length)
-    shapes = {
-        name: shape
-        for mapping in choose_family(arch).parameters(arch).values()
-        for name, shape in mapping.shapes().items()
-    }
-    count = sum(math.prod(shape) for shape in shapes.values())
+    exported = export_format(config)
+    count = sum(math.prod(shape) for shape in exported.family.shapes(exported.arch).values())
     published = next(row["parameters"] for row in LAYOUTS if row["run"] == run)
     decimals = len(published.partition(".")[2].rstrip("MB"))
     assert f"{count / {'M': 1e6, 'B': 1e9}[published[-1]]:.{decimals}f}{published[-1]}" == published

@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_wrap.checkpoint import CheckpointStore
+from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.engine.state import BestEvaluation, Progress
+from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import ConfigError
 
 pytestmark = pytest.mark.process_group
@@ -86,8 +86,8 @@ def test_fit_takes_the_steps_of_the_documented_loop(data):
         wrap.save()
     seen = []
     with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("fit")])) as wrap:
-        found = wrap.fit(lambda wrap, metrics: seen.append((wrap.iteration, metrics["loss"])))
-    assert found == expected
+        actual = wrap.fit(lambda wrap, metrics: seen.append((wrap.iteration, metrics["loss"])))
+    assert actual == expected
     assert records("fit") == records("loop")
     assert [line["iteration"] for line in records("fit")] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
     assert seen == [(line["iteration"], line["loss"]) for line in records("fit") if "loss" in line]
@@ -99,8 +99,8 @@ def test_fit_takes_the_steps_of_the_documented_loop(data):
 
 def test_without_evaluation_sets_the_metrics_are_those_of_the_last_step(data):
     with ready(MegatronWrap("run.yaml", overrides=[*data[:2], f"{TRAIN}.train_iters=2"])) as wrap:
-        found = wrap.fit()
-        assert found["iteration"] == 2
+        actual = wrap.fit()
+        assert actual["iteration"] == 2
         assert not Path("checkpoints").exists()
         assert wrap.fit() == {}  # took no step
 
@@ -108,17 +108,17 @@ def test_without_evaluation_sets_the_metrics_are_those_of_the_last_step(data):
 @pytest.mark.parametrize(("answer", "until"), [(False, 3), (None, 4), (0, 4)])
 def test_only_false_ends_the_run(data, answer, until):
     with ready(MegatronWrap("run.yaml", overrides=[*data, f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved"])) as wrap:
-        found = wrap.fit(lambda wrap, metrics: answer if wrap.iteration == 3 else True)
+        actual = wrap.fit(lambda wrap, metrics: answer if wrap.iteration == 3 else True)
         assert wrap.iteration == until
-        assert found.keys() == {"eval/validation/loss", "eval/validation/truncated_samples"}
+        assert actual.keys() == {"eval/validation/loss", "eval/validation/truncated_samples"}
     assert CheckpointStore("saved").iterations() == [until]
 
 
 def test_the_best_checkpoint_is_kept(data):
     with scripted(data, f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=3", f"{CHECKPOINT}.keep=1") as wrap:
-        found = wrap.fit(lambda wrap, metrics: wrap.iteration != 9)
+        actual = wrap.fit(lambda wrap, metrics: wrap.iteration != 9)
         assert wrap.evaluated == [0, 2, 4, 6, 8, 9]
-        assert found == {
+        assert actual == {
             **{"eval/validation/loss": LOSSES[9], "eval/validation/truncated_samples": 0.0},
             **{"best_iteration": 4.0, "best_value": 3.0},
         }
@@ -144,12 +144,12 @@ def test_the_best_checkpoint_is_kept(data):
 def test_a_run_out_of_patience_ends(data, patience, mode, ends, best):
     settings = (f"{TRAIN}.early_stop_patience={patience}", f"{CHECKPOINT}.best_metric_mode={mode}")
     with scripted(data, *settings, f"{TRAIN}.save=saved") as wrap:
-        found = wrap.fit()
-        assert (wrap.iteration, found["best_iteration"], found["best_value"]) == (ends, best, LOSSES[best])
+        actual = wrap.fit()
+        assert (wrap.iteration, actual["best_iteration"], actual["best_value"]) == (ends, best, LOSSES[best])
         assert wrap.evaluated == [*range(0, ends + 1, 2)]
-        assert found["eval/validation/loss"] == LOSSES[ends]
-    with scripted(data, *settings, f"{TRAIN}.save=saved") as wrap:  # it does not go on
-        assert wrap.fit() == found
+        assert actual["eval/validation/loss"] == LOSSES[ends]
+    with scripted(data, *settings, f"{TRAIN}.save=saved") as wrap:  # it does not continue
+        assert wrap.fit() == actual
         assert wrap.iteration == ends
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_an_earlier_release_has_no_best_evaluation():
 
 
 def test_the_export_of_the_best_checkpoint_is_kept(tmp_path):
-    from megatron_wrap.bridge.export import prune_exports
+    from megatron_wrap.bridge.export.save_pretrained import prune_exports
 
     for iteration in (2, 4, 6, 8):
         (tmp_path / f"hf_{iteration:07d}").mkdir()
@@ -211,5 +211,5 @@ def test_the_export_of_the_best_checkpoint_is_kept(tmp_path):
 def test_a_value_that_is_no_number_is_never_the_best():
     best = BestEvaluation()
     values = [math.nan, math.inf, 2.0, math.nan, 1.0]
-    assert [best.compare(place, value, largest=False) for place, value in enumerate(values)] == [0, 1, 1, 0, 1]
+    assert [best.compare(index, value, largest=False) for index, value in enumerate(values)] == [0, 1, 1, 0, 1]
     assert (best.iteration, best.value, best.evaluations_since) == (4, 1.0, 0)

@@ -30,8 +30,8 @@ BUDGET = (f"{TRAIN}.global_batch_tokens=64", "megatron_wrap.flow.packing=true", 
 def write(count: int = 22, name: str = "train.jsonl", longest: int = 17) -> None:
     generator = numpy.random.default_rng(3)
     with Path(name).open("w") as file:
-        for place in range(count):
-            ids = [place, *generator.integers(0, 60, int(generator.integers(4, longest))).tolist()]
+        for index in range(count):
+            ids = [index, *generator.integers(0, 60, int(generator.integers(4, longest))).tolist()]
             print(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}), file=file)
 
 
@@ -59,8 +59,9 @@ def test_a_run_in_epochs_equals_one_of_as_many_steps():
         rates, taken = [], []
         for batch in wrap.batches():
             taken.append(wrap.train(batch)["loss"])
-            rates.append(wrap.state.scheduler.get_lr({}))
-        assert wrap.train_iters == 9
+            rates.append(wrap.state.lr_scheduler.get_lr({}))
+        assert wrap.train_iters == wrap.config.train.train_iters == 9
+        assert wrap.given_config.train.train_iters is None
     assert taken == losses(f"{TRAIN}.train_iters=9", *schedule)
     assert rates[-1] == pytest.approx(1e-3)  # min_lr, at the end
 
@@ -202,7 +203,7 @@ def test_workers_end_with_the_run_and_their_death_is_one_error():
     with started(f"{DATA}.num_workers=2") as wrap:
         batches = wrap.batches()
         wrap.train(next(batches))
-        processes = [worker.process_id for worker in wrap._loaders[0]._workers._workers]
+        processes = [worker.process_id for worker in wrap._run.data.loaders[0]._workers._workers]
         begun = time.monotonic()
     assert time.monotonic() - begun < 10
     for process in processes:
@@ -211,7 +212,7 @@ def test_workers_end_with_the_run_and_their_death_is_one_error():
     with started(f"{DATA}.num_workers=1") as wrap:
         batches = wrap.batches()
         wrap.train(next(batches))
-        os.kill(wrap._loaders[0]._workers._workers[0].process_id, signal.SIGKILL)
+        os.kill(wrap._run.data.loaders[0]._workers._workers[0].process_id, signal.SIGKILL)
         with pytest.raises(TrainingError, match=r"worker process \d+ .*SIGKILL"):
             [wrap.train(batch) for batch in batches]
 

@@ -16,10 +16,10 @@ SMALL = ("seq_length=32", "global_batch_size=4", "train_iters=6")
 
 
 def _losses(folder: Path, *overrides: str) -> list[float]:
-    own = [f"megatron_lm.train.common.{text}" for text in SMALL]
-    own += ["megatron_wrap.init.platform=cpu", f"megatron_wrap.logger.output_dir={folder}", *overrides]
+    all_overrides = [f"megatron_lm.train.common.{text}" for text in SMALL]
+    all_overrides += ["megatron_wrap.init.platform=cpu", f"megatron_wrap.logger.output_dir={folder}", *overrides]
     losses: list[float] = []
-    with MegatronWrap(CONFIG, [*own, "megatron_wrap.data.num_workers=0"]) as wrap:
+    with MegatronWrap(CONFIG, [*all_overrides, "megatron_wrap.data.num_workers=0"]) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         wrap.fit(on_step=lambda wrap, metrics: losses.append(metrics["loss"]))

@@ -13,7 +13,7 @@ from megatron_wrap.errors import CheckpointError
 pytestmark = pytest.mark.process_group
 
 TRAIN, RATE, OPTIMIZER = (f"megatron_lm.train.{name}" for name in ("common", "learning-rate", "optimizer"))
-SAMPLES = [{"input_ids": [place, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for place in range(4)]
+SAMPLES = [{"input_ids": [index, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for index in range(4)]
 
 
 def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> list[float]:

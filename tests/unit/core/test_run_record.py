@@ -12,13 +12,13 @@ import yaml
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks import check_run
-from megatron_wrap.config.paths import tensorboard_dir
+from megatron_wrap.config.checks.run import check_run
+from megatron_wrap.config.schema.derived import tensorboard_dir
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import ConfigError
 
 TRAIN, LOGGER = "megatron_lm.train.common", "megatron_wrap.logger"
-SAMPLES = [{"input_ids": [place, 1, 2, 3, 4], "loss_mask": [0, 1, 1, 1, 1]} for place in range(5, 13)]
+SAMPLES = [{"input_ids": [index, 1, 2, 3, 4], "loss_mask": [0, 1, 1, 1, 1]} for index in range(5, 13)]
 
 
 @pytest.mark.process_group
@@ -36,15 +36,15 @@ def test_a_run_is_reported_from_its_own_records(monkeypatch):
         while wrap.iteration < wrap.train_iters:
             metrics = wrap.train(SAMPLES[4 * wrap.iteration : 4 * wrap.iteration + 4])
             wrap.log_last_metrics()
-        found = wrap.evaluate({"books": SAMPLES})
+        actual = wrap.evaluate({"books": SAMPLES})
         saved = wrap.save()
     assert metrics["global_batch_size"] == 4
-    assert found["eval/books/perplexity"] == pytest.approx(math.exp(found["eval/books/loss"]), rel=1e-12)
+    assert actual["eval/books/perplexity"] == pytest.approx(math.exp(actual["eval/books/loss"]), rel=1e-12)
 
     events = EventAccumulator("events").Reload()
     tags = {"loss", "learning_rate", "global_batch_size", "grad_norm", "tflops", "tokens_per_second"}
     assert set(events.Tags()["scalars"]) > tags | {"eval/books/loss", "eval/books/perplexity"}
-    assert events.Scalars("eval/books/perplexity")[0].value == pytest.approx(found["eval/books/perplexity"], rel=1e-6)
+    assert events.Scalars("eval/books/perplexity")[0].value == pytest.approx(actual["eval/books/perplexity"], rel=1e-6)
 
     facts = json.loads(Path("outputs/run/run.json").read_text())
     resolved = yaml.safe_load((saved / "resolved.yaml").read_text())
@@ -59,7 +59,7 @@ def test_a_run_is_reported_from_its_own_records(monkeypatch):
     assert main(["report", "outputs/run"]) == 0
     page = Path("outputs/run/report.html").read_text("utf-8")
     assert str(saved.resolve()) in page
-    assert f"{found['eval/books/perplexity']:.4f}" in page
+    assert f"{actual['eval/books/perplexity']:.4f}" in page
 
 
 def test_tensorboard_without_its_package_is_refused_before_the_run(monkeypatch):

@@ -36,8 +36,8 @@ def data(count: int = 24) -> list[dict[str, list[int]]]:
     generator = numpy.random.default_rng(3)
     lengths = generator.integers(5, 18, count)
     return [
-        {"input_ids": [place, *generator.integers(0, 60, n - 1).tolist()], "loss_mask": [0, *[1] * (n - 1)]}
-        for place, n in enumerate(lengths)
+        {"input_ids": [index, *generator.integers(0, 60, n - 1).tolist()], "loss_mask": [0, *[1] * (n - 1)]}
+        for index, n in enumerate(lengths)
     ]
 
 
@@ -76,7 +76,7 @@ def test_constructing_has_no_side_effects():
         (lambda wrap: wrap.save(), "setup_model_and_optimizer"),
         (lambda wrap: wrap.load("x"), "setup_model_and_optimizer"),
         (lambda wrap: next(wrap.batches([])), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.log_last_metrics(), r"no step has been taken yet; call wrap\.train\(batch\) first"),
+        (lambda wrap: wrap.log_last_metrics(), "setup_model_and_optimizer"),
     ],
 )
 def test_a_call_out_of_order_names_the_call_that_must_come_first(call, message):
@@ -94,8 +94,8 @@ def test_close_ends_a_run_and_another_can_begin():
         with started() as wrap:
             wrap.initialize()  # a second call does nothing
             sizes = (wrap.tp_size, wrap.pp_size, wrap.dp_size, wrap.cp_size, wrap.ep_size)
-            places = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
-            assert (sizes, places) == ((1,) * 5, (0,) * 5)
+            ranks = (wrap.tp_rank, wrap.pp_rank, wrap.dp_rank, wrap.cp_rank, wrap.ep_rank)
+            assert (sizes, ranks) == ((1,) * 5, (0,) * 5)
             assert all(
                 dist.get_world_size(getattr(wrap, f"{axis}_group")) == 1 for axis in ("tp", "pp", "dp", "cp", "ep")
             )
@@ -283,7 +283,7 @@ def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_the
             wrap.save()
     assert resumed == straight
     assert len(straight) == 8
-    first_epoch = [place for batch in straight[:6] for place in batch]
+    first_epoch = [sample for batch in straight[:6] for sample in batch]
     assert sorted(first_epoch) == list(range(24)) != first_epoch
 
 
@@ -305,7 +305,7 @@ def test_the_global_batch_ramps_up_and_the_schedule_counts_iterations():
         # warm-up ends after its three iterations, the decay after the last
         assert rates[0] == 0.0
         assert rates[3] == pytest.approx(1e-2)
-        assert wrap._ready().scheduler.get_lr({}) == pytest.approx(1e-3)
+        assert wrap.state.lr_scheduler.get_lr({}) == pytest.approx(1e-3)
 
 
 def test_a_run_of_samples_grows_its_batch_and_counts_its_schedule_in_samples():
@@ -360,7 +360,7 @@ def test_learning_rates_and_weight_decay_are_megatron_core_s(style):
     decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
     overrides += [f"megatron_lm.train.optimizer.{name}={value}" for name, value in decay.items()]
     with started(f"{TRAIN}.train_iters=8", *overrides) as wrap:
-        matrices = [group for group in wrap._ready().optimizer.param_groups if group["wd_mult"] == 1.0]
+        matrices = [group for group in wrap.state.optimizer.param_groups if group["wd_mult"] == 1.0]
         for _ in range(8):
             group = optimizer.param_groups[0]
             assert [g["lr"] for g in matrices] == pytest.approx([group["lr"]] * len(matrices))
@@ -378,11 +378,11 @@ def test_warm_up_is_a_fraction_of_the_decay():
 @pytest.mark.parametrize(("interval", "due"), [("2", [0, 2, 4, 6]), ("4", [0, 4]), ("null", [])])
 def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(interval, due):
     with started(f"{TRAIN}.eval_interval={interval}") as wrap:
-        found = [0] if wrap.evaluation_due else []
+        actual = [0] if wrap.evaluation_due else []
         for batch in wrap.batches(data()):
             wrap.train(batch)
-            found += [wrap.iteration] if wrap.evaluation_due else []
-    assert found == due
+            actual += [wrap.iteration] if wrap.evaluation_due else []
+    assert actual == due
 
 
 # ---- evaluation and forward ----
@@ -390,10 +390,10 @@ def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(inte
 
 def test_evaluation_sets_by_name_and_their_limit():
     with started(f"{TRAIN}.eval_iters=2") as wrap:  # of 4 samples each
-        found = wrap.evaluate({"long": data(), "head": data()[:8], "one": data()[:1]})
+        actual = wrap.evaluate({"long": data(), "head": data()[:8], "one": data()[:1]})
         names = ("loss", "truncated_samples")
-        assert list(found) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
-        assert found["eval/long/loss"] == found["eval/head/loss"] != found["eval/one/loss"]
+        assert list(actual) == [f"eval/{of}/{name}" for of in ("long", "head", "one") for name in names]
+        assert actual["eval/long/loss"] == actual["eval/head/loss"] != actual["eval/one/loss"]
         with pytest.raises(DataError, match="'none' is empty"):
             wrap.evaluate({"none": []})
         assert wrap.forward([]) == []
@@ -405,8 +405,8 @@ def test_evaluation_sets_of_the_configuration():
     selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
     with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
         assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
-        found = wrap.evaluate()
-        assert found["eval/validation/loss"] == wrap.evaluate({"validation": data()})["eval/validation/loss"]
+        actual = wrap.evaluate()
+        assert actual["eval/validation/loss"] == wrap.evaluate({"validation": data()})["eval/validation/loss"]
 
 
 def test_outputs_of_a_flow_that_collates_several_sequences_of_a_sample_are_refused():
@@ -440,7 +440,7 @@ def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built():
     wrap.initialize()
     with pytest.raises(FlowError, match=r"Negative\.get_loss_weight.*-1\.0"):
         wrap.setup_model_and_optimizer()
-    assert wrap._state is None
+    assert wrap._run is None
     wrap.close()
 
 
@@ -457,15 +457,15 @@ def test_records_of_a_resumed_run():
             while wrap.iteration < until:
                 if wrap.evaluation_due:
                     wrap.evaluate({"set": data()[:4]})
-                place = 4 * wrap.iteration
-                reported.append(wrap.train(data()[place : place + 4]))
+                start = 4 * wrap.iteration
+                reported.append(wrap.train(data()[start : start + 4]))
                 wrap.log_last_metrics()
                 wrap.log_last_metrics()  # a second call adds no line
-    found = lines()
-    assert [line["iteration"] for line in found] == [0, 1, 2, 3, 3, 4, 5, 6]
-    evaluations = [line for line in found if "loss" not in line]
+    actual = lines()
+    assert [line["iteration"] for line in actual] == [0, 1, 2, 3, 3, 4, 5, 6]
+    evaluations = [line for line in actual if "loss" not in line]
     assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
-    steps = [line for line in found if "loss" in line]
+    steps = [line for line in actual if "loss" in line]
     assert steps == [*reported[:2], *reported[3:]]
     assert reported[2]["loss"] == reported[3]["loss"]  # step 3, taken twice
 

@@ -145,7 +145,7 @@ def test_explain_gives_the_folder_as_the_origin_of_a_value(folder):
     ("arguments", "message"),
     [
         (["export-hf", "nothing", "out"], "nothing: no such run or checkpoint"),
-        (["export-hf", ".", "out"], ".: holds no checkpoint"),
+        (["export-hf", ".", "out"], ".: contains no checkpoint"),
         (["export-hf", "run.yaml", "out"], "megatron_lm.train.common.save is null, so the run has no checkpoint"),
         (["verify-hf", "./nothing"], "no Hugging Face folder './nothing'"),
         (["verify-hf", "."], "config.json: no such file"),

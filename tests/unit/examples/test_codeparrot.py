@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks import check_values
+from megatron_wrap.config.checks.run import check_values
 
 FOLDER = Path(__file__).parents[3] / "examples/codeparrot"
 
@@ -74,8 +74,8 @@ def test_the_curve_is_a_picture(tmp_path):
 
 @pytest.mark.parametrize(("name", "millions"), [("cpu", 2.06), ("gpu", 111.0)])
 def test_the_configurations_have_the_sizes_they_name(name, millions):
-    given = ("megatron_wrap.data.train", "megatron_wrap.data.tokenizer", "megatron_lm.train.common.save")
-    config = load_run_config(FOLDER / f"{name}.yaml", [f"{key}=given" for key in given])
+    required = ("megatron_wrap.data.train", "megatron_wrap.data.tokenizer", "megatron_lm.train.common.save")
+    config = load_run_config(FOLDER / f"{name}.yaml", [f"{key}=given" for key in required])
     check_values(config)
     arch = config.arch
     layer = 12 * arch.hidden_size**2 + 13 * arch.hidden_size

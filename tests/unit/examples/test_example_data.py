@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.data.chat import tokenize_chat
-from megatron_wrap.data.jsonl import JsonLines
-from megatron_wrap.data.tokenizer import end_token_id, load_tokenizer, pad_token_id
+from megatron_wrap.data.chat.encode import tokenize_chat
+from megatron_wrap.data.chat.tokenizer import end_token_id, load_tokenizer, pad_token_id
+from megatron_wrap.data.sources.json_lines import JsonLines
 from megatron_wrap.platform import choose_platform
 
 pytestmark = pytest.mark.transformers
@@ -84,7 +84,7 @@ def test_a_whole_folder_is_kept_and_a_broken_one_made_again(data, tmp_path):
 
 def test_the_conversations(data):
     train, validation = JsonLines(data / "train.jsonl"), JsonLines(data / "validation.jsonl")
-    assert train.check() + validation.check() >= 3000
+    assert len(train) + len(validation) >= 3000
     assert 100 <= len(validation) <= 0.1 * len(train)
     samples = [*train, *validation]
     assert all([message["role"] for message in sample["messages"]] == ["user", "assistant"] for sample in samples)
@@ -110,17 +110,17 @@ def test_an_answer_is_the_documentation(data):
     import inspect
     import textwrap
 
-    found = {}
+    actual = {}
     for sample in [*JsonLines(data / "train.jsonl"), *JsonLines(data / "validation.jsonl")]:
         question, answer = (message["content"] for message in sample["messages"])
-        found[question.split("`")[1].split("(")[0]] = answer
-    assert found["textwrap.dedent"] == inspect.getdoc(textwrap.dedent)
-    assert found["str.upper"] == inspect.getdoc(str.upper)
-    assert inspect.getdoc(textwrap.TextWrapper).startswith(found["textwrap.TextWrapper"])
+        actual[question.split("`")[1].split("(")[0]] = answer
+    assert actual["textwrap.dedent"] == inspect.getdoc(textwrap.dedent)
+    assert actual["str.upper"] == inspect.getdoc(str.upper)
+    assert inspect.getdoc(textwrap.TextWrapper).startswith(actual["textwrap.TextWrapper"])
 
 
 def test_the_tokenizer(data):
-    tokenizer = load_tokenizer(data / "tokenizer", require_chat_template=True)
+    tokenizer = load_tokenizer(data / "tokenizer")
     assert len(tokenizer) == 4096
     assert (pad_token_id(tokenizer), tokenizer.bos_token_id, end_token_id(tokenizer)) == (0, 1, 2)
     text = "  def f(x):\n\t\treturn 'naïve 🦙'  \n\n"
@@ -140,8 +140,8 @@ def test_the_indexed_documents_are_the_answers(data):
     tokenizer, documents = load_tokenizer(data / "tokenizer"), IndexedDataset(str(data / "text_document"))
     samples = JsonLines(data / "train.jsonl")
     assert len(documents) == len(samples)
-    for place in (0, 1, len(samples) - 1):
-        assert tokenizer.decode(documents[place]) == samples[place]["messages"][1]["content"] + "<|end|>"
+    for index in (0, 1, len(samples) - 1):
+        assert tokenizer.decode(documents[index]) == samples[index]["messages"][1]["content"] + "<|end|>"
 
 
 def test_every_mask_is_the_answer_and_its_end(data):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_wrap.data.chat import ChatTokens
+from megatron_wrap.data.chat.encode import ChatTokens
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, MegatronWrapGPTModelDPOFlow
-from megatron_wrap.flow import pairs as pairs_module
+from megatron_wrap.flow.shared import pairs as pairs_module
 
 Config = MegatronWrapGPTModelDPOFlow.Config
 
@@ -21,9 +21,9 @@ def flow(micro_batch_size: int = 2, seq_length: int = 8, **options: Any) -> Mega
 
 
 def pair(chosen: int, rejected: int, **further: Any) -> dict[str, Any]:
-    given = {"reference_chosen_log_probs": -1.0, "reference_rejected_log_probs": -2.0}
+    reference_outputs = {"reference_chosen_log_probs": -1.0, "reference_rejected_log_probs": -2.0}
     ids = {"prompt_ids": [1, 2], "chosen_ids": list(range(chosen)), "rejected_ids": list(range(rejected))}
-    return {**ids, **given, **further}
+    return {**ids, **reference_outputs, **further}
 
 
 def test_a_weight_of_2_is_the_pair_twice(monkeypatch):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext
-from megatron_wrap.flow import pairs as pairs_module
 from megatron_wrap.flow.cpo import MegatronWrapGPTModelCPOFlow
 from megatron_wrap.flow.orpo import MegatronWrapGPTModelORPOFlow, log_odds
 from megatron_wrap.flow.reward import MegatronWrapGPTModelRewardFlow
+from megatron_wrap.flow.shared import pairs as pairs_module
 
 
 def flow(made: Any, micro_batch_size: int = 8, seq_length: int = 8, **options: Any) -> Any:
@@ -101,7 +101,7 @@ def test_cpo_is_its_formula(monkeypatch, options):
 
 
 def test_orpo_is_its_formula(monkeypatch):
-    """The likelihood term counts the prompt too, without its first token."""
+    """The likelihood term also counts the prompt, without its first token."""
     objective, metrics = result(flow(MegatronWrapGPTModelORPOFlow, beta=0.4), PAIRS, LOG_PROBS, monkeypatch)
     total = total_weight = nll = tokens = 0.0
     for row, sample in enumerate(PAIRS):
@@ -151,14 +151,14 @@ def test_an_empty_or_a_missing_answer_is_refused(made, answer):
 def test_the_last_token_of_a_sequence_is_scored():
     """All tokens are inputs; truncation moves the scored token."""
     made = flow(MegatronWrapGPTModelRewardFlow, seq_length=6)
-    given = [pair(3, 1, margin=0.5), pair(9, 2)]
-    model_inputs, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample(sample) for sample in given]))
+    pairs = [pair(3, 1, margin=0.5), pair(9, 2)]
+    model_inputs, loss_inputs = made.collate_data_micro_batch(iter([made.prepare_sample(sample) for sample in pairs]))
     assert model_inputs["attention_mask"].sum(dim=1).tolist() == [5, 6, 3, 4]
     assert loss_inputs["last_token"].argmax(dim=1).tolist() == [4, 5, 2, 3]
     assert loss_inputs["last_token"].sum(dim=1).tolist() == [1, 1, 1, 1]
     assert loss_inputs["truncated"].tolist() == [0, 1]
     assert loss_inputs["margin"].tolist() == [0.5, 0]
-    assert made.get_sample_lengths(given[1]) == [6, 4]
+    assert made.get_sample_lengths(pairs[1]) == [6, 4]
     values = torch.arange(24.0).view(4, 6, 1)
     scores = made.calculate_outputs(loss_inputs, values)
     assert scores["chosen_score"].tolist() == [4, 11]

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megatron_wrap.data.tokenizer import load_tokenizer
+from megatron_wrap.data.chat.tokenizer import load_tokenizer
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.flow import sft as sft_module
+from megatron_wrap.flow.shared import next_token as next_token_module
 
 pytestmark = pytest.mark.transformers
 
@@ -128,7 +129,8 @@ def test_loss_is_the_cross_entropy_of_the_masked_tokens(monkeypatch):
         size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
 
     real = sft_module.token_log_probs
-    monkeypatch.setattr(sft_module, "token_log_probs", lambda logits, ids: real(logits, ids, OneRank()))
+    for module in (sft_module, next_token_module):
+        monkeypatch.setattr(module, "token_log_probs", lambda logits, ids: real(logits, ids, OneRank()))
     made = flow(seq_length=8)
     _, loss_inputs = made.collate_data_micro_batch(iter([token_sample(12), token_sample(5)]))
     logits = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron_wrap.config.schema import SECTION_PATHS, LoggerConfig, RunConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS, LoggerConfig, RunConfig
 from megatron_wrap.metrics.declared import (
     ENGINE_METRICS,
     EVALUATION_LOSS,
@@ -47,7 +47,7 @@ def test_undeclared_names_are_metrics_of_flows_or_evaluations():
 
 def test_console_order_is_the_declared_order():
     examples = {info.name: info.console.example for info in reversed(METRICS) if info.console is not None}
-    # names between the loss and the gradient norm keep the given order
+    # names between the loss and the gradient norm keep their order
     middle = ["z_loss", "global_load_balancing_loss", "seq_load_balancing_loss", "load_balancing_loss"]
     middle += ["eval/NAME/METRIC", "eval/NAME/perplexity", "eval/NAME/loss", "METRIC"]
     fixed = [info.name for info in METRICS if info.name in examples and info.name not in middle]

@@ -30,10 +30,10 @@ def test_each_type_is_reduced_over_micro_batches_and_ranks():
 def test_extremes_and_differences_are_of_the_whole_step():
     ranks = [MetricSums(CPU), MetricSums(CPU), MetricSums(CPU)]
     values = [[4.0, -1.0], [2.0], [float("inf")]]
-    for place, (sums, of_rank) in enumerate(zip(ranks, values, strict=True)):
+    for index, (sums, of_rank) in enumerate(zip(ranks, values, strict=True)):
         for value in of_rank:
             largest = Maximum(value) if value < 9 else Maximum(-value)
-            difference = Difference((value, 2) if place < 2 else (0, 0), (place, 1))
+            difference = Difference((value, 2) if index < 2 else (0, 0), (index, 1))
             sums.add({"low": Minimum(torch.tensor(value)), "high": largest, "apart": difference}, weight=1.0)
     assert reduced(*ranks) == {"low": -1.0, "high": 4.0, "apart": 5 / 6 - 3 / 4}
     assert reduced(ranks[2]) == {"low": None, "high": None, "apart": None}

@@ -37,27 +37,13 @@ LLAMA = ModelShape(
     vocab_size=96,
     gated_linear_unit=True,
 )
-GPT2 = ModelShape(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=128,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=8,
-    vocab_size=96,
-    gated_linear_unit=False,
+GPT2 = dataclasses.replace(
+    LLAMA, num_layers=2, ffn_hidden_size=128, num_query_groups=4, kv_channels=8, gated_linear_unit=False
 )
-
-
-QWEN2_MOE = ModelShape(
-    num_layers=3,
-    hidden_size=32,
-    ffn_hidden_size=88,
-    num_attention_heads=4,
+QWEN2_MOE = dataclasses.replace(
+    LLAMA,
     num_query_groups=4,
     kv_channels=8,
-    vocab_size=96,
-    gated_linear_unit=True,
     experts=ExpertShape(
         num_layers=2, num_experts=6, topk=3, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
     ),
@@ -76,14 +62,23 @@ DEEPSEEK_LITE = dataclasses.replace(
 )
 
 
+def llama_sizes(shape):
+    """Arguments of transformers' configurations of Llama-like models."""
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "vocab_size": shape.vocab_size,
+        "attn_implementation": "eager",
+    }
+
+
 def make_deepseek(shape=DEEPSEEK):
     experts, latent = shape.experts, shape.latent_attention
     config = DeepseekV2Config(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.ffn_hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        vocab_size=shape.vocab_size,
+        **llama_sizes(shape),
         first_k_dense_replace=1,
         n_routed_experts=experts.num_experts,
         n_shared_experts=2,
@@ -94,7 +89,6 @@ def make_deepseek(shape=DEEPSEEK):
         qk_nope_head_dim=latent.qk_head_dim - latent.qk_pos_emb_head_dim,
         qk_rope_head_dim=latent.qk_pos_emb_head_dim,
         v_head_dim=latent.v_head_dim,
-        attn_implementation="eager",
         experts_implementation="eager",
     )
     return DeepseekV2ForCausalLM(config)
@@ -107,35 +101,19 @@ def make_deepseek_lite():
 def make_qwen2_moe():
     experts = QWEN2_MOE.experts
     config = Qwen2MoeConfig(
-        hidden_size=QWEN2_MOE.hidden_size,
-        intermediate_size=QWEN2_MOE.ffn_hidden_size,
-        num_hidden_layers=QWEN2_MOE.num_layers,
-        num_attention_heads=QWEN2_MOE.num_attention_heads,
-        num_key_value_heads=QWEN2_MOE.num_query_groups,
-        vocab_size=QWEN2_MOE.vocab_size,
+        **llama_sizes(QWEN2_MOE),
         mlp_only_layers=[0],
         num_experts=experts.num_experts,
         num_experts_per_tok=experts.topk,
         moe_intermediate_size=experts.ffn_hidden_size,
         shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
-        attn_implementation="eager",
         experts_implementation="eager",
     )
     return Qwen2MoeForCausalLM(config)
 
 
 def make_llama():
-    config = LlamaConfig(
-        hidden_size=LLAMA.hidden_size,
-        intermediate_size=LLAMA.ffn_hidden_size,
-        num_hidden_layers=LLAMA.num_layers,
-        num_attention_heads=LLAMA.num_attention_heads,
-        num_key_value_heads=LLAMA.num_query_groups,
-        head_dim=LLAMA.kv_channels,
-        vocab_size=LLAMA.vocab_size,
-        attn_implementation="eager",
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**llama_sizes(LLAMA), head_dim=LLAMA.kv_channels))
 
 
 def make_gpt2():

@@ -311,7 +311,7 @@ def our_gradients(wrap: MegatronWrap, samples: list[dict[str, list[int]]]) -> di
     from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
-    state = wrap._ready()
+    state = wrap.state
     gradients_of_batch(state, samples)
     return gather_gradients(state)
 
@@ -323,14 +323,15 @@ def run_config(tmp_path: Path, arch: dict[str, Any]) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_logits_loss_and_gradients_equal_transformers(family: Family, tmp_path: Path):
-    from megatron_wrap.testing.gradients import gather_weights, unwrapped
+    from megatron_wrap.model.chunks import bare_model
+    from megatron_wrap.testing.gradients import gather_weights
 
     with MegatronWrap(*run_config(tmp_path, family.arch)) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         config: RunConfig = wrap.config
-        state = wrap._ready()
-        ours = unwrapped(state.chunks[0])
+        state = wrap.state
+        ours = bare_model(state.chunks[0])
         randomize_weights(ours, config.arch.apply_layernorm_1p)
         theirs = hf.build(family.model_class, config.arch, family.mapping, **family.settings)
         hf.load_all(theirs, family.mapping(gather_weights(state), config))
@@ -339,12 +340,12 @@ def test_logits_loss_and_gradients_equal_transformers(family: Family, tmp_path: 
             randomize_expert_biases(ours, theirs)
         ids = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(13))
         with torch.no_grad():
-            found = ours.eval()(ids, torch.arange(64).expand(2, -1), None)
+            actual = ours.eval()(ids, torch.arange(64).expand(2, -1), None)
             expected = theirs(ids).logits
-        assert found.shape == (2, 64, 384)  # 301 padded to a multiple of 128
-        assert found.softmax(-1)[..., VOCAB:].sum() == 0.0
+        assert actual.shape == (2, 64, 384)  # 301 padded to a multiple of 128
+        assert actual.softmax(-1)[..., VOCAB:].sum() == 0.0
         assert expected.std() > 0.5
-        assert (found[..., :VOCAB] - expected).abs().max() <= 1e-4
+        assert (actual[..., :VOCAB] - expected).abs().max() <= 1e-4
 
         ours.train()
         samples = sft_samples()

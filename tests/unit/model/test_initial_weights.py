@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.schema import ArchConfig
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.initial_weights import fill_initial_weights
 from megatron_wrap.parallel.state import Axis
 from megatron_wrap.testing.gradients import join_slices

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.model.transformer import same_named, transformer_config
+from megatron_wrap.model.transformer_config import same_named, transformer_config
 from megatron_wrap.platform import choose_platform
 
 RUN = Path(__file__).parents[3] / "configs/tiny-llama-mock.yaml"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_wrap.config import RunConfig, derived
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
 
 Named = dict[str, Tensor]
 
@@ -124,8 +125,8 @@ def to_gpt2(ours: Mapping[str, Tensor], config: RunConfig) -> Named:
     for number, module, kind, tensor in _by_module(ours):
         if module == "self_attention.linear_qkv":
             tensor = torch.cat(split_qkv(tensor, config))
-        place = "ln_f" if module == "final_layernorm" else f"h.{number}.{names[module]}"
-        theirs[f"transformer.{place}.{kind}"] = tensor.T.contiguous() if tensor.dim() == 2 else tensor
+        prefix = "ln_f" if module == "final_layernorm" else f"h.{number}.{names[module]}"
+        theirs[f"transformer.{prefix}.{kind}"] = tensor.T.contiguous() if tensor.dim() == 2 else tensor
     return theirs
 
 

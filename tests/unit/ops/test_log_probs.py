@@ -27,14 +27,14 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
     logits = (torch.randn(2, 5, 37) * 3).to(dtype).requires_grad_()
     ids = torch.randint(0, 37, (2, 5))
     weights = torch.randn(2, 5, dtype=torch.float64)
-    found = token_log_probs(logits, ids, OneRank())
-    (found.double() * weights).sum().backward()
+    actual = token_log_probs(logits, ids, OneRank())
+    (actual.double() * weights).sum().backward()
 
     wide = logits.detach().double().requires_grad_()
     expected = wide.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     (expected * weights).sum().backward()
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=tolerance)
 
 
@@ -53,10 +53,10 @@ def test_log_probs_pass_gradcheck():
 
 def test_vocabulary_max_equals_torch_max():
     logits = torch.randn(2, 3, 11, requires_grad=True)
-    found = vocabulary_max(logits, OneRank())
-    (found**2).sum().backward()
+    actual = vocabulary_max(logits, OneRank())
+    (actual**2).sum().backward()
     other = logits.detach().clone().requires_grad_()
     expected = other.max(dim=-1).values
     (expected**2).sum().backward()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert torch.equal(logits.grad, other.grad)

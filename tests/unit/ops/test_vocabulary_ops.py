@@ -82,14 +82,14 @@ def test_strided_logits_give_the_same_result_and_are_not_modified(name):
     # like a [B, S, V] view of Megatron-Core's [S, B, V], without the first position and the last column
     stored = [F.pad(x.detach(), (0, 1, 1, 0)).transpose(0, 1).contiguous().requires_grad_() for x in plain]
     before = [x.detach().clone() for x in stored]
-    found, expected = operation(*(x.transpose(0, 1)[:, 1:, :-1] for x in stored)), operation(*plain)
-    assert torch.equal(found, expected)
+    actual, expected = operation(*(x.transpose(0, 1)[:, 1:, :-1] for x in stored)), operation(*plain)
+    assert torch.equal(actual, expected)
     weights = torch.randn_like(expected)
-    (found * weights).sum().backward()
+    (actual * weights).sum().backward()
     (expected * weights).sum().backward()
-    for one, other, was in zip(stored, plain, before, strict=True):
-        assert torch.equal(one.grad.transpose(0, 1)[:, 1:, :-1], other.grad)
-        assert torch.equal(one.detach(), was)
+    for with_exponentials, other, was in zip(stored, plain, before, strict=True):
+        assert torch.equal(with_exponentials.grad.transpose(0, 1)[:, 1:, :-1], other.grad)
+        assert torch.equal(with_exponentials.detach(), was)
 
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min / 2, -math.inf])
@@ -100,13 +100,13 @@ def test_masked_columns_contribute_nothing(name, mask):
     operation, count = operations((2, 3), 9, torch.float32)[name]
     plain = [torch.randn(2, 3, 9, requires_grad=True) for _ in range(count)]
     padded = [F.pad(x.detach(), (0, 4), value=mask).requires_grad_() for x in plain]
-    found, expected = operation(*padded), operation(*plain)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    found.sum().backward()
+    actual, expected = operation(*padded), operation(*plain)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    actual.sum().backward()
     expected.sum().backward()
-    for one, other in zip(padded, plain, strict=True):
-        torch.testing.assert_close(one.grad[..., :9], other.grad, rtol=1e-6, atol=1e-6)
-        assert torch.equal(one.grad[..., 9:], torch.zeros(2, 3, 4))
+    for of_padded, other in zip(padded, plain, strict=True):
+        torch.testing.assert_close(of_padded.grad[..., :9], other.grad, rtol=1e-6, atol=1e-6)
+        assert torch.equal(of_padded.grad[..., 9:], torch.zeros(2, 3, 4))
 
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min / 2, -math.inf])
@@ -140,8 +140,8 @@ def test_divergence_of_equal_logits_is_zero_and_jensen_shannon_is_bounded():
     for kind in KINDS:
         assert ops.kl_divergence(logits, logits.clone(), kind, group=ONE).abs().max() < 1e-14
     apart = 1e3 * torch.eye(4, dtype=torch.float64)  # no common id
-    found = ops.kl_divergence(apart, apart.roll(1, 0), "jensen_shannon", group=ONE)
-    torch.testing.assert_close(found, torch.full_like(found, math.log(2)), rtol=1e-14, atol=0)
+    actual = ops.kl_divergence(apart, apart.roll(1, 0), "jensen_shannon", group=ONE)
+    torch.testing.assert_close(actual, torch.full_like(actual, math.log(2)), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

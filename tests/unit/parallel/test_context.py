@@ -24,9 +24,9 @@ def test_positions_of_each_rank():
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_merge_restores_the_order(cp_size, dim):
     whole = torch.randn(24, 48, 24)
-    places = [positions(whole.shape[dim], cp_size, rank) for rank in range(cp_size)]
-    assert {len(of_rank) for of_rank in places} == {whole.shape[dim] // cp_size}
-    assert torch.equal(merge([whole.index_select(dim, of_rank) for of_rank in places], dim), whole)
+    indices = [positions(whole.shape[dim], cp_size, rank) for rank in range(cp_size)]
+    assert {len(of_rank) for of_rank in indices} == {whole.shape[dim] // cp_size}
+    assert torch.equal(merge([whole.index_select(dim, of_rank) for of_rank in indices], dim), whole)
 
 
 def test_every_sequence_of_a_row_is_split_on_its_own():

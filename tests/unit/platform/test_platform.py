@@ -8,8 +8,8 @@ import torch
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import choose_platform
-from megatron_wrap.platform.base import Replacements
-from megatron_wrap.platform.cuda import CudaPlatform
+from megatron_wrap.platform.base.platform import Replacements
+from megatron_wrap.platform.gpu.platform import CudaPlatform
 
 
 def test_importing_the_package_needs_no_torch():

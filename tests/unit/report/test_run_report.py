@@ -22,13 +22,13 @@ def write_run(folder: Path, name: str, lr: str = "0.001", losses: list[float] = 
     """A run of a few steps, with an evaluation before the first and after the last one."""
     folder.mkdir()
     steps: list[dict[str, Any]] = [
-        {"iteration": place, "loss": loss, "learning_rate": 1e-3 / place, "grad_norm": None, "global_batch_size": 4}
-        | {"consumed_tokens": 1000 * place, "tokens_per_second": 10.0 * place, "elapsed_time": 0.5, "tflops": 2.0}
-        for place, loss in enumerate(losses, 1)
+        {"iteration": step, "loss": loss, "learning_rate": 1e-3 / step, "grad_norm": None, "global_batch_size": 4}
+        | {"consumed_tokens": 1000 * step, "tokens_per_second": 10.0 * step, "elapsed_time": 0.5, "tflops": 2.0}
+        for step, loss in enumerate(losses, 1)
     ]
     evaluations = [
-        {"iteration": place, "eval/books/loss": loss, "eval/books/perplexity": 2.0 + loss}
-        for place, loss in ((0, 6.0), (5, 3.5))
+        {"iteration": iteration, "eval/books/loss": loss, "eval/books/perplexity": 2.0 + loss}
+        for iteration, loss in ((0, 6.0), (5, 3.5))
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in (*steps, *evaluations)))
     texts = [{"iteration": 5, "prompt": "Call me", "text": "<b>Ishmael</b>."}]
@@ -110,12 +110,12 @@ def test_a_line_that_a_killed_process_cut_off_is_left_out_and_named(tmp_path):
         file.write('{"iteration": 6, "lo')
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text("utf-8")
-    assert "metrics.jsonl:8: the last line is cut off" in page
+    assert "metrics.jsonl:8: the last line is incomplete" in page
     assert len(values_of(figures_of(page)["loss"])[0]) == 5
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "given", "message"),
+    ("file", "content", "argument", "message"),
     [
         ("", "", "outputs/onn", r"outputs/onn: no such run; did you mean outputs/one\?"),
         ("", "", "nowhere/one", "nowhere/one: no such run; of its path only the working directory exists"),
@@ -134,13 +134,13 @@ def test_a_line_that_a_killed_process_cut_off_is_left_out_and_named(tmp_path):
         ("run.json", "[1", "", "run.json: cannot be read .* delete it"),
     ],
 )
-def test_a_broken_record_is_one_error(tmp_path, monkeypatch, capsys, file, content, given, message):
+def test_a_broken_record_is_one_error(tmp_path, monkeypatch, capsys, file, content, argument, message):
     monkeypatch.chdir(tmp_path)
     Path("outputs").mkdir()
     write_run(Path("outputs/one"), "first")
     if file:
         Path("outputs/one", file).write_text(content)
-    assert main(["report", given or "outputs/one"]) == 2
+    assert main(["report", argument or "outputs/one"]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert error.startswith("error: ")
@@ -148,7 +148,7 @@ def test_a_broken_record_is_one_error(tmp_path, monkeypatch, capsys, file, conte
 
 
 def test_many_steps_are_thinned_to_means_and_their_range():
-    values = [float((7 * place) % 13) for place in range(2001)]
+    values = [float((7 * iteration) % 13) for iteration in range(2001)]
     points = thinned([*enumerate(values)], most=500)
     assert len(points) == 401
     for number, point in enumerate(points):
@@ -161,17 +161,17 @@ def test_many_steps_are_thinned_to_means_and_their_range():
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.2, 3.9), (-5, 1234), (1e-9, 7e-6), (2, 2)])
 def test_ticks_are_round_numbers_inside_the_range(low, high):
-    found = ticks(low, high)
-    assert 1 <= len(found) <= 6
-    assert all(low <= value * (1 + 1e-9) and value <= high * (1 + 1e-9) + 1e-12 for value in found)
-    for step in {round(b - a, 15) for a, b in itertools.pairwise(found)}:
+    numbers = ticks(low, high)
+    assert 1 <= len(numbers) <= 6
+    assert all(low <= value * (1 + 1e-9) and value <= high * (1 + 1e-9) + 1e-12 for value in numbers)
+    for step in {round(b - a, 15) for a, b in itertools.pairwise(numbers)}:
         assert f"{step:.0e}"[0] in "125"
 
 
 def test_a_constant_curve_and_a_single_point_are_drawn():
     for points in ([(1, 0.0), (2, 0.0)], [(7, -3.0)]):
-        [found] = values_of(curves(Chart("loss", [Series("a", points)])))
-        assert found == [pytest.approx(point, abs=1e-2) for point in points]
+        [values] = values_of(curves(Chart("loss", [Series("a", points)])))
+        assert values == [pytest.approx(point, abs=1e-2) for point in points]
 
 
 def test_pictures_of_the_charts(tmp_path):

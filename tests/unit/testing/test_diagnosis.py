@@ -1,4 +1,4 @@
-"""Diagnosis from given numbers; `tests/distributed/test_parity.py` runs real flows."""
+"""Diagnosis from numbers; `tests/distributed/test_parity.py` runs real flows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def result(objective: float = 1.0, gradients: dict | None = None, **seen: object
     return CaseResult([objective], [{}], gradients or GRADIENTS, observations, num_microbatches=4)
 
 
-def cause(layout: str, found: CaseResult, ratio: float = 1.5, **agrees: object) -> str:
+def cause(layout: str, of_layout: CaseResult, ratio: float = 1.5, **agrees: object) -> str:
     settings = {"objective_agrees": False, "gradients_agree": False, "worst_metric": "", **agrees}
-    deviation = Deviation(parse_layout(layout), found, result(), ratio, **settings)  # type: ignore[arg-type]
+    deviation = Deviation(parse_layout(layout), of_layout, result(), ratio, **settings)  # type: ignore[arg-type]
     return likely_cause(deviation, lambda: False)
 
 
@@ -69,8 +69,8 @@ def test_rounding_errors_of_cancelling_terms_are_not_a_difference():
 
 
 def test_metric_differences_are_those_of_the_worst_step():
-    found = metric_differences([{"m": 2.0}, {"m": 3.0}], [{"m": 2.0}, {"m": 2.0}], [{}, {}])
-    assert found == {"m": (0.5, 3.0, 2.0)}
+    differences = metric_differences([{"m": 2.0}, {"m": 3.0}], [{"m": 2.0}, {"m": 2.0}], [{}, {}])
+    assert differences == {"m": (0.5, 3.0, 2.0)}
     assert metric_differences([{}], [{"m": 2.0}], [{}])["m"][0] == math.inf
 
 
@@ -80,8 +80,8 @@ def test_names_that_change_between_micro_batches_are_refused(monkeypatch: pytest
     from megatron_wrap.testing import observer
 
     monkeypatch.setattr(observer, "gather_objects", lambda local: [local])
-    one = Axis(1, 0, None)  # type: ignore[arg-type]
-    alone = ParallelState(*[one] * 9, None)
+    one_rank = Axis(1, 0, None)  # type: ignore[arg-type]
+    alone = ParallelState(*[one_rank] * 9, None)
     seen = Observer(calls=[{"a": ("number", 1.0, 0.0)}, {"a": ("number", 2.0, 0.0)}]).seen(object(), alone)
     assert seen.metric_kinds == {"a": "number"}
     with pytest.raises(FlowError, match=r"\['a'\].*\['b'\]"):

@@ -89,8 +89,8 @@ def test_new_run_renames_the_file_of_an_earlier_run(tmp_path):
         metrics_logger = JsonLinesLogger(tmp_path, rank=0)
         metrics_logger.log(1, {"loss": loss})
         metrics_logger.close()
-    found = {path.name: read(path)[0]["loss"] for path in tmp_path.iterdir()}
-    assert found == {"metrics.1.jsonl": 3.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 1.0}
+    result = {path.name: read(path)[0]["loss"] for path in tmp_path.iterdir()}
+    assert result == {"metrics.1.jsonl": 3.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 1.0}
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
@@ -151,8 +151,8 @@ def test_texts_of_iterations_after_the_checkpoint_are_removed(tmp_path):
     second.log(2, [("Say", "again")])  # exists: not written again
     second.log(4, [("Say", "new")])
     second.close()
-    found = read(tmp_path / "samples.jsonl")
-    assert [(line["iteration"], line["prompt"], line["text"]) for line in found] == [
+    result = read(tmp_path / "samples.jsonl")
+    assert [(line["iteration"], line["prompt"], line["text"]) for line in result] == [
         *((0, "Say", "0"), (0, "Ask", "é"), (2, "Say", "2"), (2, "Ask", "é"), (4, "Say", "new"))
     ]
 
@@ -195,7 +195,7 @@ def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch):
         loggers.close()
     loggers.close()
     assert user.closed == 1
-    assert shipped._lines._file is None
+    assert shipped._file is None
     assert read(tmp_path / "metrics.jsonl") == [{"iteration": 1, "loss": 1.0}]
 
 

@@ -1,0 +1,1 @@
+"""Weights to rollout engines: vLLM, SGLang."""

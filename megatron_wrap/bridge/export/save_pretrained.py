@@ -1,0 +1,198 @@
+"""Writes a run's model as a Hugging Face folder. Collective over all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.export.export_format import ExportFormat
+from megatron_wrap.bridge.export.weight_stream import WeightStream, WholeTensor, dtype_name
+from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
+from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.parallel.agreement import agreed
+from megatron_wrap.utils.atomic_write import atomic_file, write_atomically
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import ParallelState
+
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors(\.part)?")
+
+
+def save_pretrained(
+    stream: WeightStream,
+    hf_format: ExportFormat,
+    parallel: ParallelState,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write a folder that transformers loads. Collective.
+
+    Each shard is written by one rank, different shards by different ranks. The other ranks send their parts block by
+    block, so the writer needs memory for one more block. A file gets its name when it is complete; config.json is
+    written last.
+
+    Args:
+        folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
+        tokenizer: saved with the weights; None: no tokenizer.
+        max_shard_size: bytes, or text such as "5GB"; a tensor is never split.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write.
+    """
+    target = Path(folder).expanduser()
+    original = None if hf_format.original is None else hf_format.original.folder
+    values = hf_format.config_json(dtype_name(stream.dtype))
+    shards = _shards(stream, _size(max_shard_size))
+    rank, world = parallel.world.rank, parallel.world.size
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        _prepare(target, original)
+    writers: dict[int, _ShardWriter] = {}
+    # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        failure: OSError | None = None
+        for number, (name, tensors) in enumerate(zip(names, shards, strict=True)):
+            writer = number % world
+            if writer == rank and failure is None:
+                try:
+                    writers[number] = _ShardWriter(target / name, tensors)
+                except OSError as error:
+                    failure = error
+            for tensor in tensors:
+                for _, block in stream.blocks(tensor, writer):
+                    if block is not None and failure is None:
+                        try:
+                            writers[number].write(block)
+                        except OSError as error:
+                            failure = error
+        if failure is not None:
+            raise failure
+        for open_writer in writers.values():
+            open_writer.close()
+    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+        if rank == 0:
+            _finish(target, names, shards, values, tokenizer, original)
+    return target
+
+
+def prune_exports(folder: Path, keep: int | None, parallel: ParallelState, best: int | None = None) -> None:
+    """Remove all `hf_ITERATION` folders except the `keep` newest and that of the iteration `best`, on global rank 0;
+    None keeps all."""
+    if keep is None or parallel.world.rank != 0:
+        return
+    exports = sorted(path for path in folder.glob("hf_*") if re.fullmatch(r"hf_\d{7,}", path.name))
+    for old in exports[: -max(1, keep)]:
+        if best is None or old.name != f"hf_{best:07d}":
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class _ShardWriter:
+    """Writes one safetensors file (huggingface.co/docs/safetensors, format), tensor by tensor."""
+
+    def __init__(self, path: Path, tensors: Sequence[WholeTensor]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in tensors:
+            end = offset + tensor.nbytes
+            about = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            header[tensor.name], offset = about, end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begins aligned
+        self._open = contextlib.ExitStack()
+        self._file = self._open.enter_context(atomic_file(path))
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def write(self, block: Tensor) -> None:
+        """Append rows of the current tensor."""
+        self._file.write(block.contiguous().view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Publish the file under its name."""
+        self._open.close()
+
+
+def _shards(stream: WeightStream, limit: int) -> list[list[WholeTensor]]:
+    shards: list[list[WholeTensor]] = [[]]
+    size = 0
+    for tensor in stream.tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _size(text: str | int) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"max_shard_size {text!r} is not a size; use a number of bytes, or text such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _prepare(target: Path, original: Path | None) -> None:
+    if original is not None and target.exists() and target.samefile(original):
+        raise CheckpointError(f"{target} is the folder that the run started from (hf_path); choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+def _finish(
+    target: Path,
+    names: list[str],
+    shards: list[list[WholeTensor]],
+    values: dict[str, Any],
+    tokenizer: Any,
+    original: Path | None,
+) -> None:
+    """The last part of an export, on rank 0 when all shards are written: index, tokenizer and configuration files."""
+    for old in target.iterdir():  # an earlier export with another number of shards
+        stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX)
+        if stale and old.name not in names:
+            old.unlink()
+    if len(names) > 1:
+        total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(target))
+    _write_json(target / "generation_config.json", generation_config(original, values, tokenizer))
+    _write_json(target / "config.json", values)
+
+
+def generation_config(original: Path | None, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Content of generation_config.json: that of the original folder, else the special tokens of config.json or the
+    tokenizer."""
+    file = None if original is None else original / "generation_config.json"
+    if file is not None and file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+    special: dict[str, Any] = {"_from_model_config": True}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(key)
+        if value is None:  # config.json of a model that is trained from scratch leaves them null
+            value = getattr(tokenizer, key, None)
+        if value is not None:
+            special[key] = value
+    return special
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,210 @@
+"""Gathers the parameters of all processes into whole Hugging Face tensors, block by block. Everything here is
+collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.model_parameters import blocks, local_pieces, mapped_parameters, view_of
+from megatron_wrap.bridge.mapping.tensors import Piece, Region
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.model.fp8_parameters import in_high_precision
+from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import ParallelState
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece and the rank that provides it."""
+
+    rank: int
+    """Global rank."""
+    parameter: str
+    """Key of the parameter on that rank."""
+    piece: Piece
+
+
+@dataclass
+class WholeTensor:
+    """One Hugging Face tensor and the ranks that provide its parts; the same on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[OwnedPiece] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+class WeightStream:
+    """The model as whole Hugging Face tensors, gathered on demand. Collective over all ranks.
+
+    Args:
+        chunks: this process's model chunks, with or without Megatron-Core's wrappers.
+        arch: with all sizes set.
+        dtype: of the tensors, such as "bfloat16"; None: that of the parameters.
+
+    Raises:
+        CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
+        ConfigError: weights cannot be exported in this dtype.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        family: Family,
+        arch: ArchConfig,
+        parallel: ParallelState,
+        device: torch.device,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self._rank = parallel.world.rank
+        self._device = device
+        self._parameters: dict[str, Tensor] = {}
+        mine: list[OwnedPiece] = []
+        kinds: set[torch.dtype] = set()
+        for number, model in enumerate(map(bare_model, chunks)):
+            kinds |= {parameter.dtype for parameter in model.parameters()}
+            for name, parameter, mapping in mapped_parameters(model, family, arch):
+                replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
+                if replica or not (mapping.split or parallel.tp.rank == 0):
+                    continue
+                key = f"{number}/{name}"
+                self._parameters[key] = parameter.detach()
+                pieces = local_pieces(name, parameter, mapping, parallel)
+                mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+        everywhere = gather_objects((mine, kinds))
+        self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
+        owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]
+        self.tensors = _whole_tensors(owned, family, arch, self.dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of each Hugging Face tensor on every rank, on the model's device, one at a time.
+        Collective: every rank must iterate to the end."""
+        for tensor in self.tensors:
+            yield tensor.name, self.whole(tensor)
+
+    def blocks(self, tensor: WholeTensor, to_rank: int) -> Iterator[tuple[int, Tensor | None]]:
+        """(index of the first row, block of rows) of a tensor, first to last; the block is on the CPU of global rank
+        `to_rank`, None on the others."""
+        for region in blocks(tuple((0, size) for size in tensor.shape), tensor.dtype.itemsize):
+            yield region[0][0], self._gather(tensor, region, to_rank)
+
+    def whole(self, tensor: WholeTensor) -> Tensor:
+        """A whole tensor on every rank, on the model's device."""
+        region = tuple((0, size) for size in tensor.shape)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        for owned, part in _overlaps(tensor, region):
+            here = owned.rank == self._rank
+            values = self._local_values(owned, part, tensor.dtype) if here else self._buffer(part, tensor.dtype)
+            broadcast(values, owned.rank)
+            _put(result, region, part, values)
+        return result
+
+    def _gather(self, tensor: WholeTensor, region: Region, to_rank: int) -> Tensor | None:
+        here = to_rank == self._rank
+        result = torch.empty([stop - start for start, stop in region], dtype=tensor.dtype) if here else None
+        for owned, part in _overlaps(tensor, region):
+            if owned.rank == self._rank:
+                values = self._local_values(owned, part, tensor.dtype)
+                if not here:
+                    send(values, to_rank)
+            elif here:
+                values = self._buffer(part, tensor.dtype)
+                receive(values, owned.rank)
+            if result is not None:
+                _put(result, region, part, values)
+        return result
+
+    def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
+        values = in_high_precision(self._parameters[owned.parameter])
+        return view_of(values, owned.piece, part).to(dtype).contiguous()
+
+    def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
+        return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
+
+
+def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:
+    """The pieces that contain rows of `region`, each with the part of the tensor that it provides. `region` covers the
+    other dimensions fully."""
+    start, stop = region[0]
+    for owned in tensor.parts:
+        (low, high), *rest = owned.piece.region
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield owned, ((first, last), *rest)
+
+
+def _put(result: Tensor, region: Region, part: Region, values: Tensor) -> None:
+    index = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, region, strict=True))
+    result[index].copy_(values)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of the dtype without the module, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    name = _SHORT_NAMES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _model_dtype(kinds: set[torch.dtype]) -> torch.dtype:
+    """The half-precision dtype if there is one, because a half-precision model may keep a router in fp32; else fp32."""
+    return next((kind for kind in (torch.bfloat16, torch.float16) if kind in kinds), torch.float32)
+
+
+def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dtype: torch.dtype) -> list[WholeTensor]:
+    """Every tensor of the architecture with its parts, in model order.
+
+    Raises:
+        CheckpointError: a part is missing on all ranks, or parts overlap.
+    """
+    fp32 = {name for mapping in family.parameters(arch).values() if mapping.fp32 for name in mapping.shapes()}
+    whole = {
+        name: WholeTensor(name, shape, torch.float32 if name in fp32 else dtype)
+        for name, shape in family.shapes(arch).items()
+    }
+    seen: set[tuple[str, Region]] = set()
+    for part in owned:
+        # tied embeddings are on the first and the last stage, and some layers are replicated instead of split
+        if (part.piece.name, part.piece.region) not in seen:
+            seen.add((part.piece.name, part.piece.region))
+            whole[part.piece.name].parts.append(part)
+    for tensor in whole.values():
+        gathered = sum(part.piece.numel for part in tensor.parts)
+        if gathered != tensor.numel:
+            raise CheckpointError(
+                f"{tensor.name} cannot be gathered: the ranks have {gathered} of its {tensor.numel} elements; check "
+                "that the model provider builds the model of the configuration"
+            )
+    return list(whole.values())

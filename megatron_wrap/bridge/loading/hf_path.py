@@ -1,0 +1,50 @@
+"""The Hugging Face folder that a run starts from (`model_provider.hf_path`), validated against the architecture."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_wrap.bridge.loading.hub import local_folder
+from megatron_wrap.bridge.loading.weight_folder import PICKLE_FILES, WEIGHT_FILES, WeightFolder
+from megatron_wrap.bridge.mapping.value_model import family_of_model
+from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import CheckpointError
+
+
+def check_hugging_face(config: RunConfig) -> None:
+    """Validate the weights of a local folder from their headers, before any process starts. Weights of a hub id are
+    downloaded and validated when the model is built.
+
+    Raises:
+        ConfigError, CheckpointError: as `starting_weights`.
+    """
+    path = config.model_provider.hf_path
+    if path is not None and os.path.isdir(os.path.expanduser(path)):
+        starting_weights(config)
+
+
+def starting_weights(config: RunConfig) -> WeightFolder | None:
+    """The weights of `hf_path`, validated but not read; None if the run has no hf_path.
+
+    Raises:
+        ConfigError, CheckpointError: a file is missing or damaged, or a tensor is missing, unexpected or of another
+            shape.
+    """
+    provider = config.model_provider
+    if provider.hf_path is None:
+        return None
+    family = family_of_model(config, read_hugging_face_config(provider.hf_path).family)
+    patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
+    weights = WeightFolder(local_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
+    try:
+        weights.check(config.arch)
+    except CheckpointError as error:
+        raise CheckpointError(f"{HF_PATH}: {error}") from error
+    return weights
+
+
+def weights_left_out(config: RunConfig) -> list[str]:
+    """Warnings about weights of `hf_path` that are not read."""
+    weights = starting_weights(config)
+    return [] if weights is None else weights.left_out(config.arch)

@@ -1,0 +1,240 @@
+"""The weight files of a Hugging Face folder: names, shapes and dtypes from their headers, and slices of the tensors.
+
+A safetensors file is an eight-byte length, a JSON header with dtype, shape and offsets of each tensor, and the data
+(huggingface.co/docs/safetensors, format). This module parses the headers, which detects a truncated or missing shard
+before anything starts; the safetensors package reads slices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.tensors import Region
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+OUTPUTS = ("lm_head.weight", "score.weight")
+"""Tensors outside transformers' base model."""
+_LARGEST_HEADER = 100_000_000  # bytes; the format's own bound
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a folder."""
+
+    file: Path
+    name: str
+    """Its name in the file."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightFolder:
+    """The weights of one folder by their full names.
+
+    Args:
+        folder: contains model.safetensors, or its shards and index, or any single *.safetensors.
+        family: of the model; its prefix is added if the files' names lack it.
+        allow_pickle: read pytorch_model*.bin if there is no safetensors file.
+
+    Raises:
+        CheckpointError: there are no weights, or a file is missing, truncated or corrupt.
+    """
+
+    def __init__(self, folder: Path, family: Family, allow_pickle: bool = False) -> None:
+        self.folder, self.family = folder, family
+        self._pickled: dict[Path, dict[str, Any]] = {}
+        stored = self._find(allow_pickle)
+        prefix = family.base_prefix
+        if stored and not any(name.startswith(prefix) for name in stored):
+            stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
+        self.tensors: Mapping[str, StoredTensor] = stored
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """A slice of a tensor, on the CPU. It may be memory-mapped: copy it and drop the reference.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        entry = self.tensors[name]
+        index = tuple(slice(start, stop) for start, stop in region)
+        if entry.file in self._pickled:
+            return self._pickled[entry.file][entry.name][index]
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            # opened for each read: pages that were read stay mapped, and count as memory, until the file is closed
+            with safe_open(str(entry.file), framework="pt", device="cpu") as file:
+                return file.get_slice(entry.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} cannot be read ({error}); download the file again"
+            ) from error
+
+    def left_out(self, arch: ArchConfig) -> list[str]:
+        """Warnings about tensors in the folder that are not read."""
+        patterns = self.family.left_out(arch).items()
+        return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
+
+    @property
+    def omitted(self) -> list[str]:
+        """Tensors that the folder may omit and omits."""
+        return [name for name in self.family.new_if_missing if name not in self.tensors]
+
+    def check(self, arch: ArchConfig) -> None:
+        """Compare names, shapes and dtypes with those of the architecture, without reading tensors.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or has another shape; the message names the first one and
+                the number of further ones.
+        """
+        expected, family = self.family.shapes(arch), self.family
+        missing = [name for name in expected if name not in self.tensors and name not in family.new_if_missing]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; "
+                "check that the folder contains a complete model of the architecture in its config.json"
+            )
+        for name in (name for name in expected if name in self.tensors):
+            tensor, shape = self.tensors[name], expected[name]
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{tensor.file}: {name} has shape {_shown(tensor.shape)}, but config.json requires "
+                    f"{_shown(shape)}; check that both are of the same model"
+                )
+            if tensor.dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{tensor.file}: {name} has dtype {tensor.dtype}; weights must be bf16, fp16 or fp32"
+                )
+        tied = not arch.untie_embeddings_and_output_weights
+        ignored = (*family.ignored, *family.left_out(arch), *((r"lm_head\.weight",) if tied else ()))
+        unknown = [
+            name
+            for name in self.tensors
+            if name not in expected and not any(re.fullmatch(pattern, name) for pattern in ignored)
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{self.tensors[unknown[0]].file}: {unknown[0]} is not a weight of a {family.model_type} model of this "
+                f"architecture{_more(unknown)}{did_you_mean(unknown[0], expected)}; remove unused weights from the "
+                "file, because an export would lose them"
+            )
+
+    def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
+        folder = self.folder
+        if (folder / INDEX).is_file():
+            return self._indexed(folder / INDEX)
+        files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{folder}: contains {len(files)} safetensors files and no {INDEX}; download the index too"
+            )
+        if files:
+            return dict(stored_tensors(files[0]))
+        bins = sorted(folder.glob("pytorch_model*.bin"))
+        if bins and allow_pickle:
+            return self._unpickle(bins)
+        if bins:
+            raise CheckpointError(
+                f"{folder}: contains {bins[0].name} and no safetensors file; set "
+                "megatron_wrap.model_provider.hf_allow_pickle: true to read it (torch.load with weights_only)"
+            )
+        raise CheckpointError(f"{folder}: contains no weights; download {SINGLE}, or {INDEX} and its shards")
+
+    def _indexed(self, index: Path) -> dict[str, StoredTensor]:
+        try:
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{index}: is not an index of safetensors files ({error!r}); download it again"
+            ) from error
+        stored: dict[str, StoredTensor] = {}
+        for file in sorted(set(files.values())):
+            if os.path.basename(file) != file:
+                raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder; download it again")
+            if not (self.folder / file).is_file():
+                raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; download it")
+            stored.update(stored_tensors(self.folder / file))
+        for name, file in files.items():
+            if name not in stored or stored[name].file.name != file:
+                raise CheckpointError(
+                    f"{self.folder / file}: lacks {name}, which {INDEX} lists for it; download both again"
+                )
+        return stored
+
+    def _unpickle(self, files: list[Path]) -> dict[str, StoredTensor]:
+        import torch
+
+        types = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+        stored: dict[str, StoredTensor] = {}
+        for file in files:
+            try:
+                tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # the zip reader, the unpickler and torch raise different exceptions
+                reason = " ".join(str(error).split())[:200]
+                raise CheckpointError(f"{file}: cannot be read ({reason}); download the file again") from error
+            self._pickled[file] = tensors
+            for name, tensor in tensors.items():
+                kind = types.get(tensor.dtype, str(tensor.dtype))
+                stored[name] = StoredTensor(file, name, kind, tuple(tensor.shape))
+        return stored
+
+
+def stored_tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Name and entry of each tensor of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: truncated or corrupt.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if not 0 < length <= min(_LARGEST_HEADER, size - 8):
+                raise ValueError(f"header length {length} in a file of {size} bytes")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        entries = {
+            name: (str(about["dtype"]), tuple(int(n) for n in about["shape"]), about["data_offsets"])
+            for name, about in header.items()
+        }
+        end = max((int(offsets[1]) for _, _, offsets in entries.values()), default=0)
+        for name, (dtype, shape, (start, stop)) in entries.items():
+            if dtype in _BYTES and (stop - start) != math.prod(shape) * _BYTES[dtype]:
+                raise ValueError(f"the offsets of {name} do not match its shape and dtype")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{file}: is not a safetensors file ({error}); download it again") from error
+    if size != 8 + length + end:
+        kind = "truncated" if size < 8 + length + end else "too long"
+        raise CheckpointError(
+            f"{file}: is {kind}: {size} bytes, but its header requires {8 + length + end}; download it again"
+        )
+    for name, (dtype, shape, _) in entries.items():
+        yield name, StoredTensor(file, name, dtype, shape)
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "()"

@@ -1,0 +1,96 @@
+"""This process's parameters, each with its mapping, and views of their parts in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.tensors import Mapping, Piece, Region
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.model.initial_weights import global_names, is_expert
+
+if TYPE_CHECKING:
+    from megatron_wrap.parallel.state import ParallelState
+
+BLOCK_BYTES = 32 * 2**20
+"""Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""Name of a norm that Transformer Engine fuses into the following linear layer -> its name in the mapping."""
+
+
+def mapped_parameters(
+    chunk: torch.nn.Module, family: Family, arch: ArchConfig
+) -> Iterator[tuple[str, Tensor, Mapping]]:
+    """Global name, tensor and mapping of each parameter of a bare model chunk and of each router's expert bias, which
+    is a buffer. The output layer of a tied model has the embedding's name.
+
+    Raises:
+        CheckpointError: the family lacks a parameter, because the provider builds another model.
+    """
+    table = family.parameters(arch)
+    named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
+    for name, parameter in itertools.chain(named, _router_biases(chunk)):
+        for fused, separate in _FUSED_NORMS.items():
+            name = name.replace(fused, separate)
+        if name not in table:
+            raise CheckpointError(
+                f"the parameter {name} of this model does not exist in Hugging Face's {family.model_type}; check that "
+                "the model provider builds the model that config.json describes"
+            )
+        yield name, parameter, table[name]
+
+
+def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for layer in getattr(chunk.decoder, "layers", ()):
+        router: Any = getattr(layer.mlp, "router", None)
+        if getattr(router, "expert_bias", None) is not None:
+            router._maintain_float32_expert_bias()  # Megatron-Core calls it in its forward pass and its checkpoints
+            yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", router.expert_bias
+
+
+def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: ParallelState) -> list[Piece]:
+    """The pieces of this rank's shard of a parameter.
+
+    Raises:
+        CheckpointError: its shape does not match the mapping.
+    """
+    axis = parallel.expert_tp if is_expert(name) else parallel.tp
+    try:
+        return mapping.pieces(parameter.shape, axis.rank, axis.size)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the parameter {name} cannot be loaded from Hugging Face weights: {error}; check that the model provider "
+            "builds the model that config.json describes"
+        ) from error
+
+
+def blocks(region: Region, element_size: int) -> Iterator[Region]:
+    """Split a region of a Hugging Face tensor along its first dimension into blocks of at most `BLOCK_BYTES`."""
+    (start, stop), *rest = region
+    row_bytes = element_size * math.prod(high - low for low, high in rest)
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *rest)
+
+
+def view_of(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
+    """The view of the local parameter that corresponds to `block`, rows of the piece's region, in Hugging Face's
+    layout."""
+    view = parameter[tuple(slice(start, stop) for start, stop in piece.local)]
+    if piece.transposed:
+        view = view.t()
+    start = piece.region[0][0]
+    return view[block[0][0] - start : block[0][1] - start]

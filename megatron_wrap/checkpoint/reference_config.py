@@ -1,0 +1,181 @@
+"""The configuration of the reference or teacher model of `megatron_wrap.models`: the run's, with its own architecture.
+
+Needs neither torch nor Megatron-Core, and is validated before any process starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.bridge.loading.hf_path import check_hugging_face
+from megatron_wrap.bridge.loading.hub import read_run_content
+from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
+from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
+from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
+from megatron_wrap.errors import CheckpointError, ConfigError, LayoutError, MegatronWrapError
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.state.state import TrainingState
+
+_OF_THE_RUN = (
+    *("make_vocab_size_divisible_by", "transformer_impl", "attention_softmax_in_fp32", "moe_grouped_gemm"),
+    *("moe_token_dispatcher_type", *sorted(TRAINING_KEYS)),
+)
+"""Keys of the architecture that choose kernels and training, not the model: all models of a run have the same."""
+
+
+def reference_config(config: RunConfig) -> RunConfig | None:
+    """The run's configuration with the architecture of the reference or teacher model; None if training needs none.
+
+    Raises:
+        ConfigError, LayoutError: the model does not fit the run's layout, or cannot follow the policy.
+        CheckpointError: a folder is missing, or its weights are incomplete.
+    """
+    settings = config.models.reference_or_teacher
+    if settings is None or settings.precomputed is not None:
+        return None
+    return _of_source(config, settings)
+
+
+def precompute_config(config: RunConfig) -> RunConfig:
+    """A run whose only model is the reference or teacher model of `config`, with its weights, for forward passes. With
+    `copy`, or without such a model: the policy before its first step.
+
+    Raises:
+        MegatronWrapError: as `reference_config`.
+    """
+    settings = config.models.reference_or_teacher or ReferenceModelConfig(copy=True)
+    train = dataclasses.replace(config.train, save=None, save_interval=None, finetune=config.train.load is not None)
+    if settings.source != "copy":
+        train = dataclasses.replace(train, load=settings.checkpoint, finetune=settings.checkpoint is not None)
+    return dataclasses.replace(_of_source(config, settings), train=train, models=ModelsConfig())
+
+
+def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: Any) -> None:
+    """Build the reference or teacher model of a run; `RunCheckpoints.restore` loads the weights that are not in a
+    Hugging Face folder.
+
+    Args:
+        state: of the run; receives the model.
+        reference: from `reference_config`.
+        tokenizer: the run's, or None.
+
+    Raises:
+        ConfigError: its tokenizer is not the run's.
+    """
+    from megatron_wrap.engine.setup.build_reference import build_reference
+
+    config = state.config
+    _check_tokenizer(config, state.shape.vocab_size, reference.arch.vocab_size, tokenizer)
+    reference = dataclasses.replace(reference, optimizer=config.optimizer, ddp=config.ddp)
+    state.reference = build_reference(reference, state.platform, state.parallel, tokenizer)
+
+
+def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: int | None, tokenizer: Any) -> None:
+    """Compare the model's tokenizer with the run's; if one of them is not known, the sizes of the vocabularies."""
+    settings = config.models.reference_or_teacher
+    if settings is None or settings.source == "copy":
+        return
+    model = f"{config.models.path}: {settings.source} {getattr(settings, settings.source)}"
+    folder = _tokenizer_folder(settings)
+    if tokenizer is not None and folder is not None:
+        from megatron_wrap.data.chat.tokenizer import load_tokenizer
+
+        ours, theirs = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+        if ours != theirs:
+            token = next(token for token in sorted(ours.keys() | theirs.keys()) if ours.get(token) != theirs.get(token))
+            raise ConfigError(
+                f"{model} has another tokenizer than the run: token {token!r} has the id {theirs.get(token)} there and "
+                f"{ours.get(token)} here; use a {config.models.role} with the run's tokenizer"
+            )
+    elif reference_vocab_size not in (None, vocab_size):
+        raise ConfigError(
+            f"{model} has a vocabulary of {reference_vocab_size} entries and the run one of {vocab_size}; use a "
+            f"{config.models.role} with the run's tokenizer"
+        )
+
+
+def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
+    if settings.source == "copy":
+        return config
+    try:
+        if settings.hf_path is not None:
+            reference = _of_hugging_face(config, settings.hf_path)
+        else:
+            reference = _of_checkpoint(config, str(settings.checkpoint))
+        check_values(reference)
+        check_hugging_face(reference)
+    except MegatronWrapError as error:
+        raise type(error)(f"{config.models.path}: {str(error).removeprefix(f'{HF_PATH}: ')}") from error
+    if derived.virtual_pipeline_size(reference) != derived.virtual_pipeline_size(config):
+        raise LayoutError(
+            f"{config.models.path}: the model has {reference.arch.num_layers} layers, which is another number of "
+            f"virtual pipeline stages than the policy's with {config.arch.num_layers}; set "
+            "num_layers_per_virtual_pipeline_stage to null"
+        )
+    if settings.update_interval is not None:
+        _refuse_another_architecture(config, reference)
+    return reference
+
+
+def _of_hugging_face(config: RunConfig, hf_path: str) -> RunConfig:
+    provider = dataclasses.replace(config.model_provider, hf_path=hf_path)
+    selection = {"model_provider": {"__override__": {"hf_path": hf_path}}, "data": {"__select__": "none"}}
+    return dataclasses.replace(config, arch=_arch(config, {}, selection), model_provider=provider)
+
+
+def _of_checkpoint(config: RunConfig, folder: str) -> RunConfig:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"there is no checkpoint in {folder}; set checkpoint to a folder with checkpoints")
+    config = dataclasses.replace(config, model_provider=dataclasses.replace(config.model_provider, hf_path=None))
+    saved = read_saved_run(checkpoint)
+    if saved is None:  # of Megatron-LM
+        return config
+    return dataclasses.replace(config, arch=_arch(config, {"arch": saved.arch_selection()}, {}))
+
+
+def _arch(config: RunConfig, model: Mapping[str, Any], wrap: Mapping[str, Any]) -> ArchConfig:
+    """The architecture of a run with these sections, with the keys that all models of a run share."""
+    common = {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": config.train.seq_length, "train_iters": 1}
+    content = {
+        "megatron_lm": {"model": model, "train": {"common": common, "learning-rate": {"lr": 0.0}}},
+        "megatron_wrap": {**wrap, "flow": {"__select__": "minimal_mock"}},
+    }
+    arch = read_run_content(content).arch
+    return dataclasses.replace(arch, **{name: getattr(config.arch, name) for name in _OF_THE_RUN})
+
+
+def _refuse_another_architecture(config: RunConfig, reference: RunConfig) -> None:
+    length = config.train.seq_length
+    ours, theirs = with_derived_sizes(config.arch, length), with_derived_sizes(reference.arch, length)
+    learned = ours.position_embedding_type == "learned_absolute"
+    skipped = {*_OF_THE_RUN, "upstream", "group_query_attention", "vocab_size"}
+    skipped |= set() if learned else {"max_position_embeddings"}
+    for field in dataclasses.fields(ours):
+        before, now = getattr(theirs, field.name), getattr(ours, field.name)
+        if field.name not in skipped and before != now:
+            raise ConfigError(
+                f"{config.models.path}: refresh_interval and ema_decay need a {config.models.role} of the policy's "
+                f"architecture, but {field.name} is {before} there and {now} here; delete them, or use such a reference"
+            )
+
+
+def _tokenizer_folder(settings: ReferenceModelConfig) -> str | None:
+    """The folder of the model's tokenizer; None if it is not known."""
+    if settings.hf_path is not None:
+        hugging_face = read_hugging_face_config(settings.hf_path)
+        return str(hugging_face.folder) if hugging_face.has_tokenizer else None
+    checkpoint = find_checkpoint(str(settings.checkpoint))
+    saved = None if checkpoint is None else read_saved_run(checkpoint)
+    tokenizer = None if saved is None else saved.section("data").get("tokenizer")
+    return tokenizer if isinstance(tokenizer, str) and Path(tokenizer).expanduser().is_dir() else None

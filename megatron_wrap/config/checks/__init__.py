@@ -1,0 +1,1 @@
+"""Contradictions in a configuration: refused with the legal values named, never repaired."""

@@ -1,0 +1,166 @@
+"""Contradictions within the MoE settings, and between the experts and the parallel layout."""
+
+from typing import Any
+
+from megatron_wrap.config.checks.refusal import divisors, refuse
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import ConfigError, LayoutError
+
+_MOE_ONLY = {
+    "parallel.expert_model_parallel_size": 1,
+    "parallel.expert_tensor_parallel_size": None,
+    "arch.moe_ffn_hidden_size": None,
+    "arch.moe_shared_expert_intermediate_size": None,
+}
+"""Keys that only apply to MoE models -> their value in a dense one."""
+
+
+def check_experts(config: RunConfig) -> None:
+    """Check the requirements of `num_experts` on other keys.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    if config.arch.num_experts is None:
+        for name, unused in _MOE_ONLY.items():
+            _refuse_in_dense_model(config, name, unused)
+        return
+    _check_layers(config)
+    _check_router(config)
+    _check_losses(config)
+    _check_layout(config, config.arch.num_experts)
+
+
+def _refuse_in_dense_model(config: RunConfig, name: str, unused: Any) -> None:
+    value = config.value(name)
+    if value != unused:
+        rule = (
+            f"{value} needs a model with experts; set {SECTION_PATHS['arch']}.num_experts, or leave it at "
+            f"{'null' if unused is None else unused}"
+        )
+        refuse(config, [name], rule, LayoutError if name.startswith("parallel.") else ConfigError)
+
+
+def _check_layers(config: RunConfig) -> None:
+    arch, key = config.arch, ["arch.moe_layer_freq"]
+    if isinstance(arch.moe_layer_freq, int) and arch.moe_layer_freq < 1:
+        refuse(config, key, f"must be at least 1, not {arch.moe_layer_freq}")
+    try:
+        pattern = derived.moe_layer_pattern(arch)
+    except (ValueError, SyntaxError):
+        refuse(config, key, f"{arch.moe_layer_freq!r} is not a list of 0 and 1 such as ([0]*3+[1]*58)")
+    if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
+        refuse(
+            config,
+            [*key, "arch.num_layers"],
+            f"defines {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
+            f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
+        )
+    if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
+        refuse(config, ["arch.moe_shared_expert_gate"], "true needs moe_shared_expert_intermediate_size; set it")
+    if arch.add_bias_linear:
+        # mlp.py, forward, adds them to a view in place; shared_experts.py and experts.py assert that there are none
+        refuse(
+            config,
+            ["arch.add_bias_linear", "arch.num_experts"],
+            "true does not work with num_experts, since Megatron-Core cannot train experts with biases; write false "
+            "(add_qkv_bias may be true)",
+        )
+
+
+def _check_router(config: RunConfig) -> None:
+    arch, topk = config.arch, config.arch.moe_router_topk
+    experts, groups, group_topk = arch.num_experts or 0, arch.moe_router_num_groups, arch.moe_router_group_topk
+    if topk > experts:
+        refuse(config, ["arch.moe_router_topk"], f"{topk} is more than num_experts {experts}; lower it")
+    softmax = arch.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not arch.moe_router_pre_softmax:
+        refuse(
+            config,
+            ["arch.moe_router_topk"],
+            "1 with a softmax over only the chosen expert means weight 1 and no gradient of the router; set "
+            "moe_router_pre_softmax: true",
+        )
+    if arch.moe_router_enable_expert_bias and softmax:
+        refuse(config, ["arch.moe_router_enable_expert_bias"], "true needs moe_router_score_function sigmoid; set it")
+    if (groups is None) != (group_topk is None):
+        refuse(
+            config,
+            [f"arch.moe_router_{'group_topk' if groups is None else 'num_groups'}"],
+            "moe_router_num_groups and moe_router_group_topk need each other; set both or none",
+        )
+    if groups is None or group_topk is None:
+        if arch.moe_router_group_score_experts is not None:
+            refuse(config, ["arch.moe_router_group_score_experts"], "needs moe_router_num_groups; set it")
+        return
+    if experts % groups or group_topk > groups or group_topk * (experts // groups) < topk:
+        refuse(
+            config,
+            ["arch.moe_router_num_groups", "arch.moe_router_group_topk"],
+            f"{group_topk} of {groups} groups of {experts} experts are too few for moe_router_topk {topk}; the "
+            "number of groups must divide num_experts, and moe_router_group_topk groups must have enough experts",
+        )
+    score_experts = arch.moe_router_group_score_experts
+    if score_experts is None and topk < group_topk:
+        refuse(
+            config,
+            ["arch.moe_router_group_topk"],
+            f"{group_topk} is more than moe_router_topk {topk}, so no score ranks the groups; set "
+            "moe_router_group_score_experts",
+        )
+    if score_experts is not None and score_experts > experts // groups:
+        refuse(
+            config,
+            ["arch.moe_router_group_score_experts"],
+            f"{score_experts} is more than the {experts // groups} experts of a group; lower it",
+        )
+
+
+def _check_losses(config: RunConfig) -> None:
+    kinds, coefficients = config.arch.moe_router_load_balancing_type, config.arch.moe_aux_loss_coeff
+    lists = [isinstance(value, tuple) for value in (kinds, coefficients)]
+    if any(lists) and not (all(lists) and len(kinds) == len(coefficients)):  # type: ignore[arg-type]
+        refuse(
+            config,
+            ["arch.moe_aux_loss_coeff", "arch.moe_router_load_balancing_type"],
+            "a list of load balancing types needs a list of as many coefficients; write one per type",
+        )
+    if min(coefficients if isinstance(coefficients, tuple) else (coefficients,)) < 0:
+        refuse(config, ["arch.moe_aux_loss_coeff"], f"must be at least 0, not {coefficients}")
+    if kinds in ("sinkhorn", "none") and coefficients:
+        refuse(
+            config,
+            ["arch.moe_aux_loss_coeff"],
+            f"{coefficients} does not apply to moe_router_load_balancing_type {kinds}; set it to 0, or choose aux_loss",
+        )
+
+
+def _check_layout(config: RunConfig, experts: int) -> None:
+    arch, parallel = config.arch, config.parallel
+    size, tensor = parallel.expert_model_parallel_size, derived.expert_tensor_parallel_size(parallel)
+    if experts % size:
+        refuse(
+            config,
+            ["parallel.expert_model_parallel_size"],
+            f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}",
+            LayoutError,
+        )
+    width = derived.moe_ffn_hidden_size(arch)
+    keys = ["parallel.expert_tensor_parallel_size", "parallel.tensor_model_parallel_size"]
+    if width % tensor:
+        refuse(
+            config,
+            keys,
+            f"moe_ffn_hidden_size {width} is not divisible by the experts' tensor-parallel size {tensor}; legal sizes: "
+            f"{divisors(width)}",
+            LayoutError,
+        )
+    if parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel):
+        # moe_layer.py, forward: without it every process would route all tokens
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null",
+            LayoutError,
+        )

@@ -1,0 +1,101 @@
+"""Contradictions between the keys of indexed data."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.sources import SourceConfig
+
+_INDEXED_KEYS = {
+    "split": None,
+    "mock_data": False,
+    "eod_token": None,
+    "eod_mask_loss": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "index_samples": None,
+}
+"""Keys that only apply to indexed data -> the value without effect."""
+_PREFIX_KEYS = ("path", "name", "weight")
+
+
+def check_indexed(config: RunConfig) -> None:
+    """Check that its keys are set for indexed data only, and check its batches, splits and weights.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+    data = config.data
+    if not derived.is_indexed(data):
+        for name, default in _INDEXED_KEYS.items():
+            if getattr(data, name) != default:
+                rule = f"{getattr(data, name)} has no effect with data_key {data.data_key}; write data: {{__select__: "
+                refuse(config, [f"data.{name}"], rule + "indexed}, or delete it")
+        return
+    if data.mock_data == bool(data.train):
+        needed = "indexed needs documents; set train to a prefix of .bin and .idx files, or mock_data: true"
+        rule = "mock_data true and train are both set; delete one" if data.train else needed
+        refuse(config, ["data.train", "data.mock_data"], rule)
+    _check_batches(config)
+    _check_split(config)
+    for sources in (data.train, *data.validation.values()):
+        _check_prefixes(config, sources)
+    _check_weights(config, data.train)
+
+
+def _check_batches(config: RunConfig) -> None:
+    data, train = config.data, config.train
+    if not data.shuffle:
+        refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
+    if train.global_batch_tokens is not None:
+        rule = f"{train.global_batch_tokens} has no effect with indexed data, whose windows have seq_length tokens each"
+        refuse(config, ["train.global_batch_tokens"], f"{rule}; set global_batch_size")
+    if data.reset_attention_mask and not config.flow.packing:
+        path = f"{SECTION_PATHS['flow']}.packing"
+        rule = f"true needs {path}: true, which keeps attention within each document"
+        refuse(config, ["data.reset_attention_mask", "flow.packing"], rule)
+
+
+def _check_split(config: RunConfig) -> None:
+    data = config.data
+    if data.split is None:
+        return
+    if data.mock_data:
+        refuse(config, ["data.split"], f"{data.split} has no effect with mock_data; delete it")
+    if data.validation:
+        rule = f"{data.split} takes validation from train, but validation is also set; delete one of them"
+        refuse(config, ["data.split", "data.validation"], rule)
+    try:
+        derived.split_shares(data.split)
+    except ValueError:
+        rule = "must be the shares of training, validation and test, such as 949,50,1 or 98,2,0, the first above 0"
+        refuse(config, ["data.split"], f"{rule}, not {data.split!r}")
+
+
+def _check_prefixes(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
+    for source in sources:
+        for field in dataclasses.fields(SourceConfig):
+            default = {} if field.name == "columns" else field.default
+            if field.name not in _PREFIX_KEYS and getattr(source, field.name) != default:
+                rule = f"{source.name} has {field.name}, but indexed data accepts {', '.join(_PREFIX_KEYS)}; delete it"
+                refuse(config, ["data.train"], rule)
+
+
+def _check_weights(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return
+    without = [source.name for source in sources if source.weight is None]
+    if without:
+        rule = f"{', '.join(without)} has no weight and the others have one; set it for all sources, or none"
+        refuse(config, ["data.train"], rule)
+    total = math.fsum(weights)
+    if not any(math.isclose(total, whole, rel_tol=1e-6) for whole in (1, 100)):
+        shares = ", ".join(
+            f"{source.name} {100 * weight / total:.6g}" for source, weight in zip(sources, weights, strict=True)
+        )
+        rule = f"the weights sum to {total:g}, not to 1 or 100; write these instead: {shares}"
+        refuse(config, ["data.train"], rule)

@@ -1,0 +1,254 @@
+"""Contradictions between the architecture and the parallel layout."""
+
+import math
+from collections.abc import Sequence
+
+from megatron_wrap.config.checks.experts import check_experts
+from megatron_wrap.config.checks.refusal import divisors, refuse
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import LayoutError
+
+FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_grpo")
+"""Flows that compute log-probabilities of tokens."""
+
+
+def check_model(config: RunConfig) -> None:
+    """Check the architecture alone, and against `model.parallel`.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    _check_output(config)
+    _check_attention(config)
+    if config.arch.multi_latent_attention:
+        _check_latent_attention(config)
+    _check_model(config)
+    check_experts(config)
+    _check_sharding(config)
+    _check_pipeline(config)
+
+
+def _check_output(config: RunConfig) -> None:
+    """The model must return what a shipped flow needs; other flows may use either."""
+    flow, provider = config.flow.flow_key, config.model_provider.provider_key
+    keys = ["model_provider.provider_key", "flow.flow_key"]
+    if flow == "gpt_reward" and provider == "gpt_model":
+        refuse(
+            config, keys, f"gpt_reward scores sequences, but gpt_model returns logits; choose {derived.VALUE_PROVIDER}"
+        )
+    if derived.has_value_head(config) and flow in FLOWS_ON_LOGITS:
+        refuse(config, keys, f"{provider} returns one value for each token, but {flow} needs logits; choose gpt_model")
+
+
+def _check_attention(config: RunConfig) -> None:
+    arch = config.arch
+    heads, groups = arch.num_attention_heads, derived.num_query_groups(arch)
+    if arch.kv_channels is None and arch.hidden_size % heads:
+        refuse(
+            config,
+            ["arch.num_attention_heads", "arch.hidden_size"],
+            f"hidden_size {arch.hidden_size} is not divisible by num_attention_heads {heads}; "
+            "change one of them, or set kv_channels",
+        )
+    if arch.group_query_attention is False and groups != heads:
+        refuse(
+            config,
+            ["arch.group_query_attention"],
+            f"false contradicts num_query_groups {groups}; delete one of them",
+        )
+    if arch.group_query_attention and arch.num_query_groups is None:
+        refuse(
+            config,
+            ["arch.group_query_attention"],
+            "true needs num_query_groups, the number of key and value heads; set it",
+        )
+    if heads % groups:
+        refuse(
+            config,
+            ["arch.num_query_groups", "arch.num_attention_heads"],
+            f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; "
+            f"legal num_query_groups: {divisors(heads)}",
+        )
+    if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
+        refuse(
+            config,
+            ["arch.kv_channels", "arch.hidden_size"],
+            f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even",
+        )
+
+
+def _check_latent_attention(config: RunConfig) -> None:
+    arch, key = config.arch, "arch.multi_latent_attention"
+    for name, wanted in (
+        ("num_query_groups", (None, arch.num_attention_heads)),
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+        ("rotary_interleaved", (False,)),
+        ("rotary_percent", (1.0,)),
+        ("add_qkv_bias", (False,)),
+        ("add_bias_linear", (False,)),
+        ("window_size", (None,)),
+    ):
+        if getattr(arch, name) not in wanted:
+            words = " or ".join("null" if value is None else str(value).lower() for value in wanted)
+            refuse(
+                config,
+                [f"arch.{name}", key],
+                f"multi_latent_attention needs {name} {words}, not {str(getattr(arch, name)).lower()}",
+            )
+    if arch.qk_pos_emb_head_dim % 2:
+        refuse(
+            config,
+            ["arch.qk_pos_emb_head_dim", key],
+            f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even",
+        )
+    if config.parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(config.parallel):
+        # multi_latent_attention.py: otherwise each rank would keep only the gradient of its heads
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "false with tensor_model_parallel_size > 1 is not supported for multi_latent_attention; write true or null",
+            LayoutError,
+        )
+
+
+def _check_model(config: RunConfig) -> None:
+    arch = config.arch
+    if arch.position_embedding_type != "rope" and arch.use_rope_scaling:
+        refuse(
+            config,
+            ["arch.use_rope_scaling"],
+            f"needs position_embedding_type rope, which is {arch.position_embedding_type}",
+        )
+    chosen = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
+    if len(chosen) > 1:
+        refuse(
+            config,
+            [f"arch.{name}" for name in chosen],
+            f"{' and '.join(chosen)} are both true but select different activations; delete all but one",
+        )
+    positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
+    if config.train.seq_length > positions:
+        refuse(
+            config,
+            ["train.seq_length", "arch.max_position_embeddings"],
+            f"seq_length {config.train.seq_length} is longer than the model's max_position_embeddings {positions}; "
+            "lower seq_length or raise max_position_embeddings",
+        )
+    if arch.vocab_size is None and config.data.tokenizer is None:
+        refuse(
+            config,
+            ["arch.vocab_size"],
+            f"null means the tokenizer's size; set it, or {SECTION_PATHS['data']}.tokenizer",
+        )
+
+
+def _check_sharding(config: RunConfig) -> None:
+    arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
+    key = "parallel.tensor_model_parallel_size"
+    split = {
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(arch),
+    }
+    if arch.multi_latent_attention:  # MLASelfAttention builds them even if they are replaced later
+        split["kv_lora_rank + qk_pos_emb_head_dim"] = arch.kv_lora_rank + arch.qk_pos_emb_head_dim
+        split["q_lora_rank"] = arch.q_lora_rank or 0
+    if 0 in derived.moe_layer_pattern(arch):
+        split["ffn_hidden_size"] = derived.ffn_hidden_size(arch)
+    if arch.num_experts is not None and arch.moe_shared_expert_intermediate_size is not None:
+        split["moe_shared_expert_intermediate_size"] = arch.moe_shared_expert_intermediate_size
+    for name, count in split.items():
+        if count % tensor:
+            refuse(
+                config,
+                [key, f"arch.{name.split()[0]}"],
+                f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
+                f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
+                LayoutError,
+            )
+    if config.parallel.sequence_parallel and tensor == 1:
+        refuse(
+            config,
+            ["parallel.sequence_parallel"],
+            "true needs tensor_model_parallel_size > 1, which is 1; raise that, or write false or null",
+            LayoutError,
+        )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    parallel, layers = config.parallel, config.arch.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    chunks, per_chunk = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    virtual_keys = ["parallel.num_layers_per_virtual_pipeline_stage", "parallel.virtual_pipeline_model_parallel_size"]
+    if chunks is not None and per_chunk is not None:
+        refuse(
+            config,
+            virtual_keys,
+            "both virtual-pipeline keys are set, and each defines the number of chunks; delete one",
+            LayoutError,
+        )
+    key = virtual_keys[0 if per_chunk is not None else 1]
+    if stages == 1 and (per_chunk is not None or (chunks or 1) > 1):
+        refuse(config, [key], "a virtual pipeline needs pipeline_model_parallel_size > 1, which is 1", LayoutError)
+    ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
+    uneven = [name for name in ends if getattr(parallel, name) is not None]
+    if uneven:
+        _check_uneven(config, uneven)
+    elif "pipeline_model_parallel_layout" in config.arch.upstream or any(
+        config.arch.upstream.get(f"account_for_{layer}_in_pipeline_split") for layer in ("embedding", "loss")
+    ):
+        return  # Megatron-Core checks these splits itself
+    elif layers % stages:
+        refuse(
+            config,
+            ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
+            f"num_layers {layers} is not divisible by pipeline_model_parallel_size {stages}; legal sizes: "
+            f"{divisors(layers)}; or split unevenly with {ends[0]} and {ends[1]}",
+            LayoutError,
+        )
+    elif per_chunk is not None and layers // stages % per_chunk:
+        refuse(
+            config,
+            [key],
+            f"{per_chunk} does not divide the {layers // stages} layers of a stage; "
+            f"legal: {divisors(layers // stages)}",
+            LayoutError,
+        )
+    if chunks is not None:
+        for count in derived.layers_per_stage(config):
+            if count % chunks:
+                refuse(
+                    config,
+                    [key],
+                    f"{chunks} chunks do not divide a stage of {count} layers; legal: {divisors(count)}",
+                    LayoutError,
+                )
+
+
+def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
+    parallel, layers = config.parallel, config.arch.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    keys = [f"parallel.{name}" for name in ends]
+    if stages == 1:
+        refuse(config, keys, "an uneven split needs pipeline_model_parallel_size > 1, which is 1", LayoutError)
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        refuse(
+            config,
+            ["parallel.num_layers_per_virtual_pipeline_stage"],
+            "stages of an uneven split differ; set virtual_pipeline_model_parallel_size (chunks per stage) instead",
+            LayoutError,
+        )
+    at_ends = sum(getattr(parallel, name) for name in ends)
+    middle_stages, middle = stages - len(ends), layers - at_ends
+    if middle < 0 or bool(middle) != bool(middle_stages) or (middle_stages and middle % middle_stages):
+        refuse(
+            config,
+            keys,
+            f"{' and '.join(ends)} take {at_ends} of {layers} layers and leave {middle} for {middle_stages} other "
+            f"stages, which must be a positive multiple of {middle_stages}"
+            if middle_stages
+            else f"{' and '.join(ends)} take {at_ends} of {layers} layers, and no stage is left for the rest",
+            LayoutError,
+        )

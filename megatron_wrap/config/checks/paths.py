@@ -1,0 +1,130 @@
+"""Checks of the files and folders that a configuration names; nothing is created."""
+
+import glob
+import importlib.util
+import os
+from pathlib import Path
+
+from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.errors import CheckpointError, DataError, closest
+
+
+def check_paths(config: RunConfig) -> None:
+    """Check that data files, tokenizer and checkpoint exist, and that output folders are writable.
+
+    Relative paths are relative to the working directory.
+
+    Raises:
+        DataError: a data file is missing.
+        ConfigError: the tokenizer folder is missing, or an output folder cannot be written.
+        CheckpointError: the folder of `load` is missing.
+    """
+    data, train = config.data, config.train
+    if derived.is_indexed(data):
+        _need_indices(config)
+    for source in derived.training_sources(config):
+        _need_source(config, "data.train", source)
+    for source in [source for sources in derived.validation_sources(config).values() for source in sources]:
+        _need_source(config, "data.validation", source)
+    if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
+        rule = f"no tokenizer folder {data.tokenizer!r}{missing_path_hint(data.tokenizer)}"
+        refuse(config, ["data.tokenizer"], f"{rule}; name a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
+    if train.load is not None and not os.path.isdir(_expanded(train.load)):
+        rule = f"no checkpoint folder {train.load!r}{missing_path_hint(train.load)}{_relative(train.load)}"
+        refuse(config, ["train.load"], rule, CheckpointError)
+    if train.save is not None:
+        _need_writable(config, "train.save", train.save)
+    _need_writable(config, "logger.output_dir", derived.output_dir(config))
+    _check_tensorboard(config)
+
+
+def missing_path_hint(path: str | os.PathLike[str]) -> str:
+    """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
+    or the part of the path that exists; `~` is the home folder."""
+    wanted = _expanded(path)
+    folder = wanted.parent
+    # the folder of the shipped example is not part of the repository
+    build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+        while not os.path.isdir(folder) and folder != folder.parent:
+            folder = folder.parent
+        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{build}"
+    names = sorted(os.listdir(folder))
+    similar = closest(wanted.name, names)
+    if similar is not None:
+        return f"; did you mean {folder / similar}?"
+    if str(folder) == ".":
+        return build
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    return f"; {folder} contains {listed}{build}"
+
+
+# os.path instead of pathlib: Path.is_file raises if a folder may not be entered
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser()
+
+
+def _relative(path: str) -> str:
+    return "" if os.path.isabs(path) else f" (relative to the working directory {os.getcwd()})"
+
+
+def _check_tensorboard(config: RunConfig) -> None:
+    folder = derived.tensorboard_dir(config)
+    if folder is None:
+        return
+    key = "logger.enable_tensorboard" if config.logger.tensorboard_dir is None else "logger.tensorboard_dir"
+    if importlib.util.find_spec("tensorboard") is None:
+        refuse(
+            config,
+            [key],
+            "TensorBoard events need the package tensorboard, which is not installed; run `pip install "
+            "tensorboard`, or delete the key",
+        )
+    _need_writable(config, key, folder)
+
+
+def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:
+    """Refuse a missing file; a hub id and a Python source are resolved when they are read."""
+    if source.kind == "file":
+        _need_file(config, name, source.path)
+    if source.kind == "folder" and not any(os.scandir(_expanded(source.path))):
+        refuse(config, [name], f"folder {source.path!r} is empty; add data files{_relative(source.path)}", DataError)
+    if source.kind == "glob" and not glob.glob(str(_expanded(source.path)), recursive=True):
+        refuse(config, [name], f"no data file matches {source.path!r}{_relative(source.path)}", DataError)
+
+
+def _need_indices(config: RunConfig) -> None:
+    """Refuse a missing file of a prefix."""
+    prefixes = [("data.train", source) for source in config.data.train]
+    prefixes += [("data.validation", source) for sources in config.data.validation.values() for source in sources]
+    for key, source in prefixes:
+        for path in (f"{source.path}.idx", f"{source.path}.bin"):
+            if not os.path.isfile(_expanded(path)):
+                rule = f"no file {path!r}{missing_path_hint(path)}; a prefix names the .bin and the .idx file"
+                refuse(config, [key], rule + _relative(path), DataError)
+
+
+def _need_file(config: RunConfig, name: str, file: str) -> None:
+    path = _expanded(file)
+    if os.path.isfile(path):
+        if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+            refuse(config, [name], f"data file {file!r} cannot be read; change its permissions", DataError)
+        return
+    missing = f"no data file {file!r}{missing_path_hint(file)}"
+    rule = f"{file!r} is a folder, not a data file" if os.path.isdir(path) else missing
+    refuse(config, [name], rule + _relative(file), DataError)
+
+
+def _need_writable(config: RunConfig, name: str, folder: str) -> None:
+    existing = _expanded(folder).absolute()
+    while not os.path.exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not os.path.isdir(existing):
+        refuse(config, [name], f"{folder!r} cannot be a folder: {existing} is a file; choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        refuse(
+            config, [name], f"folder {folder!r} cannot be written: no permission in {existing}; choose another folder"
+        )

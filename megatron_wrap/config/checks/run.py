@@ -1,0 +1,100 @@
+"""The checks of a whole run: `check_run` needs no process, `check_layout` needs their number.
+
+A contradiction is refused, never repaired. Messages begin with the file and line of the value to change and its dotted
+path, and name the legal values.
+"""
+
+from dataclasses import fields
+
+from megatron_wrap.config.checks.model import check_model
+from megatron_wrap.config.checks.paths import check_paths
+from megatron_wrap.config.checks.refusal import neighbours, refuse
+from megatron_wrap.config.checks.training import check_training
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.keys import key_range
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import LayoutError
+
+
+def check_run(config: RunConfig) -> None:
+    """Check a configuration as far as possible before a process starts.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other or are out of range.
+        DataError, CheckpointError: a data file or checkpoint is missing or cannot be read.
+    """
+    check_values(config)
+    check_paths(config)
+
+
+def check_values(config: RunConfig) -> None:
+    """The part of `check_run` that checks values alone and does not access the disk."""
+    _check_ranges(config)
+    check_model(config)
+    check_training(config)
+
+
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """Check the configuration for `world_size` processes (all nodes); returns the data-parallel size.
+
+    Raises:
+        LayoutError: the processes are no multiple of a model replica, or a batch does not divide.
+    """
+    parallel, train = config.parallel, config.train
+    replica = derived.replica_processes(config)
+    if world_size % replica:
+        sizes = (
+            f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x "
+            f"CP {parallel.context_parallel_size}"
+        )
+        raise LayoutError(
+            f"{world_size} processes do not hold whole replicas of the model: {sizes} = {replica} processes each; "
+            f"start a multiple of {replica}, or change {SECTION_PATHS['parallel']}"
+        )
+    if config.arch.num_experts is not None and world_size % derived.expert_processes(parallel):
+        raise LayoutError(
+            f"{world_size} processes do not hold whole replicas of the experts: expert TP x EP x PP = "
+            f"{derived.expert_processes(parallel)} processes each; start a multiple of it, or change "
+            f"{SECTION_PATHS['parallel']}.expert_model_parallel_size"
+        )
+    data_parallel = derived.data_parallel_size(config, world_size)
+    unit = train.micro_batch_size * data_parallel
+    for size in derived.global_batch_sizes(config):
+        if size % unit:
+            refuse(
+                config,
+                ["train.global_batch_size" if size == train.global_batch_size else "train.rampup_batch_size"],
+                f"the global batch of {size} samples is not divisible by micro_batch_size {train.micro_batch_size} x "
+                f"data-parallel size {data_parallel} ({world_size} processes / {replica}) = {unit}; "
+                f"nearest legal sizes: {neighbours(size, unit)}",
+                LayoutError,
+            )
+        _check_interleaving(config, data_parallel, size)
+    return data_parallel
+
+
+def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size: int) -> None:
+    # pipeline_parallel/schedules.py: groups of exactly PP micro-batches
+    stages = config.parallel.pipeline_model_parallel_size
+    if derived.virtual_pipeline_size(config) is None or "microbatch_group_size_per_vp_stage" in config.arch.upstream:
+        return
+    count = derived.num_microbatches(config, data_parallel, global_batch_size)
+    if count % stages:
+        unit = stages * config.train.micro_batch_size * data_parallel
+        refuse(
+            config,
+            ["train.global_batch_size"],
+            f"an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches per step, and "
+            f"{global_batch_size} samples make {count}; nearest legal sizes: {neighbours(global_batch_size, unit)}",
+            LayoutError,
+        )
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for section in SECTION_PATHS:
+        decoded = getattr(config, section)
+        for field in fields(decoded):
+            allowed, value = key_range(field), getattr(decoded, field.name)
+            if allowed is not None and value is not None and not allowed.holds(value):
+                null = "; null disables it" if allowed.null_means_off else ""
+                refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}")

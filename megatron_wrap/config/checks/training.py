@@ -1,0 +1,254 @@
+"""Contradictions within batches, optimizer, precision, recomputation and intervals."""
+
+from megatron_wrap.config.checks.data import check_data
+from megatron_wrap.config.checks.fp8 import check_fp8
+from megatron_wrap.config.checks.refusal import neighbours, refuse
+from megatron_wrap.config.checks.schedule import check_learning_rate, check_length, check_schedule
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import did_you_mean
+
+
+def check_training(config: RunConfig) -> None:
+    """Check `megatron_lm.train`, with what it requires of data and checkpoints.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    check_length(config)
+    _check_batches(config)
+    check_learning_rate(config)
+    if config.train.train_iters is not None or config.train.train_samples is not None:
+        check_schedule(config)
+    _check_optimizer(config)
+    _check_precision(config)
+    check_fp8(config)
+    _check_recompute(config)
+    check_data(config)
+    _check_intervals(config)
+    _check_best_metric(config)
+    _check_models(config)
+    _check_profile(config)
+
+
+def _check_batches(config: RunConfig) -> None:
+    train = config.train
+    micro, final = train.micro_batch_size, train.global_batch_size
+    if final % micro:
+        refuse(
+            config,
+            ["train.global_batch_size", "train.micro_batch_size"],
+            f"global_batch_size {final} is not divisible by micro_batch_size {micro}; nearest legal sizes: "
+            f"{neighbours(final, micro)}",
+        )
+    _check_token_budgets(config)
+    if train.rampup_batch_size is None:
+        return
+    # Megatron-Core's num_microbatches_calculator.py divides by the number of increments
+    start, increment, samples = train.rampup_batch_size
+    key = ["train.rampup_batch_size"]
+    if start < 1 or increment < 1 or samples < 1:
+        refuse(config, key, f"[start, increment, samples] must be positive, not {list(train.rampup_batch_size)}")
+    if start >= final or (final - start) % increment:
+        refuse(
+            config,
+            key,
+            f"steps of {increment} from {start} do not reach global_batch_size {final}; the difference "
+            f"{final - start} must be a positive multiple of the increment",
+        )
+    if start % micro or increment % micro:
+        refuse(config, key, f"start {start} and increment {increment} must be multiples of micro_batch_size {micro}")
+
+
+def _check_token_budgets(config: RunConfig) -> None:
+    train, budget, packing = config.train, config.train.max_tokens_per_micro_batch, config.flow.packing
+    if budget is not None and budget < train.seq_length:
+        refuse(
+            config,
+            ["train.max_tokens_per_micro_batch", "train.seq_length"],
+            f"max_tokens_per_micro_batch {budget} is less than seq_length {train.seq_length}, so a sample may not fit; "
+            f"set it to at least {train.seq_length}",
+        )
+    if budget is not None and not packing and config.parallel.pipeline_model_parallel_size > 1:
+        refuse(
+            config,
+            ["train.max_tokens_per_micro_batch", "parallel.pipeline_model_parallel_size"],
+            "a pipeline needs micro-batches of equal shape, which max_tokens_per_micro_batch forms only with packing; "
+            "set megatron_wrap.flow.packing: true, or max_tokens_per_micro_batch: null",
+        )
+    if train.global_batch_tokens is not None and train.rampup_batch_size is not None:
+        refuse(
+            config,
+            ["train.global_batch_tokens", "train.rampup_batch_size"],
+            "rampup_batch_size counts samples, and global_batch_tokens counts tokens; delete one",
+        )
+    per_sequence = "seq_aux_loss" in derived.load_balancing_coefficients(config.arch)
+    if packing and config.arch.num_experts is not None and per_sequence:
+        refuse(
+            config,
+            ["flow.packing", "arch.moe_router_load_balancing_type"],
+            "seq_aux_loss needs one sequence in each row; set packing: false, or the router's loss to aux_loss, "
+            "global_aux_loss or none",
+        )
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
+    end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
+    ends = ["optimizer.end_weight_decay", "optimizer.start_weight_decay"]
+    if optimizer.weight_decay_incr_style == "constant" and start != end:
+        refuse(
+            config,
+            ends,
+            f"weight decay from {start} to {end} needs weight_decay_incr_style linear or cosine, which is constant",
+        )
+    if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
+        refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
+    if optimizer.use_distributed_optimizer and optimizer.optimizer == "sgd":
+        refuse(
+            config,
+            ["optimizer.use_distributed_optimizer", "optimizer.optimizer"],
+            "Megatron-Core's distributed optimizer supports adam, not sgd; write false or select adam",
+        )
+    needed = {
+        "optimizer.use_distributed_optimizer": optimizer.use_distributed_optimizer,
+        "ddp.overlap_grad_reduce": config.ddp.overlap_grad_reduce,
+    }
+    for name, value in needed.items():
+        if config.ddp.overlap_param_gather and value is False:
+            section, _, key = name.partition(".")
+            refuse(
+                config, ["ddp.overlap_param_gather", name], f"true needs {SECTION_PATHS[section]}.{key}, which is false"
+            )
+    if config.ddp.overlap_param_gather and optimizer.optimizer == "sgd":
+        refuse(
+            config,
+            ["ddp.overlap_param_gather", "optimizer.optimizer"],
+            "true needs Megatron-Core's distributed optimizer, which supports adam only; write false or select adam",
+        )
+    _check_offload(config)
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        refuse(
+            config,
+            ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"],
+            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; delete one",
+        )
+
+
+def _check_offload(config: RunConfig) -> None:
+    upstream, path = config.optimizer.upstream, SECTION_PATHS["optimizer"]
+    if not upstream.get("optimizer_cpu_offload"):
+        return
+    # Megatron-LM's arguments.py; otherwise Megatron-Core fails, or offloads nothing
+    needed = {
+        "use_precision_aware_optimizer": bool(upstream.get("use_precision_aware_optimizer")),
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer is not False,
+        "optimizer_offload_fraction": upstream.get("optimizer_offload_fraction", 0.0) > 0,
+    }
+    for name, fulfilled in needed.items():
+        if not fulfilled:
+            value = "above 0" if name == "optimizer_offload_fraction" else "true"
+            refuse(config, ["optimizer.optimizer_cpu_offload"], f"true needs {path}.{name} {value}")
+
+
+def _check_precision(config: RunConfig) -> None:
+    dtype = config.dtype
+    if dtype.bf16 and dtype.fp16:
+        refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
+    if dtype.loss_scale is not None and not dtype.fp16:
+        refuse(config, ["dtype.loss_scale"], f"{dtype.loss_scale} only applies to fp16; delete it or select fp16")
+    if dtype.initial_loss_scale < dtype.min_loss_scale:
+        refuse(
+            config,
+            ["dtype.initial_loss_scale", "dtype.min_loss_scale"],
+            f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}",
+        )
+
+
+def _check_recompute(config: RunConfig) -> None:
+    recompute, granularity = config.recompute, config.recompute.recompute_granularity
+    full_only = ("recompute_method", "recompute_num_layers")
+    for name in full_only:
+        if granularity == "full" and getattr(recompute, name) is None:
+            refuse(config, [f"recompute.{name}"], f"recompute_granularity full needs {name}")
+        if granularity != "full" and getattr(recompute, name) is not None:
+            refuse(
+                config,
+                [f"recompute.{name}"],
+                f"{getattr(recompute, name)} only applies to recompute_granularity full",
+            )
+    if recompute.recompute_modules is not None and granularity != "selective":
+        refuse(
+            config,
+            ["recompute.recompute_modules"],
+            "a list only applies to recompute_granularity selective",
+        )
+    if recompute.distribute_saved_activations:
+        tensor, sequence = config.parallel.tensor_model_parallel_size, derived.sequence_parallel(config.parallel)
+        if granularity != "full" or tensor == 1 or sequence:
+            refuse(
+                config,
+                ["recompute.distribute_saved_activations"],
+                "true needs recompute_granularity full, tensor_model_parallel_size > 1 and sequence_parallel false; "
+                f"they are {granularity or 'null'}, {tensor} and {str(sequence).lower()}",
+            )
+
+
+def _check_intervals(config: RunConfig) -> None:
+    train = config.train
+    for name in ("train.save_interval", "checkpoint.keep"):
+        value = config.value(name)
+        if value is not None and train.save is None:
+            rule = f"{value} has no effect without {SECTION_PATHS['train']}.save; set it, or write null"
+            refuse(config, [name], rule)
+    if train.finetune and train.load is None:
+        refuse(config, ["train.finetune"], "true loads the weights of load, which is null; set load")
+    from_config = derived.has_sources(config.data) or derived.is_indexed(config.data)
+    if train.eval_interval is not None and from_config and not derived.evaluation_set_names(config):
+        refuse(
+            config,
+            ["train.eval_interval"],
+            f"{train.eval_interval} needs {SECTION_PATHS['data']}.validation, which is null; set it, or write null",
+        )
+    if train.sample_prompts is not None:
+        _check_sample_prompts(config)
+
+
+def _check_models(config: RunConfig) -> None:
+    if config.models.reference is not None and config.models.teacher is not None:
+        keys = ["models.reference", "models.teacher"]
+        refuse(config, keys, "models.reference and models.teacher are both set; set one of them to null")
+
+
+def _check_profile(config: RunConfig) -> None:
+    steps, last = config.profile.steps, config.train.train_iters
+    wrong = [step for step in steps if step < 1 or (last is not None and step > last)]
+    if wrong:
+        rule = "the first iteration is 1" if wrong[0] < 1 else f"the last iteration is train_iters {last}"
+        refuse(config, ["profile.steps"], f"{list(steps)} contains {wrong[0]}, but {rule}; change it, or write []")
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    patience, metric = config.train.early_stop_patience, config.checkpoint.best_metric
+    sets = derived.evaluation_set_names(config)
+    if patience is not None and metric is None:
+        path = f"{SECTION_PATHS['checkpoint']}.best_metric"
+        refuse(config, ["train.early_stop_patience"], f"{patience} needs {path}, which is null; set it, or write null")
+    if metric is None:
+        return
+    if config.train.eval_interval is None:
+        path = f"{SECTION_PATHS['train']}.eval_interval"
+        refuse(config, ["checkpoint.best_metric"], f"{metric} needs {path}, which is null; set it, or write null")
+    if not any(metric.startswith(f"{name}/") for name in sets):
+        known = f"the sets are {', '.join(sets)}" if sets else f"{SECTION_PATHS['data']}.validation is null"
+        hint = did_you_mean(metric, [f"{name}/loss" for name in sets])
+        refuse(config, ["checkpoint.best_metric"], f"{metric!r} is not SET/METRIC of an evaluation set; {known}{hint}")
+
+
+def _check_sample_prompts(config: RunConfig) -> None:
+    key, prompts = ["train.sample_prompts"], config.train.sample_prompts
+    if not prompts or "" in prompts:
+        refuse(config, key, f"{prompts} must be a list of non-empty texts; null logs no sample")
+    if config.data.tokenizer is None:
+        refuse(config, key, f"texts need a tokenizer; set {SECTION_PATHS['data']}.tokenizer, or write null")

@@ -1,0 +1,340 @@
+"""Strict reading of a run's YAML (the view) over the tree of YAML files (the nest).
+
+The view and the files that it selects are validated key by key, with file and line, before anything is composed: keys
+that confignest would drop, invent or crash on are refused here. The walk yields the normalized copies that confignest
+composes (`compose.py`) and the origins of each value (`origins.py`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.config.reading.compose import compose, encode, joined
+from megatron_wrap.config.reading.origins import OVERRIDDEN, ComposedConfig, Origin, Section, find_origins
+from megatron_wrap.config.reading.tree import Folder, TreeFile, open_tree
+from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
+from megatron_wrap.errors import ConfigError, did_you_mean
+
+SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
+
+
+def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: "KeyRules | None" = None) -> "ValidatedNest":
+    """Read the run's YAML at `path` over the shipped tree and a `nest/` folder beside the YAML, and validate its keys.
+
+    Args:
+        overrides: `a.b.c=value`, applied last; values are read as YAML.
+
+    Raises:
+        ConfigError: a file, section, key, selection or inheritance that does not fit; `file:line path: rule; hint`.
+    """
+    view = read_yaml(Path(path))
+    nest = ValidatedNest(view.file, open_tree(Path(path)), rules or KeyRules())
+    nest.walk(view, [_parse_override(text) for text in overrides])
+    return nest
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """Keys that the files of the tree do not define: legal ones, and advice on unknown ones.
+
+    `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
+    file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
+    """
+
+    more_keys: Callable[[str], Collection[str]] = lambda section: ()
+    plug_ins: Mapping[str, str] = field(default_factory=dict)
+    advice: Callable[[str, str], str | None] = lambda section, key: None
+
+
+@dataclass(frozen=True)
+class _Override:
+    """A command-line `a.b=c`; `parts`: the rest of its path below the current section."""
+
+    parts: tuple[str, ...]
+    node: Node
+    path: str
+
+
+def _parse_override(text: str) -> _Override:
+    path, equals, value = text.partition("=")
+    path = path.strip()
+    if not equals or not path or "" in path.split("."):
+        raise ConfigError(f"{COMMAND_LINE} {text}: not of the form a.b.c=value")
+    try:
+        node = read_value(value)
+    except ConfigError as error:
+        raise ConfigError(f"{COMMAND_LINE} {path}: {str(error).removeprefix(COMMAND_LINE + ': ')}") from error
+    parts = tuple(part for part in path.split(".") if part != OVERRIDE)
+    return _Override(parts, node, path)
+
+
+class ValidatedNest:
+    """A view and its nest, validated and not yet composed; returned by `read_nest`."""
+
+    def __init__(self, view_file: str, root: Folder, rules: KeyRules) -> None:
+        self.view_file = view_file
+        self.sections: dict[str, Section] = {}
+        """Dotted path -> section."""
+        self._root = root
+        self._rules = rules
+        self._files: dict[str, dict[str, Any]] = {}  # path of a file in the tree -> its encoded content
+        self._view: dict[str, Any] = {}  # encoded
+        self._overrides: dict[str, dict[str, Any]] = {}  # path of a section -> its part of the view
+
+    def origins(self, path: str) -> Sequence[Origin]:
+        """Origins of the value at the dotted `path`, first to last."""
+        return find_origins(self.sections, path)
+
+    def add(self, section_path: str, key: str, node: Node, how: str) -> None:
+        """Set a value of a section over all of its other origins.
+
+        Args:
+            how: `Origin.how` of the value.
+        """
+        section = self.sections[section_path]
+        path = f"{section_path}.{key}"
+        self._set(section.origins, self._overrides[section_path], (key,), node, how, path, add_keys=False)
+
+    def compose(self) -> ComposedConfig:
+        """Let confignest compose the values."""
+        return ComposedConfig(self.view_file, self.sections, compose(self._root, self._files, self._view))
+
+    def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
+        """Validate the view and the command line; called once."""
+        self._view = self._folder(self._root, view, "", command_line)
+
+    # ---- folders
+
+    def _folder(
+        self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]
+    ) -> dict[str, Any]:
+        """Validate a folder of the tree with its part of the view; returns that part, encoded for confignest."""
+        content = self._mapping(view, path)
+        if folder.selects_one:
+            return self._selection(folder, content, view, path, command_line)
+        for key, node in content.items():
+            if key not in folder.entries:
+                self._refuse_section(folder, key, node, path)
+        for override in command_line:
+            if not override.parts or override.parts[0] not in folder.entries:
+                self._refuse_command_line(folder, override, path)
+        effective: dict[str, Any] = {}
+        for name, entry in folder.entries.items():
+            overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
+            entry_path = f"{path}.{name}" if path else name
+            view_part = content.get(name)
+            if isinstance(entry, Folder):
+                effective[name] = self._folder(entry, view_part, entry_path, overrides)
+            else:
+                section = self._open_section(folder, name, entry_path, "default")
+                effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
+        return effective
+
+    def _selection(
+        self, folder: Folder, content: dict[str, Node], view: Node | None, path: str, command_line: Sequence[_Override]
+    ) -> dict[str, Any]:
+        select = content.get(SELECT)
+        for override in command_line:
+            if override.parts == (SELECT,):
+                select = override.node
+        if select is not None and select.value is None:
+            view, select = select, None
+        if select is None and folder.default is None:
+            if folder.skipped_without_selection:
+                return {}
+            where = view.where if view is not None else self.view_file
+            raise ConfigError(
+                f"{where} {path}: nothing is selected; write {path.rpartition('.')[2]}: {{{SELECT}: NAME}} with one of "
+                f"{', '.join(folder.entries)}"
+            )
+        name: Any = folder.default if select is None else select.value
+        if not isinstance(name, str) or name not in folder.entries:
+            where = select.where if select is not None else self.view_file
+            raise ConfigError(
+                f"{where} {path}.{SELECT}: there is no {name!r}{did_you_mean(str(name), folder.entries)} "
+                f"Choices: {', '.join(folder.entries)}"
+            )
+        section = self._open_section(folder, name, path, "default selection" if select is None else "selected")
+        section.selected = name
+        for key, node in content.items():
+            if key not in (SELECT, OVERRIDE, name):
+                self._refuse_beside_select(folder, section, key, node, path)
+        overrides = self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}")
+        inline = self._mapping(content.get(name), f"{path}.{name}")
+        for key, node in inline.items():
+            if key in overrides:
+                raise ConfigError(
+                    f"{node.where} {path}.{name}.{key}: also set by {OVERRIDE} at {overrides[key].where}; keep one"
+                )
+        rest = [override for override in command_line if override.parts != (SELECT,)]
+        return {SELECT: name, OVERRIDE: self._override_all(section, {**overrides, **inline}, rest)}
+
+    def _mapping(self, node: Node | None, path: str) -> dict[str, Node]:
+        if node is None or node.value is None:  # all lines of the section are commented out
+            return {}
+        if not isinstance(node.value, dict):
+            raise ConfigError(f"{node.where} {path}: a section with keys is expected, not {describe(node.value)}")
+        return node.value
+
+    # ---- files and their keys
+
+    def _open_section(self, folder: Folder, name: str, path: str, how: str) -> Section:
+        """Read a file of the tree and those that it inherits, base first, into a new section."""
+        chain = self._inherit_chain(folder, name, path)
+        section = Section(path, [file for file, _ in chain])
+        for file, node in chain:
+            step = how if file is chain[-1][0] else f"inherited by {name}"
+            step += ", overlay" if file.overlaid else ""
+            encoded: dict[str, Any] = {}
+            for key, value in node.value.items():
+                if key == INHERIT:
+                    encoded[key] = value.value
+                else:
+                    self._set(section.origins, encoded, (key,), value, step, f"{path}.{key}", add_keys=True)
+            self._files[file.relative] = encoded
+        self.sections[path] = section
+        return section
+
+    def _inherit_chain(self, folder: Folder, name: str, path: str) -> list[tuple[TreeFile, Node]]:
+        chain: list[tuple[TreeFile, Node]] = []
+        seen: list[str] = []
+        while True:
+            entry = folder.entries[name]
+            if isinstance(entry, Folder):
+                raise ConfigError(f"{entry.shown} {path}: {name} is a folder; only a file can be selected or inherited")
+            node = entry.read()
+            chain.insert(0, (entry, node))
+            seen.append(f"{name}.yaml")
+            parent = node.value.get(INHERIT)
+            if parent is None:
+                return chain
+            files = [f"{entry_name}.yaml" for entry_name in folder.entries]
+            if parent.value in seen:
+                circle = " -> ".join([*seen[seen.index(parent.value) :], parent.value])
+                raise ConfigError(f"{parent.where} {path}.{INHERIT}: a cycle, {circle}; remove one of these lines")
+            if parent.value not in files:
+                raise ConfigError(
+                    f"{parent.where} {path}.{INHERIT}: there is no file {parent.value!r} in this folder"
+                    f"{did_you_mean(str(parent.value), files)}"
+                )
+            name = parent.value.removesuffix(".yaml")
+
+    def _set(
+        self,
+        origins: dict[str, Any],
+        encoded: dict[str, Any],
+        keys: tuple[str, ...],
+        node: Node,
+        how: str,
+        path: str,
+        add_keys: bool,
+    ) -> None:
+        """Record that `node` sets the last of the nested `keys`, and write it into the encoded copy.
+
+        A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
+        there is no value yet); elsewhere it is a single value, such as the sets of data.validation.
+
+        Args:
+            origins: of the mapping that contains the last key.
+            add_keys: a mapping may name keys that `origins` lacks.
+        """
+        key = keys[-1]
+        new_mapping = add_keys and key not in origins and isinstance(node.value, dict) and bool(node.value)
+        if not (isinstance(origins.get(key), dict) or new_mapping):
+            origins.setdefault(key, []).append(Origin(node, how))
+            encoded[joined(*keys)] = encode(node.plain())
+            return
+        if not isinstance(node.value, dict):
+            raise ConfigError(f"{node.where} {path}: a mapping is expected, not {describe(node.value)}")
+        nested = origins.setdefault(key, {})
+        for sub_key, sub_node in node.value.items():
+            if not add_keys and sub_key not in nested:
+                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{did_you_mean(sub_key, nested)}")
+            self._set(nested, encoded, (*keys, sub_key), sub_node, how, f"{path}.{sub_key}", add_keys)
+
+    def _override_all(
+        self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
+    ) -> dict[str, Any]:
+        """Apply the view's keys, then the command line's; returns them encoded for confignest."""
+        encoded = self._overrides[section.path] = {}
+        plug_in = self._rules.plug_ins.get(section.path)
+        section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
+        for key, node in content.items():
+            self._check_key(section, key, node)
+            self._set(section.origins, encoded, (key,), node, OVERRIDDEN, f"{section.path}.{key}", add_keys=False)
+        for override in command_line:
+            if not override.parts:
+                raise ConfigError(
+                    f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
+                    f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
+                )
+            key, *rest = override.parts
+            self._check_key(section, key, override.node)
+            node = self._wrapped(section, key, rest, override)
+            self._set(section.origins, encoded, (key,), node, COMMAND_LINE, f"{section.path}.{key}", add_keys=False)
+        return encoded
+
+    def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
+        """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even if the mapping is a single value."""
+        node = override.node
+        for part in reversed(rest):
+            node = Node({part: node}, COMMAND_LINE)
+        origins = section.origins.get(key)
+        if not rest or not isinstance(origins, list):
+            return node
+        value = origins[-1].node.value
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{COMMAND_LINE} {override.path}: {section.path}.{key} has no keys below it")
+        return Node({**(value or {}), **node.value}, COMMAND_LINE)
+
+    def _check_key(self, section: Section, key: str, node: Node) -> None:
+        if key in section.origins:
+            return
+        more = self._rules.more_keys(section.path)
+        if key in more or (section.takes_any and key not in (SELECT, OVERRIDE, INHERIT)):
+            return
+        # a key of the section is likelier than one of Megatron-Core's hundreds
+        raise ConfigError(f"{node.where} {section.path}.{key}: " + self._unknown(section, key, more))
+
+    def _unknown(self, section: Section, key: str, more: Collection[str]) -> str:
+        advice = self._rules.advice(section.path, key)
+        if advice:
+            return advice
+        if key == OVERRIDE:
+            return "only a section with a selection takes it; write its keys here directly"
+        if key == SELECT:
+            return "nothing can be selected here; delete it"
+        if key == INHERIT:
+            return "belongs in a file of the tree, not in a run's YAML"
+        hint = did_you_mean(key, section.origins, more)
+        return f"unknown key{hint or '; the keys are ' + ', '.join(section.origins)}"
+
+    # ---- refusals of whole sections
+
+    def _refuse_section(self, folder: Folder, key: str, node: Node, path: str) -> None:
+        key_path = f"{path}.{key}" if path else key
+        if key == SELECT:
+            raise ConfigError(f"{node.where} {key_path}: nothing can be selected here; delete it")
+        advice = self._rules.advice(path, key)
+        if advice is None and key in (OVERRIDE, INHERIT):
+            advice = "does not belong here; name the section and write its keys there"
+        hint = did_you_mean(key, folder.entries) or f"; the sections are {', '.join(folder.entries)}"
+        raise ConfigError(f"{node.where} {key_path}: {advice or 'unknown section' + hint}")
+
+    def _refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node, path: str) -> None:
+        if key in section.origins or key in self._rules.more_keys(path):
+            rule = f"a key beside {SELECT} has no effect; put it under {OVERRIDE}"
+        elif key in folder.entries:
+            rule = f"{section.name} is selected, so this has no effect; delete it or select {key}"
+        elif key == INHERIT:
+            rule = "belongs in a file of the tree, not in a run's YAML"
+        else:
+            near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
+            rule = self._rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} are allowed here"
+        raise ConfigError(f"{node.where} {path}.{key}: {rule}")
+
+    def _refuse_command_line(self, folder: Folder, override: _Override, path: str) -> None:
+        if not override.parts:
+            raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {', '.join(folder.entries)}")
+        self._refuse_section(folder, override.parts[0], override.node, path)

@@ -1,0 +1,98 @@
+"""The origins of a configuration's values: recorded for messages and `explain`; no run takes a value from them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_wrap.config.reading.tree import TreeFile
+from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node
+
+OVERRIDDEN = "override"
+"""`Origin.how` of a value that the run's YAML sets."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A line that sets a value: `how` is default, selected, inherited, hf_path, override or command line."""
+
+    node: Node
+    how: str
+
+    @property
+    def by_run(self) -> bool:
+        """Whether the run's YAML or its command line sets the value, and not a file of the tree."""
+        return self.how in (OVERRIDDEN, COMMAND_LINE)
+
+    def __str__(self) -> str:
+        return self.node.where if self.node.where == self.how else f"{self.node.where} ({self.how})"
+
+
+@dataclass
+class Section:
+    """A section of the tree: its files, base first, and the origins of each key."""
+
+    path: str
+    files: list[TreeFile]
+    origins: dict[str, Any] = field(default_factory=dict)
+    """Key -> list of `Origin`, the last of which applies; or a dictionary of further keys."""
+    selected: str | None = None
+    takes_any: bool = False
+    """Whether keys that no file defines are accepted, see `KeyRules.plug_ins`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the section's last file."""
+        return self.files[-1].name
+
+    def leaves(self) -> list[tuple[str, list[Origin]]]:
+        """Dotted path of every value with its origins."""
+        leaves: list[tuple[str, list[Origin]]] = []
+
+        def collect(origins: dict[str, Any], prefix: str) -> None:
+            for key, nested in origins.items():
+                if isinstance(nested, dict):
+                    collect(nested, f"{prefix}.{key}")
+                else:
+                    leaves.append((f"{prefix}.{key}", nested))
+
+        collect(self.origins, self.path)
+        return leaves
+
+
+@dataclass(frozen=True)
+class ComposedConfig:
+    """A run's configuration before its types are checked."""
+
+    view_file: str
+    sections: Mapping[str, Section]
+    """Dotted path -> section."""
+    values: Mapping[str, Any]
+    """The values that confignest composed, as nested plain dictionaries."""
+
+    def origins(self, path: str) -> Sequence[Origin]:
+        """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
+        return find_origins(self.sections, path)
+
+    def leaves(self) -> dict[str, Sequence[Origin]]:
+        """Dotted path of every value -> its origins."""
+        return {path: origins for section in self.sections.values() for path, origins in section.leaves()}
+
+    def section_values(self, path: str) -> Mapping[str, Any]:
+        """The composed values of the section at the dotted `path`."""
+        values: Any = self.values
+        for part in path.split("."):
+            values = values[part]
+        return values
+
+
+def find_origins(sections: Mapping[str, Section], path: str) -> Sequence[Origin]:
+    """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
+    for section in sections.values():
+        if path.startswith(section.path + "."):
+            origins: Any = section.origins
+            for part in path[len(section.path) + 1 :].split("."):
+                if not isinstance(origins, dict) or part not in origins:
+                    return ()
+                origins = origins[part]
+            return origins if isinstance(origins, list) else ()
+    return ()

@@ -1,0 +1,119 @@
+"""The tree of YAML files that a run's YAML selects from and overrides: the shipped one, and over it, file by file, a
+`nest/` folder in the folder of the run's YAML."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_wrap.config.reading.yaml_nodes import Node, read_yaml, shown_path
+from megatron_wrap.errors import ConfigError, did_you_mean
+
+MANIFEST = "__confignest_manifest__"
+OVERLAY_FOLDER = "nest"
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """A YAML file of the tree. `relative` is its path below the tree's root."""
+
+    name: str
+    path: Path
+    relative: str
+    overlaid: bool
+
+    def read(self) -> Node:
+        """Its content with positions."""
+        return read_yaml(self.path)
+
+
+@dataclass
+class Folder:
+    """A folder of the tree; `entries` by name without `.yaml`, sorted."""
+
+    relative: str
+    shown: str
+    selects_one: bool = False
+    default: str | None = None
+    skipped_without_selection: bool = False
+    entries: dict[str, "Folder | TreeFile"] = field(default_factory=dict)
+
+
+def shipped_root() -> Path:
+    """The shipped tree: `configs/nest` in the installed package, or in the root of a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "configs" / "nest"
+    return installed if installed.is_dir() else package.parent / "configs" / "nest"
+
+
+def open_tree(view: Path) -> Folder:
+    """The tree for the run's YAML `view`.
+
+    Raises:
+        ConfigError: an overlay folder or file that the tree has no counterpart for, or an invalid manifest.
+    """
+    shipped, overlay = shipped_root(), view.resolve().parent / OVERLAY_FOLDER
+    if not shipped.is_dir():
+        raise ConfigError(f"{shipped}: the tree of the package is missing; install megatron-wrap again")
+    roots = [shipped]
+    if overlay.is_dir() and overlay != shipped.resolve():
+        roots.append(overlay)
+    return _scan(roots, "")
+
+
+def _scan(roots: list[Path], relative: str) -> Folder:
+    """A folder of the tree from `roots`; files of later roots replace those of earlier ones."""
+    folders = [root / relative for root in roots if (root / relative).is_dir()]
+    result = Folder(relative, shown_path(folders[-1]))
+    _read_manifests(result, folders)
+    entries: dict[str, Folder | TreeFile] = {}
+    for folder in folders:
+        overlaid = len(roots) > 1 and folder == roots[-1] / relative
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith((".", "__")) or (entry.is_file() and entry.suffix not in (".yaml", ".yml")):
+                continue
+            if entry.is_file() and entry.suffix == ".yml":
+                raise ConfigError(f"{shown_path(entry)}: files of the tree end in .yaml; rename it")
+            name = entry.name.removesuffix(".yaml") if entry.is_file() else entry.name
+            path = f"{relative}/{entry.name}" if relative else entry.name
+            known = entries.get(name)
+            if known is not None and isinstance(known, Folder) != entry.is_dir():
+                raise ConfigError(f"{shown_path(entry)}: the tree has a file and a folder of this name; rename it")
+            if overlaid and known is None and not result.selects_one:
+                kind = "folder" if entry.is_dir() else "file"
+                raise ConfigError(
+                    f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
+                    f"{did_you_mean(name, entries)}"
+                )
+            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry, path, overlaid)
+    result.entries = dict(sorted(entries.items()))
+    if result.default is not None and result.default not in result.entries:
+        raise ConfigError(
+            f"{result.shown}/{MANIFEST}: default_selection {result.default!r} is not in the folder"
+            f"{did_you_mean(result.default, result.entries)}"
+        )
+    return result
+
+
+def _read_manifests(result: Folder, folders: list[Path]) -> None:
+    for folder in folders:
+        path = folder / MANIFEST
+        if not path.is_file():
+            continue
+        content = read_yaml(path)
+        legal = {
+            "selection_mode": ("one", "all"),
+            "if_no_selection": ("error", "skip", "default"),
+            "default_selection": None,
+        }
+        for key, node in content.value.items():
+            if key not in legal:
+                raise ConfigError(f"{node.where} {key}: unknown key{did_you_mean(key, legal)}")
+            choices = legal[key]
+            if choices is not None and node.value not in choices:
+                raise ConfigError(f"{node.where} {key}: one of {', '.join(choices)}, not {node.value!r}")
+        values = content.plain()
+        result.selects_one = values.get("selection_mode") == "one"
+        mode = values.get("if_no_selection", "error")
+        result.default = values.get("default_selection") if mode == "default" else None
+        result.skipped_without_selection = mode == "skip"
+        if mode == "default" and not isinstance(result.default, str):
+            raise ConfigError(f"{content.file}: if_no_selection is default, so default_selection names a file")

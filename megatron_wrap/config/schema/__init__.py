@@ -1,0 +1,1 @@
+"""Sections of a configuration as frozen dataclasses, and the values that follow from them."""

@@ -1,0 +1,209 @@
+"""The sections of the model: its architecture, its parallel layout and its provider."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_wrap.config.schema.keys import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchConfig:
+    """`megatron_lm.model.arch`: the architecture of the model; the named architectures inherit these keys."""
+
+    num_layers: int = key(at_least=1)
+    """Transformer layers of the whole model."""
+    hidden_size: int = key(at_least=1)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = key(None, at_least=1)
+    """Inner width of the MLP (of one half of it with swiglu); null: 4 * hidden_size, with swiglu 8/3 of it, down to a
+    multiple of 64 (Megatron-LM's rule)."""
+    num_attention_heads: int = key(at_least=1)
+    """Query heads."""
+    num_query_groups: int | None = key(None, at_least=1)
+    """Key and value heads (grouped-query attention); null: as many as query heads."""
+    group_query_attention: bool | None = None
+    """Megatron-LM's switch for num_query_groups; null: on if num_query_groups is set."""
+    kv_channels: int | None = key(None, at_least=1)
+    """Width of one head; null: hidden_size / num_attention_heads."""
+    vocab_size: int | None = key(None, at_least=1)
+    """Entries of the vocabulary before padding; null: the size of the tokenizer of megatron_wrap.data.tokenizer."""
+    make_vocab_size_divisible_by: int = key(128, at_least=1)
+    """The embedding is padded to a multiple of this times the tensor-parallel size; padding entries have probability
+    0."""
+    max_position_embeddings: int | None = key(None, at_least=1)
+    """Longest sequence, in tokens, and number of learned positions; null: train.common.seq_length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """Learned position table, rotary embedding, or none."""
+    rotary_base: float = key(10000.0, above=0)
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = key(1.0, above=0, at_most=1)
+    """Share of a head's width that is rotated."""
+    rotary_interleaved: bool = False
+    """Rotate adjacent pairs (GPT-J) instead of halves (Llama)."""
+    rotary_seq_len_interpolation_factor: float | None = key(None, above=0)
+    """Positions are divided by this (linear scaling); null: 1."""
+    use_rope_scaling: bool = False
+    """Llama-3.1 scaling of the low rotary frequencies."""
+    rope_scaling_factor: float = key(8.0, at_least=1)
+    """Factor of Llama-3.1 scaling."""
+    untie_embeddings_and_output_weights: bool = False
+    """Separate input embedding and output layer."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
+    """Kind of norm."""
+    norm_epsilon: float = key(1e-5, above=0)
+    """Added to the variance inside a norm."""
+    apply_layernorm_1p: bool = False
+    """Norm weights are stored as weight - 1 (zero-centered)."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head."""
+    swiglu: bool = False
+    """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu."""
+    squared_relu: bool = False
+    """Squared ReLU in place of GELU."""
+    openai_gelu: bool = False
+    """The tanh form of GELU, as GPT-2's published weights use it; false: the exact form."""
+    add_bias_linear: bool = True
+    """Biases in all linear layers."""
+    add_qkv_bias: bool = False
+    """Biases in the query, key and value projections (Qwen2)."""
+    hidden_dropout: float = key(0.1, at_least=0, below=1)
+    """Dropout after attention, MLP and embedding."""
+    attention_dropout: float = key(0.1, at_least=0, below=1)
+    """Dropout on attention probabilities."""
+    init_method_std: float = key(0.02, above=0)
+    """Standard deviation of initial weights; output projections get it divided by sqrt(2 * num_layers)."""
+    attention_softmax_in_fp32: bool = True
+    """Softmax of attention in fp32."""
+    fp32_residual_connection: bool = False
+    """Residual stream in fp32."""
+    window_size: tuple[int, int] | None = None
+    """Sliding window of attention, [before, after] a token's own position, -1: unlimited; null: none. transformers'
+    sliding_window W (Mistral) is [W - 1, 0]."""
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
+    """With window_size, layers without it: every N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    multi_latent_attention: bool = False
+    """Compute keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); with false, q_lora_rank to
+    mscale_all_dim have no effect. qk_layernorm then normalizes the latents."""
+    q_lora_rank: int | None = key(None, at_least=1)
+    """Width of the queries' latent vector; null: queries directly from the residual stream."""
+    kv_lora_rank: int = key(512, at_least=1)
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int = key(128, at_least=1)
+    """Width of the part of a query's and key's head without positions."""
+    qk_pos_emb_head_dim: int = key(64, at_least=1)
+    """Width of the rotated part of a head."""
+    v_head_dim: int = key(128, at_least=1)
+    """Width of a value's head."""
+    rope_type: Literal["rope", "yarn"] = "rope"
+    """Rotary frequencies unchanged, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
+    rotary_scaling_factor: float = key(40.0, at_least=1)
+    """YaRN: factor by which the context is extended."""
+    original_max_position_embeddings: int = key(4096, at_least=1)
+    """YaRN: the original context, in tokens."""
+    beta_fast: float = key(32.0, above=0)
+    """YaRN: frequencies with at least this many rotations within the original context are unchanged."""
+    beta_slow: float = key(1.0, above=0)
+    """YaRN: frequencies with fewer rotations are divided by the whole factor."""
+    mscale: float = key(1.0, at_least=0)
+    """YaRN: strength of the scaling of the rotated parts with the context extension."""
+    mscale_all_dim: float = key(0.0, at_least=0)
+    """YaRN: strength of the scaling of all attention scores; 0: none."""
+    num_experts: int | None = key(None, at_least=1)
+    """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
+    moe_layer_freq: int | tuple[int, ...] | str = 1
+    """Layers with experts: every N-th, beginning with the first; or a list of 0 (dense) and 1 for each layer, which may
+    have Megatron-LM's form ([0]*3+[1]*58)."""
+    moe_ffn_hidden_size: int | None = key(None, at_least=1)
+    """Inner width of one expert (of one half of it with swiglu); null: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = key(None, at_least=1)
+    """Inner width of all shared experts together, which process every token; null: none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared experts' output by a sigmoid gate (Qwen2-MoE)."""
+    moe_router_topk: int = key(2, at_least=1)
+    """Experts that process a token."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to scores."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice; the weights of the chosen experts then sum to less than 1. false:
+    softmax over the chosen experts."""
+    moe_router_topk_scaling_factor: float | None = key(None, above=0)
+    """The weights of the chosen experts are multiplied by this; null: 1."""
+    moe_router_num_groups: int | None = key(None, at_least=1)
+    """Groups of experts for group-limited routing (DeepSeek); null: none."""
+    moe_router_group_topk: int | None = key(None, at_least=1)
+    """Groups among which a token's experts are chosen."""
+    moe_router_group_score_experts: int | None = key(None, at_least=1)
+    """Groups are ranked by the sum of their N best scores: 1 in DeepSeek V2, 2 in V3; null: Megatron-Core's rule,
+    moe_router_topk / moe_router_group_topk."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias per expert, used only to choose experts, that moves toward balance after each step (DeepSeek V3); needs
+    sigmoid scores."""
+    moe_router_bias_update_rate: float = key(1e-3, at_least=0)
+    """Step size of that bias."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router; null: that of the activations."""
+    moe_router_load_balancing_type: (
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+        | tuple[Literal["aux_loss", "seq_aux_loss", "global_aux_loss"], ...]
+    ) = "aux_loss"
+    """Auxiliary loss over a micro-batch, over each sequence or over the batch so far; a list needs a list of
+    coefficients; sinkhorn balances without a loss."""
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
+    """Coefficient of the auxiliary loss; 0: none. The metric load_balancing_loss excludes it."""
+    moe_z_loss_coeff: float | None = key(None, at_least=0)
+    """Coefficient of the router's z-loss; null: none. The metric z_loss excludes it."""
+    moe_grouped_gemm: bool | None = None
+    """All experts of a process in one grouped product (Transformer Engine); null: if Transformer Engine is used."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens are sent to their experts over the expert-parallel processes."""
+    transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
+    """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
+    Transformer Engine on a GPU if it is installed, else torch."""
+    upstream: Mapping[str, Any]
+    """Further fields of `TransformerConfig`, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """`megatron_lm.model.parallel`: how the model is split over processes; data parallelism uses the remaining ones."""
+
+    tensor_model_parallel_size: int = key(1, at_least=1)
+    """Processes that share each layer's matrices (TP)."""
+    pipeline_model_parallel_size: int = key(1, at_least=1)
+    """Pipeline stages (PP)."""
+    context_parallel_size: int = key(1, at_least=1)
+    """Processes that share each sequence (CP)."""
+    expert_model_parallel_size: int = key(1, at_least=1)
+    """Processes that share the experts of a mixture-of-experts layer (EP)."""
+    expert_tensor_parallel_size: int | None = key(None, at_least=1)
+    """Tensor-parallel size inside experts; null: tensor_model_parallel_size."""
+    sequence_parallel: bool | None = None
+    """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on if TP > 1."""
+    num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
+    """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
+    virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
+    """Model chunks per stage, instead of num_layers_per_virtual_pipeline_stage."""
+    decoder_first_pipeline_num_layers: int | None = key(None, at_least=1)
+    """Layers on the first stage of an uneven split; null: even."""
+    decoder_last_pipeline_num_layers: int | None = key(None, at_least=1)
+    """Layers on the last stage of an uneven split; null: even."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProviderConfig:
+    """`megatron_wrap.model_provider`: the function that builds the model, and its initial weights."""
+
+    provider_key: str = "gpt_model"
+    """Registered provider, or my_package.my_module:my_provider."""
+    show_weight_details: bool = False
+    """Log every parameter with its local shape."""
+    hf_path: str | None = None
+    """Hugging Face folder or hub id: architecture from its config.json, initial weights from its safetensors, and its
+    tokenizer if megatron_wrap.data names none; null: model.arch, and weights from the seed."""
+    hf_allow_pickle: bool = False
+    """Read weights of hf_path from pytorch_model.bin if it has no safetensors (torch.load with weights_only)."""
+    verify_hf: bool = False
+    """Compare the loaded model with transformers before training, and refuse to train on a difference."""
+    options: Mapping[str, Any]
+    """The provider's own keys."""

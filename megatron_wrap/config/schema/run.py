@@ -1,0 +1,215 @@
+"""`RunConfig`, a decoded configuration: one frozen dataclass for each file or folder of the tree `configs/nest`.
+
+A field is the one definition of a key's type, default, range (`key`) and documentation. `make config-docs` writes them
+into the tree and into docs/config-reference.md, a test fails where these differ, and `megatron-wrap explain` prints
+them. A run must set a key whose field has no default.
+
+Keys of `megatron_lm` have Megatron-LM's argument names. `upstream` contains further fields of Megatron-Core's own
+dataclass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_wrap.config.schema.data import DataConfig
+from megatron_wrap.config.schema.keys import key
+from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig, ProviderConfig
+from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
+from megatron_wrap.config.schema.training import (
+    DDPConfig,
+    LearningRateConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """`megatron_wrap.init`: the platform and its collectives."""
+
+    platform: Literal["auto", "cpu", "cuda"] = "auto"
+    """cuda: GPUs over NCCL; cpu: processes over gloo; auto: cuda if a GPU is present."""
+    distributed_timeout_minutes: float = key(10.0, above=0)
+    """Minutes after which an unfinished collective ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """`megatron_wrap.logger`: metrics, and where they are written."""
+
+    output_dir: str | None = None
+    """Folder of metrics.jsonl, TensorBoard and offline wandb files; null: outputs/NAME-OF-THE-YAML."""
+    patch_print: bool = False
+    """Redirect print to logger.debug_all_ranks until close()."""
+    remove_logging: bool = False
+    """Remove the root handlers of Python's logging until close()."""
+    ignore_warning: bool = True
+    """Hide FutureWarning and UserWarning until close()."""
+    progress_bar: bool = True
+    """Show a bar with the remaining time on the terminal of rank 0; never in a pipe."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events (docs/report.md)."""
+    tensorboard_dir: str | None = None
+    """Folder of TensorBoard events; setting it enables them, as in Megatron-LM. null: with enable_tensorboard,
+    tensorboard in the run's output folder."""
+    tensorboard_log_interval: int = key(1, at_least=1)
+    """Write a step's metrics to TensorBoard every N iterations; evaluations always."""
+    tensorboard_queue_size: int = key(1000, at_least=1)
+    """Maximum number of points that TensorBoard buffers; it writes them at least every 30 seconds."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases, online if there is a key, else offline."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases; null: megatron-wrap."""
+    wandb_name: str | None = None
+    """Name of the run; null: the YAML's name."""
+    metric_loggers: tuple[str, ...] = ()
+    """Further metric loggers: registered keys or my_package.my_module:MyLogger."""
+    add_params_norm_to_metrics: bool = False
+    """Report the norm of all parameters (one more pass over them)."""
+    add_num_zeros_in_grad_to_metrics: bool = False
+    """Count zeros in the gradient (one more pass over it)."""
+    add_throughput_to_metrics: bool = True
+    """Report tflops and throughput (model TFLOP/s per device)."""
+    add_memory_to_metrics: bool = True
+    """Report memory, GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """`megatron_wrap.models`: the reference or teacher model of the run."""
+
+    reference: ReferenceModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
+    """copy: a frozen copy of the initial policy, for flows such as gpt_dpo; its calculate_outputs reach the loss as
+    reference_*. A mapping with the keys below: other weights, where they are stored, how they follow the policy, or
+    precomputed outputs. null: none."""
+    teacher: ReferenceModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
+    """The model that gpt_distill learns from, with the same keys; its outputs reach the loss as teacher_*. A run has
+    either a reference or a teacher. null: none."""
+
+    @property
+    def role(self) -> str:
+        """Key of the model, reference or teacher, which is the prefix of its outputs."""
+        return "reference" if self.teacher is None else "teacher"
+
+    @property
+    def reference_or_teacher(self) -> ReferenceModelConfig | None:
+        """The run's reference or teacher model, if any."""
+        return self.reference if self.teacher is None else self.teacher
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the model's key in the YAML."""
+        return f"{SECTION_PATHS['models']}.{self.role}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """`megatron_wrap.flow`: the algorithm. Its further keys are the fields of the flow's dataclass `Config`; for
+    your own flow, select custom and write them next to flow_key, under __override__."""
+
+    flow_key: str
+    """Registered flow, or my_package.my_module:MyFlow."""
+    packing: bool = False
+    """Concatenate the sequences of a micro-batch into a row without padding; attention and positions stay within each
+    sequence."""
+    options: Mapping[str, Any]
+    """The flow's own keys, validated against its dataclass `Config`, if any, when the flow is imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """`megatron_wrap.checkpoint`: resuming, and which checkpoints are kept."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """auto: resume from the newest checkpoint in train.common.save; never: refuse to start if there is one."""
+    keep: int | None = key(None, at_least=1, null_means_off=True)
+    """Number of newest checkpoints to keep, in addition to the best by best_metric; null: all."""
+    best_metric: str | None = None
+    """Metric of an evaluation set, SET/METRIC such as validation/loss, by which `wrap.fit` determines the best
+    checkpoint, saves and keeps it; null: none."""
+    best_metric_mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest value of best_metric is best."""
+    export_hf: bool = False
+    """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """`megatron_wrap.profile`: steps whose time is recorded and divided among kinds of work (docs/profiling.md)."""
+
+    steps: tuple[int, ...] = ()
+    """Iterations to profile, such as [10, 11, 12]; the first iteration of a run is 1."""
+    output_dir: str | None = None
+    """Folder of the traces and tables; null: `profile` in the run's output folder."""
+    memory_snapshot: bool = True
+    """On GPUs, record the allocations of the step before for https://pytorch.org/memory_viz."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run, decoded. `SECTION_PATHS` has the dotted path of each section in the YAML."""
+
+    name: str
+    """The YAML's file name without its ending."""
+    arch: ArchConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    learning_rate: LearningRateConfig
+    optimizer: OptimConfig
+    dtype: PrecisionConfig
+    recompute: RecomputeConfig
+    ddp: DDPConfig
+    init: InitConfig
+    logger: LoggerConfig
+    model_provider: ProviderConfig
+    models: ModelsConfig
+    flow: FlowConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    profile: ProfileConfig
+    resolved: Mapping[str, Any] = field(repr=False)
+    """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Dotted path -> last line that sets its value, for messages: `configs/run.yaml:7 (override)`."""
+    undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
+
+    def value(self, name: str) -> Any:
+        """The value of section.key, with the names of the fields."""
+        section, _, key = name.partition(".")
+        return getattr(getattr(self, section), key)
+
+    def located(self, path: str) -> str:
+        """`file:line path` of the value at the dotted `path`, the beginning of a message about it."""
+        return f"{self.origins.get(path, '').partition(' (')[0]} {path}".strip()
+
+
+SECTION_PATHS: dict[str, str] = {
+    "arch": "megatron_lm.model.arch",
+    "parallel": "megatron_lm.model.parallel",
+    "train": "megatron_lm.train.common",
+    "learning_rate": "megatron_lm.train.learning-rate",
+    "optimizer": "megatron_lm.train.optimizer",
+    "dtype": "megatron_lm.train.dtype",
+    "recompute": "megatron_lm.train.recompute",
+    "ddp": "megatron_lm.misc.ddp",
+    "init": "megatron_wrap.init",
+    "logger": "megatron_wrap.logger",
+    "model_provider": "megatron_wrap.model_provider",
+    "models": "megatron_wrap.models",
+    "flow": "megatron_wrap.flow",
+    "data": "megatron_wrap.data",
+    "checkpoint": "megatron_wrap.checkpoint",
+    "profile": "megatron_wrap.profile",
+}
+"""Field of `RunConfig` -> dotted path in the tree."""
+
+UPSTREAM: dict[str, str] = {
+    "arch": "TransformerConfig",
+    "optimizer": "OptimizerConfig",
+    "ddp": "DistributedDataParallelConfig",
+}
+"""Sections that accept further keys -> the Megatron-Core dataclass whose fields these are."""

@@ -1,0 +1,89 @@
+"""A run whose model is built: its state, and what the verbs of `MegatronWrap` are delegated to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.bridge.loading.hf_path import weights_left_out
+from megatron_wrap.checkpoint.precheck import starting_checkpoint
+from megatron_wrap.checkpoint.reference_config import add_reference_model
+from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.config import RunConfig
+from megatron_wrap.core.best_checkpoint import BestCheckpoint
+from megatron_wrap.core.records import RunRecords, describe_model
+from megatron_wrap.core.run_data import RunData
+from megatron_wrap.core.run_evaluation import RunEvaluation
+from megatron_wrap.core.run_export import RunExport
+from megatron_wrap.core.run_facts import write_run_facts
+from megatron_wrap.core.run_training import RunTraining
+from megatron_wrap.engine.setup.build import build_training_state
+from megatron_wrap.engine.setup.profiler import build_step_profiler
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base.platform import Platform
+from megatron_wrap.utils.dist_logger import logger
+
+
+class Run:
+    """Builds the model, and for training the optimizer, with the weights that the run starts from. Collective.
+
+    Args:
+        config: of the run, in force.
+        reference_config: of the reference or teacher model that training needs; None: it needs none.
+        tokenizer: the run's Hugging Face tokenizer, or None.
+        training: False builds only the model.
+        save: saves a checkpoint of the run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        reference_config: RunConfig | None,
+        platform: Platform,
+        parallel: ParallelState,
+        tokenizer: Any,
+        training: bool,
+        save: Callable[[], Path],
+    ) -> None:
+        # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
+        from_hugging_face = config.model_provider.hf_path is not None and starting_checkpoint(config) is None
+        self.state: TrainingState = build_training_state(
+            config, platform, parallel, tokenizer, from_hugging_face=from_hugging_face, training=training
+        )
+        if training and reference_config is not None:
+            add_reference_model(self.state, reference_config, tokenizer)
+        describe_model(self.state)
+        if from_hugging_face:
+            logger.info_rank_0(f"loaded weights from {config.model_provider.hf_path}")
+            for warning in weights_left_out(config):
+                logger.warning_rank_0(warning)
+        self.checkpoints = RunCheckpoints(self.state)
+        self._resumed_from = self.checkpoints.restore(weights_only=not training)
+        self._must_verify = from_hugging_face and config.model_provider.verify_hf
+        self.records = RunRecords(config)
+        self.data = RunData(config, tokenizer)
+        self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
+        self.export = RunExport(self.state, tokenizer)
+        self.training = RunTraining(self.state, self.records, save) if training else None
+        self.best = BestCheckpoint(self.state, self.checkpoints, save)
+
+    def begin_records(self, output_dir: Path) -> None:
+        """Open the records of a training run. Collective.
+
+        Raises:
+            CheckpointError: the model differs from that of its Hugging Face folder (`model_provider.verify_hf`).
+            ConfigError: a logger cannot start.
+        """
+        if self._must_verify:
+            self.export.refuse_unverified()
+        state = self.state
+        profiler = build_step_profiler(state, output_dir) if state.config.profile.steps else None
+        self.records.open(state.progress.iteration, self._resumed_from, profiler)
+        write_run_facts(state, output_dir, self._resumed_from)
+
+    def close(self) -> None:
+        """End the processes that load data, and close the loggers."""
+        self.data.close()
+        self.records.close()

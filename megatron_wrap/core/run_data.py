@@ -1,0 +1,149 @@
+"""The samples of a run: its batches, its evaluation sets, and the number of steps of a run given in epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.schedule import check_schedule
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.config.schema import derived
+from megatron_wrap.data.indexed.windows import IndexedData, open_indexed
+from megatron_wrap.data.order.sample_sets import stream_of, training_stream, validation_sets
+from megatron_wrap.data.order.stream import SampleStream
+from megatron_wrap.data.order.usable_rows import Preparation
+from megatron_wrap.engine.batches.epochs import steps_of_epochs
+from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, preparation, sample_reader
+from megatron_wrap.engine.batches.micro_batching import micro_batching_of
+from megatron_wrap.engine.batches.tokenized import CachedSamples, cached_samples
+from megatron_wrap.engine.reference.precomputed import sample_preparation
+from megatron_wrap.engine.setup.build import model_shape
+from megatron_wrap.engine.setup.flow import build_flow
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.metrics.phases import DATA, phase
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.utils.dist_logger import logger
+
+
+class RunData:
+    """The data that `megatron_wrap.data` selects. Indexed files are opened once.
+
+    Args:
+        config: of the run.
+        tokenizer: the run's Hugging Face tokenizer, or None.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._indexed: IndexedData | None = None
+        self._closed = False
+        self.loaders: list[BatchLoader] = []
+        """Of the iterators over batches that are in use."""
+
+    def batches(self, state: TrainingState, samples: Sequence[Any] | None) -> Iterator[list[Any]]:
+        """The batches after the progress of `state`; see `MegatronWrap.batches`."""
+        config = self._config
+        of_sample = preparation(state.flow, state.prepare_sample, config.train.seed)
+        stored = None
+        if samples is None:
+            stream = self.training_stream()
+            stored = self.cached_samples(stream, state.flow, of_sample)
+        else:
+            stream = stream_of(samples, config.train.seed, config.data.shuffle)
+        loader = BatchLoader(config, state.flow, of_sample, state.micro_batching, state.localization, stream, stored)
+        self.loaders.append(loader)
+        try:
+            while state.progress.iteration < derived.train_iters(config):
+                if self._closed:
+                    raise MegatronWrapError("wrap.batches: the run is closed; begin another with wrap.initialize()")
+                with phase(DATA):
+                    state.offered = loader.next(state.progress.cursor)
+                yield state.offered
+        finally:
+            loader.close()
+            self.loaders.remove(loader)
+
+    def close(self) -> None:
+        """End the processes that prepare batches."""
+        self._closed = True
+        for loader in self.loaders:
+            loader.close()
+
+    def training_stream(self) -> SampleStream:
+        """The training samples in an order that is a function of the seed.
+
+        Raises:
+            DataError: a file is missing or malformed.
+        """
+        config = self._config
+        if derived.is_indexed(config.data):
+            return self._indexed_data().training
+        return training_stream(
+            derived.training_sources(config),
+            config.train.seed,
+            config.data.shuffle,
+            config.data.shuffle_buffer,
+            derived.mock_samples(config.data),
+        )
+
+    def evaluation_sets(self) -> Mapping[str, Sequence[Any]]:
+        """Name -> samples of each evaluation set.
+
+        Raises:
+            DataError: a file is missing or malformed.
+        """
+        config = self._config
+        if derived.is_indexed(config.data):
+            return self._indexed_data().evaluation
+        return validation_sets(derived.validation_sources(config), skip_bad=config.data.on_bad_sample == "skip")
+
+    def cached_samples(
+        self, stream: SampleStream, flow: MegatronWrapTrainingFlowBase, of_sample: Preparation
+    ) -> CachedSamples | None:
+        """The prepared samples of `stream` in `megatron_wrap.data.cache_dir`, written now where they are missing; None
+        without that key."""
+        sources = derived.training_sources(self._config)
+        return cached_samples(self._config, sources, stream, flow, of_sample)
+
+    def _indexed_data(self) -> IndexedData:
+        if self._indexed is None:
+            size = model_vocab_size(self._config.arch, self._tokenizer)
+            self._indexed = open_indexed(self._config, size, self._tokenizer)
+        return self._indexed
+
+
+def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any) -> RunConfig:
+    """The configuration with `train_iters`, derived from `train_samples`, or from `train_epochs` and the training data.
+
+    Raises:
+        ConfigError: the phases of the learning rate do not fit the number of steps. DataError: a row cannot be used.
+    """
+    if config.train.train_samples is not None:
+        return _with_steps(config, derived.train_iters(config))
+    if config.train.train_epochs is None or config.train.train_iters is not None:
+        return config
+    size = model_vocab_size(config.arch, tokenizer)
+    flow = build_flow(config, tokenizer, size, parallel)
+    rule = batch_rule(
+        config, micro_batching_of(config, parallel, model_shape(config, size), num_microbatches_multiple=1)
+    )
+    data = RunData(config, tokenizer)
+    stream = data.training_stream()
+    of_sample = preparation(flow, sample_preparation(flow, config), config.train.seed)
+    cached = None if rule.budget is None else data.cached_samples(stream, flow, of_sample)
+    reader = sample_reader(config, stream, of_sample, rule.budget, cached)
+    samples_per_epoch = stream.samples_per_epoch
+    assert samples_per_epoch is not None, "train_epochs is refused for sources that stream"
+    steps = steps_of_epochs(config.train.train_epochs, samples_per_epoch, rule, reader)
+    logger.info_rank_0(f"{config.train.train_epochs:g} epochs of {samples_per_epoch:,} samples are {steps:,} steps")
+    counted = _with_steps(config, steps)
+    check_schedule(counted)
+    return counted
+
+
+def _with_steps(config: RunConfig, train_iters: int) -> RunConfig:
+    return replace(config, train=replace(config.train, train_iters=train_iters))

@@ -1,0 +1,87 @@
+"""What a run computes without changing its state: evaluations, outputs of samples, completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_wrap.core.records import RunRecords
+from megatron_wrap.engine import evaluation
+from megatron_wrap.engine.generation.generate import Completion, generate, sample_texts
+from megatron_wrap.engine.generation.sampling import SamplingRule
+from megatron_wrap.engine.state.state import TrainingState
+
+_LARGEST_LOGARITHM = 20.0
+"""Of a perplexity, as in Megatron-LM's evaluate_and_print_results (megatron/training/training.py)."""
+
+
+class RunEvaluation:
+    """Evaluates the current weights; its methods are those of `MegatronWrap`.
+
+    Args:
+        state: of the run.
+        tokenizer: the run's Hugging Face tokenizer, or None.
+        records: receive each evaluation.
+        evaluation_sets: opens the sets of the configuration: name -> samples.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        tokenizer: Any,
+        records: RunRecords,
+        evaluation_sets: Callable[[], Mapping[str, Sequence[Any]]],
+    ) -> None:
+        self._state, self._tokenizer, self._records = state, tokenizer, records
+        self._evaluation_sets = evaluation_sets
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `eval_interval` asks for an evaluation at this iteration."""
+        interval = self._state.config.train.eval_interval
+        return interval is not None and self._state.progress.iteration % interval == 0
+
+    def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None) -> dict[str, float]:
+        """Metrics of each set."""
+        state, train = self._state, self._state.config.train
+        metrics: dict[str, float] = {}
+        for name, samples in (self._evaluation_sets() if sets is None else sets).items():
+            if train.eval_iters and samples is not None:
+                samples = samples[: train.eval_iters * train.global_batch_size]
+            of_set = evaluation.evaluate(state, name, samples)
+            if state.flow.reports_perplexity:
+                of_set["perplexity"] = math.exp(min(of_set["loss"], _LARGEST_LOGARITHM))
+            metrics |= {f"eval/{name}/{key}": value for key, value in of_set.items()}
+        if metrics:
+            self._records.evaluation(state.progress.iteration, metrics)
+        if train.sample_prompts:
+            texts = sample_texts(state, self._tokenizer, train.sample_prompts)
+            self._records.sample_texts(state.progress.iteration, texts)
+        return metrics
+
+    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+        """Outputs of each sample."""
+        return evaluation.forward(self._state, samples)
+
+    def generate(
+        self,
+        prompts: Sequence[Any] | None,
+        max_new_tokens: int,
+        temperature: float,
+        top_p: float | None,
+        top_k: int | None,
+        seed: int | None,
+        stop: str | Sequence[str | int],
+        batch_size: int,
+        n: int,
+        log_probs: bool,
+    ) -> list[Completion]:
+        """Completions of prompts."""
+        rule = SamplingRule(temperature, top_k, top_p)
+        seed = self._state.config.train.seed if seed is None else seed
+        return generate(
+            self._state, self._tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n, log_probs
+        )

@@ -1,0 +1,95 @@
+"""The weights of a run under Hugging Face's names: folders, uploads, streams for rollout engines, verification."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
+from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
+from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
+from megatron_wrap.bridge.export.upload import upload
+from megatron_wrap.bridge.export.weight_stream import WeightStream
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.engine.verify import verify_hugging_face
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.utils.dist_logger import logger
+
+
+class RunExport:
+    """Exports the current weights; its methods are those of `MegatronWrap`.
+
+    Args:
+        state: of the run.
+        tokenizer: the run's Hugging Face tokenizer, written with the weights; or None.
+    """
+
+    def __init__(self, state: TrainingState, tokenizer: Any) -> None:
+        self._state, self._tokenizer = state, tokenizer
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        max_shard_size: str | int = "5GB",
+        dtype: str | torch.dtype | None = None,
+        family: str | None = None,
+    ) -> Path:
+        """Write a Hugging Face folder."""
+        state, hf_format = self._state, self._format(family)
+        stream = self._stream(hf_format, dtype)
+        target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size)
+        logger.info_rank_0(f"Hugging Face folder of iteration {state.progress.iteration}: {target}")
+        return target
+
+    def save_beside(self, checkpoint: Path) -> None:
+        """Write the Hugging Face folder of a checkpoint beside it, and remove those of checkpoints that were removed.
+        Collective."""
+        state = self._state
+        self.save_pretrained(checkpoint.parent / f"hf_{state.progress.iteration:07d}")
+        prune_exports(checkpoint.parent, state.config.checkpoint.keep, state.parallel, state.best.iteration)
+
+    def export_weights(self, dtype: str | torch.dtype | None, family: str | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of each weight."""
+        yield from self._stream(self._format(family), dtype)
+
+    def weight_source(self, dtype: str | torch.dtype | None, family: str | None) -> RolloutWeights:
+        """The weights for a rollout engine."""
+        hf_format, is_sender = self._format(family), self._state.parallel.world.rank == 0
+        return RolloutWeights(lambda: self._stream(hf_format, dtype), is_sender)
+
+    def upload(self, folder: Path, repo_id: str, private: bool | None, commit_message: str | None) -> str:
+        """Upload a folder of `save_pretrained` to the hub, and return the URL of the commit."""
+        config, iteration = self._state.config, self._state.progress.iteration
+        return upload(folder, repo_id, private, commit_message or f"{config.name}, iteration {iteration}")
+
+    def refuse_unverified(self) -> None:
+        """Compare the model with transformers', and log the verdict. Collective.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        verdict = verify_hugging_face(self._state, self._tokenizer)
+        logger.info_rank_0(verdict.table())
+        if not verdict.agrees:
+            raise CheckpointError(
+                f"megatron_wrap.model_provider.verify_hf: the model differs from that of {verdict.folder}: "
+                f"{verdict.first_difference}; nothing was trained"
+            )
+
+    def _format(self, family: str | None) -> ExportFormat:
+        # vocab_size of the configuration may be null; the state has the tokenizer's
+        return export_format(self._state.config, self._state.shape.vocab_size, family)
+
+    def _stream(self, hf_format: ExportFormat, dtype: str | torch.dtype | None) -> WeightStream:
+        state = self._state
+        overlapped = bool(state.config.ddp.overlap_param_gather) and state.optimizer is not None
+        synchronize_parameters(state.chunks, overlapped)
+        return WeightStream(
+            state.chunks, hf_format.family, hf_format.arch, state.parallel, state.platform.device, dtype
+        )

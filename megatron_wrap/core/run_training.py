@@ -1,0 +1,67 @@
+"""The steps of a run: each in one call or in parts, then its record and the save at each `save_interval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.config.schema import derived
+from megatron_wrap.core.records import RunRecords
+from megatron_wrap.engine import split_step
+from megatron_wrap.engine.state.open_step import StepWeights
+from megatron_wrap.engine.state.state import StepReport, TrainingState
+from megatron_wrap.engine.step import train_step
+from megatron_wrap.errors import TrainingError
+
+
+class RunTraining:
+    """Takes steps; its methods are those of `MegatronWrap`.
+
+    Args:
+        state: of the run, with an optimizer.
+        records: receive each step.
+        save: saves a checkpoint.
+    """
+
+    def __init__(self, state: TrainingState, records: RunRecords, save: Callable[[], Path]) -> None:
+        self._state, self._records, self._save = state, records, save
+
+    def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
+        """One step."""
+        self._refuse_further_steps()
+        split_step.refuse_open_step(self._state, "wrap.train")
+        return self._finish(train_step(self._state, batch))
+
+    def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
+        """Loss weights and statistics of a step in parts."""
+        self._refuse_further_steps()
+        return split_step.count_weights(self._state, batches)
+
+    def forward_backward(self, batch: Sequence[Any] | None, step_weights: StepWeights) -> None:
+        """Gradients of a part."""
+        self._refuse_further_steps()
+        split_step.forward_backward(self._state, batch, step_weights)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """The update from the gradients of all parts."""
+        return self._finish(split_step.optimizer_step(self._state))
+
+    def _refuse_further_steps(self) -> None:
+        iteration, train_iters = self._state.progress.iteration, derived.train_iters(self._state.config)
+        if iteration >= train_iters:
+            raise TrainingError(
+                f"iteration {iteration} of megatron_lm.train.common.train_iters {train_iters} is done; write the loop "
+                "as `while wrap.iteration < wrap.train_iters`, or raise train_iters"
+            )
+
+    def _finish(self, report: StepReport) -> dict[str, float]:
+        state, train, iteration = self._state, self._state.config.train, self._state.progress.iteration
+        if state.reference is not None:
+            state.reference.follow(state.chunks, iteration)
+        self._records.step_taken(report)
+        if train.save_interval and train.save and iteration % train.save_interval == 0:
+            # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
+            self._records.write_last()
+            self._save()
+        return dict(report.metrics)

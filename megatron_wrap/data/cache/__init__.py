@@ -1,0 +1,1 @@
+"""Prepared samples and outputs of a reference model on disk."""

@@ -1,0 +1,203 @@
+"""Outputs of a reference model on disk: safetensors, keyed by the hash of the sample that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.utils.atomic_write import write_atomically
+
+MANIFEST = "precomputed.json"
+"""Facts about the outputs and the number of samples of each file; written last."""
+_HASHES, _ENDS = "hashes", ".ends"
+_FORMAT = 1
+_SAMPLES_OF_A_FILE = 65_536
+
+
+def sample_hash(sample: Any) -> bytes:
+    """SHA-256 of a sample's canonical JSON, 32 bytes: sorted keys, no white space, arrays and tensors as lists, without
+    `source`, which is only a name.
+
+    Raises:
+        DataError: the sample is no mapping, or contains something that JSON cannot express.
+    """
+    if not isinstance(sample, Mapping):
+        raise DataError(
+            f"a sample is of type {type(sample).__name__}; precomputed outputs need samples that are mappings"
+        )
+    content = {name: value for name, value in sample.items() if name != "source"}
+    try:
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
+    except TypeError as error:
+        raise DataError(f"a sample cannot be written as JSON, so it has no hash: {error}") from error
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+class PrecomputedWriter:
+    """Writes the outputs of samples into a folder; `close` makes them complete.
+
+    Args:
+        folder: has no precomputed outputs yet.
+        facts: JSON values that a reader compares, such as the flow.
+
+    Raises:
+        ConfigError: the folder contains outputs already, or cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+        self._folder, self._facts = Path(folder).expanduser(), dict(facts)
+        if (self._folder / MANIFEST).exists():
+            raise ConfigError(
+                f"{self._folder} contains precomputed outputs already; choose another folder, or delete it"
+            )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be created: {error}") from error
+        self._rows: list[tuple[bytes, dict[str, np.ndarray]]] = []
+        self._files: dict[str, int] = {}
+
+    def add(self, key: bytes, outputs: Mapping[str, np.ndarray]) -> None:
+        """Add the outputs of one sample: name -> scalar, or array whose first dimension may differ between samples."""
+        self._rows.append((key, dict(outputs)))
+        if len(self._rows) == _SAMPLES_OF_A_FILE:
+            self._write()
+
+    def close(self) -> int:
+        """Write the rest, then the manifest; returns the number of samples."""
+        self._write()
+        manifest = {**self._facts, "format": _FORMAT, "files": self._files}
+        try:
+            write_atomically(self._folder / MANIFEST, json.dumps(manifest, indent=1))
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be written: {error}") from error
+        return sum(self._files.values())
+
+    def _write(self) -> None:
+        if not self._rows:
+            return
+        from safetensors.numpy import save_file
+
+        hashes = np.frombuffer(b"".join(key for key, _ in self._rows), dtype=np.uint8).reshape(-1, 32)
+        tensors = {_HASHES: hashes}
+        for name in self._rows[0][1]:
+            values = [outputs[name] for _, outputs in self._rows]
+            if values[0].ndim == 0:
+                tensors[name] = np.stack(values)
+            else:
+                tensors[name] = np.concatenate(values)
+                tensors[name + _ENDS] = np.cumsum([len(value) for value in values])
+        name = f"outputs-{len(self._files):05d}.safetensors"
+        try:
+            save_file(tensors, self._folder / name)
+        except OSError as error:
+            raise ConfigError(f"{self._folder / name} cannot be written: {error}") from error
+        self._files[name] = len(self._rows)
+        self._rows = []
+
+
+class PrecomputedOutputs:
+    """The outputs in a folder, by the hash of a sample. Each process opens the files when it first needs them, and maps
+    them into memory.
+
+    Args:
+        folder: from `PrecomputedWriter`.
+
+    Raises:
+        DataError: the folder has no complete outputs.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).expanduser()
+        try:
+            self.facts: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            self._names = list(self.facts["files"])
+            known = self.facts["format"] == _FORMAT
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.folder} has no precomputed outputs ({error}); run megatron-wrap precompute, which writes them"
+            ) from error
+        if not known:
+            raise DataError(
+                f"{self.folder} has format {self.facts['format']}, not {_FORMAT}; precompute the outputs again"
+            )
+        self._files: dict[int, dict[str, Any]] = {}
+        self._process = os.getpid()
+        tables = [self._read_all(number, _HASHES) for number in range(len(self._names))]
+        self._ends = np.cumsum([len(table) for table in tables])
+        self._hashes = np.concatenate(tables) if tables else np.zeros((0, 32), np.uint8)
+        starts = np.ascontiguousarray(self._hashes[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+        self._order = np.argsort(starts, kind="stable")
+        self._starts = starts[self._order]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._hashes)
+
+    def get(self, key: bytes) -> dict[str, Any] | None:
+        """Name -> float of a scalar, or array, of the sample with this hash; None if there is none.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        start = np.uint64(int.from_bytes(key[:8], "big"))
+        index = int(np.searchsorted(self._starts, start))
+        while index < len(self._starts) and self._starts[index] == start:
+            row = int(self._order[index])
+            if self._hashes[row].tobytes() == key:
+                return self._row(row)
+            index += 1
+        return None
+
+    def _row(self, row: int) -> dict[str, Any]:
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        index = row - (int(self._ends[number - 1]) if number else 0)
+        values = self._file(number)
+        outputs: dict[str, Any] = {}
+        for name, stored in values.items():
+            if name == _HASHES or name.removesuffix(_ENDS) != name:
+                continue
+            if name + _ENDS not in values:
+                outputs[name] = stored[index : index + 1][0].item()
+                continue
+            ends = values[name + _ENDS][max(0, index - 1) : index + 1]
+            begin, end = int(ends[0]) if index else 0, int(ends[-1])
+            outputs[name] = stored[begin:end] if begin < end else stored[:][:0]  # safetensors has no empty slice
+        return outputs
+
+    def _read_all(self, number: int, name: str) -> np.ndarray:
+        values: np.ndarray = self._file(number)[name][:]
+        return values
+
+    def _file(self, number: int) -> dict[str, Any]:
+        """Name -> tensor of a file, which is read where it is indexed."""
+        if self._process != os.getpid():  # an open file belongs to the process that opened it
+            self._files, self._process = {}, os.getpid()
+        if number not in self._files:
+            from safetensors import SafetensorError, safe_open
+
+            path = self.folder / self._names[number]
+            try:
+                file = safe_open(path, framework="np")
+                self._files[number] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path} cannot be read ({error}); precompute the outputs again") from error
+        return self._files[number]
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON cannot express, as one that it can: arrays and tensors as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | set | frozenset | range):
+        return sorted(value) if isinstance(value, set | frozenset) else list(value)
+    raise TypeError(f"a value of type {type(value).__name__}")

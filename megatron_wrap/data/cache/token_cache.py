@@ -1,0 +1,191 @@
+"""Prepared samples of one source on disk, with their lengths: written once, read by row in constant time.
+
+A cache is a folder named by a hash of everything that its content depends on. It is written under another name and
+renamed when it is complete, so processes and runs may share a parent folder. Samples are pickled: use a folder that
+only you can write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_wrap.data.order.usable_rows import Preparation
+from megatron_wrap.data.sources.rows import BadSample, Rows
+from megatron_wrap.errors import DataError
+from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.file_lock import locked
+from megatron_wrap.utils.process_pool import ProcessPool
+
+_CHUNK = 64
+"""Rows that a process prepares at a time."""
+_REPORT_SECONDS = 10.0
+_KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends.npy", "lengths.npy", "length_ends.npy"
+
+
+class Entry(NamedTuple):
+    """One prepared sample; the default is that of a row that cannot be used."""
+
+    content: bytes = b""
+    """The pickled sample."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each of its sequences."""
+
+
+class TokenCache:
+    """Reads a cache; forked processes may share an object.
+
+    Args:
+        folder: of a complete cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._ends = np.load(folder / _ENDS, mmap_mode="r")
+        self._lengths = np.load(folder / _LENGTHS, mmap_mode="r")
+        self._length_ends = np.load(folder / _LENGTH_ENDS, mmap_mode="r")
+        self._samples = os.open(folder / _SAMPLES, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._samples)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def get(self, row: int) -> Any:
+        """The prepared sample of a row; KeyError if the row cannot be used."""
+        begin, end = int(self._ends[row]), int(self._ends[row + 1])
+        if begin == end:
+            raise KeyError(row)
+        return pickle.loads(os.pread(self._samples, end - begin, begin))
+
+    def lengths(self, row: int) -> tuple[int, ...]:
+        """Tokens of each sequence of a row's sample; KeyError if the row cannot be used."""
+        if self._ends[row] == self._ends[row + 1]:
+            raise KeyError(row)
+        begin, end = int(self._length_ends[row]), int(self._length_ends[row + 1])
+        return tuple(self._lengths[begin:end].tolist())
+
+
+def open_cache(
+    parent: str,
+    key: Mapping[str, Any],
+    rows: Callable[[], Rows],
+    preparation: Preparation,
+    skip_bad: bool = False,
+    processes: int = 1,
+) -> TokenCache:
+    """Open the cache of a source. If there is none, one of the calling processes writes it, and the others wait.
+
+    Args:
+        parent: folder of caches.
+        key: everything that the content depends on, as plain values.
+        rows: opens the source.
+        preparation: of the run's flow.
+        skip_bad: leave out rows that cannot be used; False: they raise.
+        processes: number of processes that prepare samples.
+
+    Raises:
+        DataError: a row cannot be used, with its file and row; or the folder cannot be written.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    folder = Path(parent).expanduser() / name
+    if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.parent / f".{name}.lock", "writes the tokenized cache"):
+                if not folder.is_dir():
+                    _remove_leftovers(folder)
+                    _write(folder, key, rows(), preparation, skip_bad, processes)
+        except OSError as error:
+            raise DataError(
+                f"megatron_wrap.data.cache_dir {parent}: cannot be written: {error}; give another folder, or null"
+            ) from error
+    return TokenCache(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove partial folders of the same cache from killed processes of this machine."""
+    for left in folder.parent.glob(f".{folder.name}.*.{os.uname().nodename}.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _write(
+    folder: Path, key: Mapping[str, Any], rows: Rows, preparation: Preparation, skip_bad: bool, processes: int
+) -> None:
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.{os.uname().nodename}.partial"
+    partial.mkdir()
+    try:
+        _write_content(partial, rows, _entries(rows, preparation, skip_bad, processes))
+        (partial / _KEY).write_text(json.dumps(key, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_content(folder: Path, rows: Rows, entries: Iterator[Entry]) -> None:
+    ends, length_ends, lengths = array("q", [0]), array("q", [0]), array("i")
+    reported = time.monotonic()
+    with (folder / _SAMPLES).open("wb") as file:
+        for entry in entries:
+            file.write(entry.content)
+            ends.append(ends[-1] + len(entry.content))
+            lengths.extend(entry.lengths)
+            length_ends.append(len(lengths))
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info_all_ranks(f"tokenized {len(ends) - 1:,} of {len(rows):,} samples into {folder.parent}")
+    np.save(folder / _ENDS, np.frombuffer(ends, dtype=np.int64))
+    np.save(folder / _LENGTH_ENDS, np.frombuffer(length_ends, dtype=np.int64))
+    np.save(folder / _LENGTHS, np.array(lengths, dtype=np.int32))
+
+
+def _entries(rows: Rows, preparation: Preparation, skip_bad: bool, processes: int) -> Iterator[Entry]:
+    """The entry of each row, in order."""
+    chunks = [range(begin, min(begin + _CHUNK, len(rows))) for begin in range(0, len(rows), _CHUNK)]
+
+    def prepared(chunk: range) -> list[Entry]:
+        return [_entry(rows, row, preparation, skip_bad) for row in chunk]
+
+    def prepared_in_one_thread(chunk: range) -> list[Entry]:
+        torch.set_num_threads(1)  # the threads of the parent were not forked
+        return prepared(chunk)
+
+    if processes <= 1 or len(chunks) == 1:
+        yield from chain.from_iterable(map(prepared, chunks))
+        return
+    with contextlib.closing(ProcessPool(prepared_in_one_thread, min(processes, len(chunks)))) as pool:
+        for _, entries in pool.map(chunks):
+            yield from entries
+
+
+def _entry(rows: Rows, row: int, preparation: Preparation, skip_bad: bool) -> Entry:
+    try:
+        sample = rows[row]
+        try:
+            prepared = preparation.prepare(sample)
+            lengths: Sequence[int] = preparation.lengths(prepared)
+        except BadSample:
+            raise
+        except DataError as error:
+            raise BadSample(f"{rows.where(row)}: {error}") from error
+    except BadSample:
+        if not skip_bad:
+            raise
+        return Entry()
+    return Entry(pickle.dumps(prepared, protocol=pickle.HIGHEST_PROTOCOL), tuple(lengths))

@@ -1,0 +1,1 @@
+"""Converts samples to token ids with a loss mask: tokenizers, chat templates, pairs, prompts."""

@@ -1,0 +1,291 @@
+"""Finds the assistant's characters in a conversation rendered with a chat template."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron_wrap.data.chat.spans import Span
+from megatron_wrap.errors import DataError
+
+# The pattern of transformers.utils.chat_template_utils.render_jinja_template.
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ADD_MARKERS = (
+    "put {% generation %} and {% endgeneration %} around the assistant's text in the tokenizer's chat template "
+    "(chat_template.jinja)"
+)
+MARK = "Xq7TextOfOneTurn7qX"
+"""Replaces a message's text, to find where a template writes it; no template trims, escapes or compares it."""
+
+
+def assistant_spans(
+    tokenizer: Any, messages: Sequence[Any], tools: Any = None, first: int = 0
+) -> tuple[str, list[Span], bool]:
+    """The rendered conversation, the assistant's spans [begin, end) in characters, and whether a span is all text that
+    a turn adds (True) or a generation block of the template (False). A message with "weight": 0, as in OpenAI's format
+    for fine-tuning, has none.
+
+    Args:
+        first: index of the first message whose span is returned; those before it have none.
+
+    Raises:
+        DataError: the messages are malformed, the template rejects them, or the boundaries cannot be found.
+    """
+    chat = Conversation(tokenizer, messages, tools)
+    turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant" and index >= first]
+    trained = [index for index in turns if _message_weight(chat.messages[index], index)]
+    if not GENERATION_MARKER.search(chat.template):
+        text = chat.text()
+        return text, [_turn_span(chat, index, text) for index in trained], True
+    text, spans = chat.text_and_blocks()
+    if turns and not spans:
+        raise DataError(f"the chat template's generation blocks do not contain the assistant's turns; {ADD_MARKERS}")
+    if first and trained:
+        begin = _end_of_shown_text(chat, text, first - 1)
+        spans = [span for span in spans if span[0] >= begin]
+    for index in sorted(set(turns) - set(trained)):
+        begin = _end_of_shown_text(chat, text, index - 1) if index else 0
+        end = _end_of_shown_text(chat, text, index)
+        spans = [span for span in spans if not begin <= span[0] <= end]
+    return text, spans if trained else [], False
+
+
+def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
+    """`tokenizer.apply_chat_template(messages, tokenize=False)`; DataError if the template rejects the messages."""
+    return Conversation(tokenizer, messages, tools).text(add_generation_prompt=add_generation_prompt)
+
+
+def last_assistant(messages: Sequence[Any]) -> int:
+    """Index of the last message of the assistant; the number of messages if there is none. DataError if the messages
+    are malformed."""
+    turns = [index for index, message in enumerate(_normalized(messages)) if message["role"] == "assistant"]
+    return turns[-1] if turns else len(messages)
+
+
+class Conversation:
+    """Validated messages with the chat template that renders them.
+
+    Raises:
+        DataError: malformed messages, or a tokenizer without a chat template.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> None:
+        self.messages = _normalized(messages)
+        self.template = _chat_template(tokenizer, tools)
+        self._tools = tools
+        self._tokenizer = tokenizer
+
+    def special_token_end(self, text: str) -> int:
+        """Where the last special or added token in `text` ends; 0 if there is none."""
+        added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
+        tokens = {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
+        return max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
+
+    def text(self, count: int | None = None, add_generation_prompt: bool = False, marked: int | None = None) -> str:
+        """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`."""
+        shown = self.messages[:count]
+        if marked is not None:
+            shown = [_marked(message) if index == marked else message for index, message in enumerate(shown)]
+        return self._render(shown, add_generation_prompt)[0]
+
+    def text_and_blocks(self) -> tuple[str, list[Span]]:
+        """The conversation rendered, and the spans of the template's generation blocks."""
+        return self._render(self.messages, with_spans=True)
+
+    def _render(
+        self, conversation: list[dict], add_generation_prompt: bool = False, with_spans: bool = False
+    ) -> tuple[str, list[Span]]:
+        try:
+            return self._rendered(conversation, add_generation_prompt, with_spans)
+        except Exception as error:  # a template is a program and can raise jinja's and Python's errors
+            as_text = [_with_text_arguments(message) for message in conversation]
+            if as_text != conversation:
+                # DeepSeek's templates take the arguments of tool calls as JSON text, others as a mapping
+                with suppress(Exception):
+                    return self._rendered(as_text, add_generation_prompt, with_spans)
+            raise DataError(
+                f"the chat template rejects {_roles(conversation)}: {error or type(error).__name__}; "
+                "change the conversation or the tokenizer's chat template"
+            ) from error
+
+    def _rendered(
+        self, conversation: list[dict], add_generation_prompt: bool, with_spans: bool
+    ) -> tuple[str, list[Span]]:
+        # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim
+        # white space, the mask covers the rest of the conversation if the last character of a block is in no token.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            conversations=[conversation],
+            tools=self._tools,
+            chat_template=self.template,
+            return_assistant_tokens_mask=with_spans,
+            add_generation_prompt=add_generation_prompt,
+            **self._tokenizer.special_tokens_map,
+        )
+        texts, spans = rendered
+        return texts[0], [(begin, end) for begin, end in spans[0]] if with_spans else []
+
+
+def _turn_span(chat: Conversation, index: int, text: str) -> Span:
+    """The span that message `index` adds to the conversation's `text` after its generation prompt."""
+    try:
+        prompt = chat.text(index, add_generation_prompt=True)
+        upto = chat.text(index + 1)
+        if upto.startswith(prompt) and text.startswith(upto):
+            return len(prompt), len(upto)
+        begin = _begin(chat, index, text, prompt)
+        end = _end(chat, index, text, upto)
+    except DataError as error:
+        raise DataError(
+            f"the assistant's turns cannot be found, because the chat template cannot render only the first {index} or "
+            f"{index + 1} messages ({error}); {ADD_MARKERS}"
+        ) from error
+    if begin is None:
+        reason = f"the template does not begin message {index} with its generation prompt"
+    elif end is None or end < begin:
+        reason = f"the template renders the first {index + 1} messages differently if others follow"
+    else:
+        return begin, end
+    raise DataError(f"the assistant's turns cannot be found: {reason}; {ADD_MARKERS}")
+
+
+# ---- templates that render earlier messages differently once others follow: thoughts are dropped, tools move
+
+
+def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None:
+    """Where message `index` begins in `text`: after the part of its `prompt` (the messages before it, and the
+    generation prompt) that follows the text of the message before it. A generation prompt may contain text that the
+    turn has itself, such as DeepSeek-R1's <think>."""
+    before, lead = 0, prompt
+    for earlier in reversed(range(index)):
+        ends = _end_of_text(chat, text, earlier), _end_of_text(chat, prompt, earlier, index, add_generation_prompt=True)
+        if ends[0] is not None and ends[1] is not None:
+            before, lead = ends[0], prompt[ends[1] :]
+            break
+    if text.startswith(lead, before):
+        return before + len(lead)
+    content = chat.text(marked=index).find(MARK)
+    common = _common_beginning(text[before:content], lead)
+    return content if before + len(common) == content and chat.special_token_end(common) else None
+
+
+def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
+    """Where message `index` ends in `text`: after the text that closes it in `upto`, the conversation up to it. There,
+    a template may also write a token that closes the conversation, as Phi-3's does."""
+    end, end_upto = _end_of_text(chat, text, index), _end_of_text(chat, upto, index, index + 1)
+    if end is None or end_upto is None:
+        return None
+    closing = upto[end_upto:]
+    if text.startswith(closing, end):
+        return end + len(closing)
+    shared = chat.special_token_end(_common_beginning(text[end:], closing))
+    return end + shared if shared else None
+
+
+def _end_of_text(
+    chat: Conversation, text: str, index: int, count: int | None = None, add_generation_prompt: bool = False
+) -> int | None:
+    """Where the text of message `index` ends in `text`, the first `count` messages rendered; None if the template does
+    not show it, or renders later messages differently with it."""
+    _, mark, tail = chat.text(count, add_generation_prompt, marked=index).rpartition(MARK)
+    return len(text) - len(tail) if mark and text.endswith(tail) else None
+
+
+def _common_beginning(text: str, other: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+    return min(text, other, key=len) if length is None else text[:length]
+
+
+def _end_of_shown_text(chat: Conversation, text: str, index: int) -> int:
+    end = _end_of_text(chat, text, index)
+    if end is None:
+        raise DataError(
+            f"the chat template does not show message {index} unchanged, so the turns beside it cannot be separated"
+        )
+    return end
+
+
+def _marked(message: dict) -> dict:
+    """The message with MARK for its text, and for the names and arguments of its tool calls."""
+    changed = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        changed["content"] = [{**part, "text": MARK} if "text" in part else part for part in content]
+    elif isinstance(content, str) or not message.get("tool_calls"):
+        changed["content"] = MARK
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_marked_call(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _marked_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _marked_call(call["function"])}
+    arguments = MARK if isinstance(call.get("arguments"), str) else {MARK: MARK}
+    return {**call, "name": MARK, "arguments": arguments}
+
+
+# ---- messages and templates
+
+
+def _with_text_arguments(message: dict) -> dict:
+    """The message with the arguments of its tool calls as JSON text."""
+
+    def converted(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if "function" in call:
+            return {**call, "function": converted(call["function"])}
+        arguments = call.get("arguments")
+        is_mapping = isinstance(arguments, Mapping)
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if is_mapping else call
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [converted(call) for call in calls]} if calls else message
+
+
+def _normalized(messages: Sequence[Any]) -> list[dict]:
+    """Validated copies without None values, as in apply_chat_template."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise DataError(f'"messages" must be a list of messages, not {type(messages).__name__}')
+    if len(messages) == 0:
+        raise DataError('"messages" is empty; a conversation has at least one message')
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f'message {index} must be {{"role": ..., "content": ...}}, not {str(message)[:60]}')
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _message_weight(message: dict, index: int) -> int:
+    """0 if an assistant's message has no loss, else 1.
+
+    Raises:
+        DataError: it has another weight.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(
+            f'message {index} has "weight" {weight!r}, which must be 0 or 1; the weight of a whole sample stands '
+            'beside "messages"'
+        )
+    return int(weight)
+
+
+def _chat_template(tokenizer: Any, tools: Any) -> str:
+    try:
+        return str(tokenizer.get_chat_template(None, tools))
+    except ValueError as error:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise DataError(
+            f"{name}: samples with messages need a chat template; put a chat_template.jinja into the tokenizer's folder"
+        ) from error
+
+
+def _roles(conversation: list[dict]) -> str:
+    roles = [message["role"] for message in conversation]
+    shown = ", ".join(roles[:6]) + (", ..." if len(roles) > 6 else "")
+    return f"the conversation ({shown})" if roles else "an empty conversation"

@@ -1,0 +1,107 @@
+"""Loads Hugging Face tokenizers; their pad and eos ids, and their fingerprints."""
+
+import hashlib
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_wrap.config.checks.paths import missing_path_hint
+from megatron_wrap.errors import DataError
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load a tokenizer from a local folder, or a Hugging Face hub id such as `org/name`.
+
+    Tokenizers are cached per path and shared, so treat them as read-only. Custom code in the folder is never executed.
+
+    Args:
+        path: folder or hub id.
+
+    Raises:
+        DataError: no such folder (the message suggests the closest name), files that transformers cannot read, or a hub
+            id that cannot be downloaded.
+    """
+    text = str(path)
+    folder = Path(text).expanduser()
+    if folder.exists():
+        return _load(str(folder.resolve()))
+    if _is_hub_id(text):
+        return _load(text)
+    raise DataError(f"{text}: no such tokenizer folder{missing_path_hint(text)}")
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """The pad token's id, else the eos token's (padding has no loss).
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is not None:
+        return int(tokenizer.eos_token_id)
+    raise DataError(f"{_name(tokenizer)}: has no pad_token and no eos_token; set one in its tokenizer_config.json")
+
+
+def end_token_id(tokenizer: Any) -> int:
+    """The id of the tokenizer's eos token, which ends a sample.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{_name(tokenizer)}: has no eos_token; set it in its tokenizer_config.json")
+    return int(tokenizer.eos_token_id)
+
+
+def fingerprint(tokenizer: Any, of: Literal["vocabulary", "encoding", "samples"]) -> str:
+    """SHA-256 of a part of a tokenizer. Files record these values, so they are the same in every version.
+
+    Args:
+        of: "vocabulary": the tokens, their ids and the eos token, which stored ids stand for. "encoding": these, and
+            how a text is divided into tokens. "samples": how samples are encoded, with chat template and special
+            tokens.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if of == "samples":
+        encoding = tokenizer.get_vocab() if backend is None else backend.to_str()
+        parts = [type(tokenizer).__name__, encoding, tokenizer.chat_template, tokenizer.special_tokens_map]
+        return _sha256(json.dumps(parts, sort_keys=True, default=str))
+    vocabulary = _sha256(json.dumps(sorted(tokenizer.get_vocab().items())) + str(tokenizer.eos_token_id))
+    if of == "vocabulary":
+        return vocabulary
+    return _sha256(vocabulary + ("" if backend is None else backend.to_str()))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+
+
+def _is_hub_id(text: str) -> bool:
+    """Whether a path has the form `name` or `org/name`, and is not a missing path in an existing local folder."""
+    return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and Path(text).parts[0] not in _names_here()
+
+
+def _names_here() -> set[str]:
+    return {entry.name for entry in Path().iterdir()}
+
+
+@lru_cache(maxsize=8)
+def _load(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # transformers, the hub and the Rust library raise different types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if Path(path).exists():
+            hint = "the folder must contain the files that `save_pretrained` of a tokenizer writes"
+        else:
+            hint = f"there is no folder {path}, and it could not be downloaded as a Hugging Face hub id"
+        raise DataError(f"{path}: no tokenizer could be loaded ({reason}); {hint}") from error

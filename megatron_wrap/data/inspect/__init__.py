@@ -1,0 +1,1 @@
+"""What a run is trained on, and the usual mistakes in it."""

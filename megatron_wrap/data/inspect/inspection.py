@@ -1,0 +1,276 @@
+"""What a run is trained on, sample by sample: which tokens have a loss, what is cut off, and the usual mistakes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+from megatron_wrap.data.chat.encode import ChatTokens, truncate
+from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks
+from megatron_wrap.data.inspect.samples import ReadSample
+from megatron_wrap.data.order.bin_packing import fewest_bins
+from megatron_wrap.errors import DataError
+
+Kind = Literal["trained", "other", "cut"]
+"""Of a token: it has a loss, it is only read, or truncation removes it."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence of a sample, before truncation."""
+
+    input_ids: list[int]
+    kinds: list[Kind]
+    """Of each token; the first one that is kept is never trained, because nothing precedes it."""
+    length: int
+    """Tokens that the model reads, padding excluded."""
+
+    def count(self, kind: Kind) -> int:
+        """Number of tokens of this kind."""
+        return self.kinds.count(kind)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One sample that the run accepts."""
+
+    where: Callable[[], str]
+    """See `ReadSample`."""
+    source: str
+    sequences: tuple[Tokens, ...]
+    weight: float
+    mistakes: tuple[str, ...]
+    """Keys of `MISTAKES`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads, over all sequences."""
+        return sum(tokens.length for tokens in self.sequences)
+
+
+@dataclass
+class Finding:
+    """One kind of mistake: how many samples have it, and the first ones."""
+
+    key: str
+    count: int = 0
+    rows: list[str] = field(default_factory=list)
+    """`FILE:ROW` of the first samples, with the reason where it differs between them."""
+
+    def add(self, row: Callable[[], str], most: int = 5) -> bool:
+        """Count one more sample; returns whether it is one of the first, which are listed."""
+        self.count += 1
+        if self.count <= most:
+            self.rows.append(row())
+        return self.count <= most
+
+
+@dataclass
+class Counts:
+    """Sums over the samples of a source, or of all."""
+
+    samples: int = 0
+    sequences: int = 0
+    trained: int = 0
+    other: int = 0
+    cut: int = 0
+    truncated: int = 0
+    dropped: int = 0
+
+    def add(self, sample: Inspected) -> None:
+        """Count an accepted sample."""
+        self.samples += 1
+        self.sequences += len(sample.sequences)
+        self.trained += sum(tokens.count("trained") for tokens in sample.sequences)
+        self.other += sum(tokens.count("other") for tokens in sample.sequences)
+        self.cut += sum(tokens.count("cut") for tokens in sample.sequences)
+        self.truncated += "truncated" in sample.mistakes
+
+
+@dataclass
+class Inspection:
+    """The result over all samples that were read."""
+
+    seq_length: int
+    counts: Counts = field(default_factory=Counts)
+    by_source: dict[str, Counts] = field(default_factory=dict)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)
+    """Tokens that the model reads of each sequence of each sample, after truncation."""
+    whole_lengths: list[int] = field(default_factory=list)
+    """Tokens of each sequence before truncation."""
+    findings: dict[str, Finding] = field(default_factory=dict)
+    shown: list[Inspected] = field(default_factory=list)
+    """The first samples, and the first ones of each mistake."""
+
+    def efficiencies(self, micro_batch_size: int) -> dict[str, float]:
+        """Share of real tokens among those that the model computes: padded to `seq_length`, padded to the longest
+        sequence of each micro-batch in this order, and packed to `seq_length` (best fit over these samples)."""
+        if not self.lengths:
+            return {}
+        real = sum(sum(lengths) for lengths in self.lengths)
+        sizes = [max(1, sum(lengths)) for lengths in self.lengths]
+        capacity = max(self.seq_length, *sizes)
+        parts = [self.lengths[begin : begin + micro_batch_size] for begin in range(0, len(sizes), micro_batch_size)]
+        rows = [[max(1, length) for sample in part for length in sample] for part in parts]
+        return {
+            "padded to seq_length": real / (self.counts.sequences * self.seq_length),
+            "padded to the longest of a micro-batch": real / sum(len(row) * max(row) for row in rows),
+            "packed": real / (len(fewest_bins(sizes, capacity)) * capacity),
+        }
+
+
+Encode = Callable[[Any], Sequence[Tokens]]
+"""The sequences of a sample; DataError if the run cannot use it."""
+
+
+def inspect(
+    samples: Iterable[ReadSample],
+    encode: Encode,
+    checks: Checks,
+    seq_length: int,
+    show: int,
+    max_lengths: Mapping[str, int] | None = None,
+) -> Inspection:
+    """Encode each sample, count its tokens and look for mistakes.
+
+    Args:
+        encode: from a sample to its sequences.
+        checks: the mistakes to look for.
+        seq_length: of the run, in tokens.
+        show: how many of the first samples to keep for display.
+        max_lengths: source -> tokens above which its samples are left out.
+
+    Raises:
+        DataError: no sample can be used; the message is that of the first one.
+    """
+    result = Inspection(seq_length)
+    first_of: dict[bytes, Callable[[], str]] = {}
+    refused = ""
+    for where, source, sample in samples:
+        counts = (result.counts, result.by_source.setdefault(source, Counts()))
+        try:
+            if isinstance(sample, DataError):
+                raise sample
+            sequences = tuple(encode(sample))
+        except DataError as error:
+            reason = functools.partial(_reason, where, str(error))
+            refused = refused or reason()
+            _drop(result, "refused", reason, counts)
+            continue
+        longest = (max_lengths or {}).get(source)
+        if longest is not None and any(len(tokens.input_ids) > longest for tokens in sequences):
+            _drop(result, "too_long", where, counts)
+            continue
+        digest = _digest(sequences)
+        mistakes = checks.of(sample, sequences) + (("duplicate",) if digest in first_of else ())
+        inspected = Inspected(where, source, sequences, _weight(sample), mistakes)
+        listed = [_find(result, key, where, first_of.get(digest)) for key in mistakes]
+        first_of.setdefault(digest, where)
+        for each in counts:
+            each.add(inspected)
+        result.lengths.append(tuple(tokens.length for tokens in sequences))
+        result.whole_lengths += [len(tokens.input_ids) for tokens in sequences]
+        if result.counts.samples <= show or (show and any(listed)):
+            result.shown.append(inspected)
+    if refused and result.counts.samples == 0:
+        raise DataError(refused)
+    return result
+
+
+def tokens_of(tokens: ChatTokens, seq_length: int, rule: str) -> Tokens:
+    """The kinds of a sequence's tokens after truncation to the `seq_length` + 1 that a micro-batch takes.
+
+    Raises:
+        DataError: it is too long, and the rule is "refuse".
+    """
+    kept, was_cut = truncate(tokens, seq_length + 1, rule)
+    begin = len(tokens) - len(kept) if was_cut and rule == "left" else 0
+    end = begin + len(kept)
+    kinds: list[Kind] = []
+    for position, mask in enumerate(tokens.loss_mask):
+        if not begin <= position < end:
+            kinds.append("cut")
+        else:
+            kinds.append("trained" if mask and tokens.weight > 0 and position > begin else "other")
+    return Tokens(list(tokens.input_ids), kinds, max(0, len(kept) - 1))
+
+
+def tokens_of_row(ids: list[int], mask: list[float], labels: list[int] | None, length: int) -> Tokens:
+    """The first `length` tokens of a collated row, and the last label: the loss of a position is that of the next
+    token."""
+    ids, mask = ids[:length], mask[:length]
+    if labels is not None and length:
+        ids, mask = [*ids, labels[length - 1]], [0, *mask]
+    return Tokens(ids, ["trained" if value else "other" for value in mask], length)
+
+
+def segments(tokenizer: Any, tokens: Tokens) -> list[tuple[str, Kind]]:
+    """The text of each run of tokens of one kind; the ids where there is no tokenizer."""
+    texts: list[tuple[str, Kind]] = []
+    end = 0
+    for kind, run in groupby(tokens.kinds):
+        begin, end = end, end + sum(1 for _ in run)
+        texts.append((_text(tokenizer, tokens.input_ids, begin, end), kind))
+    return texts
+
+
+def _text(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids[begin:end])) + " "
+    # decoded after the preceding tokens: decoders drop the space of the first token
+    before = list(ids[max(0, begin - 4) : begin])
+    settings: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    head = tokenizer.decode(before, **settings)
+    both = str(tokenizer.decode([*before, *ids[begin:end]], **settings))
+    return both[len(head) :] if both.startswith(head) else str(tokenizer.decode(list(ids[begin:end]), **settings))
+
+
+def histogram(lengths: Sequence[int], bins: int = 40) -> tuple[int, list[int]]:
+    """(width of a bin, count in each bin): bin i has the lengths from i * width to (i + 1) * width - 1."""
+    width = max(1, -(-(max(lengths, default=0) + 1) // bins))
+    counts = Counter(length // width for length in lengths)
+    return width, [counts[number] for number in range(max(counts, default=0) + 1)]
+
+
+def _reason(where: Callable[[], str], message: str) -> str:
+    """The message with `FILE:ROW`, with which those of readers begin already."""
+    row = where()
+    return message if message.startswith(row) else f"{row}: {message}"
+
+
+def _drop(result: Inspection, key: str, row: Callable[[], str], counts: Sequence[Counts]) -> None:
+    """Count a sample that the run leaves out."""
+    result.findings.setdefault(key, Finding(key)).add(row)
+    for each in counts:
+        each.dropped += 1
+
+
+def _find(result: Inspection, key: str, where: Callable[[], str], first: Callable[[], str] | None) -> bool:
+    """Count a mistake of a sample that the run uses; returns whether its row is listed."""
+    row = (lambda: f"{where()} is {first()}") if key == "duplicate" and first is not None else where
+    return result.findings.setdefault(key, Finding(key)).add(row)
+
+
+def _digest(sequences: Sequence[Tokens]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tokens in sequences:
+        digest.update(array("q", tokens.input_ids).tobytes())
+        digest.update("".join(kind[0] for kind in tokens.kinds).encode())
+        digest.update(b"|")
+    return digest.digest()
+
+
+def _weight(sample: Any) -> float:
+    weight = sample.get("weight") if isinstance(sample, Mapping) else None
+    return 1.0 if weight is None else float(weight)
+
+
+def ordered(findings: Mapping[str, Finding]) -> list[Finding]:
+    """The findings in the order of `MISTAKES`, the most serious first."""
+    return [findings[key] for key in MISTAKES if key in findings]

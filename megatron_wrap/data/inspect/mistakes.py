@@ -1,0 +1,158 @@
+"""The usual mistakes in fine-tuning data: a table of them, and the checks that find them in one encoded sample."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_wrap.data.chat.spans import possible_end_ids
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A kind of mistake."""
+
+    title: str
+    advice: str
+    serious: bool = True
+    """False: often on purpose, so only worth a look."""
+
+
+MISTAKES: Mapping[str, Mistake] = {
+    "refused": Mistake("cannot be used", "correct these rows, or set megatron_wrap.data.on_bad_sample: skip"),
+    "nothing_trained": Mistake(
+        "no token is trained", "the sample costs time and teaches nothing: look for its answer, or for truncation"
+    ),
+    "everything_trained": Mistake(
+        "every token of a conversation is trained",
+        "questions are learned as well: set loss_on: assistant, or loss_on: all",
+    ),
+    "double_bos": Mistake(
+        "begins with two bos tokens", "remove bos from the text, or from the chat template: the tokenizer adds one"
+    ),
+    "missing_eos": Mistake(
+        "the last trained token ends nothing",
+        "the model does not learn to stop: append the eos token, or include it in the template's generation block",
+    ),
+    "empty_answer": Mistake("an assistant's turn is empty", "the model learns to answer nothing: remove the turn"),
+    "answer_cut": Mistake(
+        "truncation removes trained tokens at the end", "raise seq_length, or leave long samples out with max_length"
+    ),
+    "dropped_text": Mistake(
+        "the chat template leaves out text of a message",
+        "it is not trained: thoughts of earlier turns (Qwen3, DeepSeek) and system texts (Mistral, at the end only)",
+        serious=False,
+    ),
+    "truncated": Mistake(
+        "longer than seq_length", "raise seq_length, or leave them out with max_length", serious=False
+    ),
+    "too_long": Mistake("longer than max_length of the source", "left out as configured", serious=False),
+    "duplicate": Mistake("the same tokens as an earlier sample", "remove duplicates from the data", serious=False),
+    "weight_zero": Mistake("weight 0", "read, but not trained, as configured", serious=False),
+}
+"""Key -> mistake, in the order of reports."""
+
+
+class _Tokens(Protocol):
+    """See `inspection.Tokens`."""
+
+    @property
+    def input_ids(self) -> list[int]: ...
+
+    @property
+    def kinds(self) -> list[Any]: ...
+
+
+class Checks:
+    """The checks of a run.
+
+    Args:
+        tokenizer: of the run; None: what needs its special tokens or its text is not checked.
+        all_trained: the run trains all tokens of a conversation on purpose.
+    """
+
+    def __init__(self, tokenizer: Any, all_trained: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._all_trained = all_trained
+        self._ends = possible_end_ids(tokenizer) if tokenizer is not None else set()
+
+    def of(self, sample: Any, sequences: Sequence[_Tokens]) -> tuple[str, ...]:
+        """Keys of the mistakes of one sample, in the order of `MISTAKES`."""
+        mistakes = {key for tokens in sequences for key in self._of_tokens(tokens)}
+        if all("trained" not in tokens.kinds for tokens in sequences):
+            no_weight = isinstance(sample, Mapping) and sample.get("weight") == 0
+            mistakes.add("weight_zero" if no_weight else "nothing_trained")
+        if isinstance(sample, Mapping):
+            if not self._all_trained and "messages" in sample and all(map(_all_trained, sequences)):
+                mistakes.add("everything_trained")
+            mistakes |= self._of_messages(sample, sequences)
+        return tuple(key for key in MISTAKES if key in mistakes)
+
+    def _of_tokens(self, tokens: _Tokens) -> Iterator[str]:
+        ids, kinds = tokens.input_ids, tokens.kinds
+        if "cut" in kinds:
+            yield "truncated"
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        if bos is not None and ids[:2] == [bos, bos]:
+            yield "double_bos"
+        trained = [position for position, kind in enumerate(kinds) if kind == "trained"]
+        if (
+            trained
+            and self._tokenizer is not None
+            and not self._ends & set(_last_visible(self._tokenizer, ids, trained))
+        ):
+            yield "answer_cut" if "cut" in kinds[trained[-1] + 1 :] else "missing_eos"
+
+    def _of_messages(self, sample: Mapping[str, Any], sequences: Sequence[_Tokens]) -> set[str]:
+        mistakes = set()
+        messages = list(_messages(sample))
+        if any(message.get("role") == "assistant" and _is_empty(message) for message in messages):
+            mistakes.add("empty_answer")
+        texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+        if texts and self._tokenizer is not None and not self._shows(texts, sequences):
+            mistakes.add("dropped_text")
+        return mistakes
+
+    def _shows(self, texts: Sequence[str], sequences: Sequence[_Tokens]) -> bool:
+        """Whether each text is in the sequences, apart from white space; True where tokens do not show their text."""
+        unknown = getattr(self._tokenizer, "unk_token_id", None)
+        if unknown is not None and any(unknown in tokens.input_ids for tokens in sequences):
+            return True
+        decoded = [
+            self._tokenizer.decode(tokens.input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for tokens in sequences
+        ]
+        shown = _compact("".join(decoded))
+        return all(_compact(text) in shown for text in texts)
+
+
+def _all_trained(tokens: _Tokens) -> bool:
+    return len(tokens.kinds) > 1 and all(kind != "other" for kind in tokens.kinds[1:]) and "trained" in tokens.kinds
+
+
+def _last_visible(tokenizer: Any, ids: Sequence[int], trained: Sequence[int]) -> Iterator[int]:
+    """The last trained token, and those before it as long as only white space follows them."""
+    for position in reversed(trained):
+        yield ids[position]
+        if tokenizer.decode([ids[position]]).strip():
+            return
+
+
+def _messages(sample: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for key in ("messages", "prompt", "completion", "chosen", "rejected"):
+        part = sample.get(key)
+        if isinstance(part, Sequence) and not isinstance(part, str):
+            yield from (message for message in part if isinstance(message, Mapping))
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if message.get("weight") == 0:
+        return False
+    return not message.get("tool_calls") and (content is None or (isinstance(content, str) and not content.strip()))
+
+
+def _compact(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).split())

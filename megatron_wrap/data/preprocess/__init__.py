@@ -1,0 +1,1 @@
+"""Files of text to indexed data, and the training of a tokenizer."""

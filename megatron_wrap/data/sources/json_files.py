@@ -1,0 +1,196 @@
+"""JSON files that are not plain JSON lines: compressed ones, and one array of objects."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_wrap.config.checks.paths import missing_path_hint
+from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, JsonLines, parse_line, too_long
+from megatron_wrap.data.sources.rows import BadSample, ListedRows, Rows, RowStream, StreamOfRows
+from megatron_wrap.errors import DataError
+from megatron_wrap.utils.atomic_write import atomic_file
+from megatron_wrap.utils.file_lock import locked
+
+_COMPRESSED = (".gz", ".zst")
+_BLOCK_BYTES = 1 << 20
+_BUFFER = 1 << 18
+"""Bytes read at once: with Python's 8 KiB, reading lines takes five times as long."""
+_DAMAGE = (OSError, EOFError, zlib.error)
+
+
+def open_json(path: str) -> Rows:
+    """Random access to a file of JSON lines or one JSON array, plain, gzip (.gz) or zstd (.zst).
+
+    A compressed file is decompressed once into the cache folder of `datasets` (HF_DATASETS_CACHE).
+
+    Raises:
+        DataError: the file is missing, empty, truncated or malformed.
+    """
+    if is_array(path):
+        return ListedRows(_read_array(path), path)
+    return JsonLines(_decompressed(path), shown=path) if path.endswith(_COMPRESSED) else JsonLines(path)
+
+
+def stream_json(path: str) -> RowStream:
+    """The rows of such a file in order, without an index or a decompressed copy."""
+    if is_array(path):
+        return StreamOfRows(ListedRows(_read_array(path), path))
+    return LineStream(path)
+
+
+class LineStream:
+    """The objects of a file of JSON lines in order; empty lines are skipped. See `RowStream`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.length: int | None = None
+
+    def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
+        """See `RowStream`; lines before `index` are read and not parsed."""
+        rows = 0
+        for number, line in _lines(self._path):
+            if line.isspace():
+                continue
+            if rows >= index:
+                where = f"{self._path}:{number}"
+                yield where, _parsed(line, where, first=number == 1)
+            rows += 1
+        self.length = rows
+
+
+def _parsed(line: bytes, where: str, first: bool) -> dict[str, Any] | BadSample:
+    if len(line) > MAX_LINE_BYTES:
+        return BadSample(too_long(where, len(line)))
+    try:
+        return parse_line(line.rstrip(), first)
+    except DataError as error:
+        return BadSample(f"{where}: {error}")
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line; only the beginning of one that is too long."""
+    with _opened(path) as file:
+        yield from numbered_lines(path, file)
+
+
+def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of each line; only the beginning of one of more than MAX_LINE_BYTES.
+
+    Args:
+        path: for messages.
+        file: of `open_bytes`.
+
+    Raises:
+        DataError: the file is truncated or damaged.
+    """
+    number, inside = 0, False
+    while True:
+        try:
+            line = file.readline(MAX_LINE_BYTES + 1)
+        except _DAMAGE as error:
+            raise _damaged(path, error, f" after line {number}") from error
+        if not line:
+            return
+        if not inside:
+            number += 1
+            yield number, line
+        inside = not line.endswith(b"\n")
+
+
+def _opened(path: str) -> IO[bytes]:
+    return open_bytes(path)[0]
+
+
+def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
+    """The decompressed bytes of a file that may be gzip (.gz) or zstd (.zst), and the stored file, whose `tell` is the
+    progress.
+
+    Raises:
+        DataError: it is missing, a folder or unreadable.
+    """
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        raise DataError(f"{path}: is a folder; give a data file")
+    try:
+        stored = open(expanded, "rb", buffering=_BUFFER)  # noqa: SIM115 - closed with the reader of its bytes
+        if path.endswith(".gz"):
+            return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
+        if path.endswith(".zst"):
+            import pyarrow
+
+            # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
+            decompressed = pyarrow.input_stream(stored, compression="zstd")
+            return io.BufferedReader(decompressed, _BLOCK_BYTES), stored
+        return stored, stored
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such data file{missing_path_hint(path)}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _damaged(path: str, error: Exception, where: str = "") -> DataError:
+    kind = "gzip" if path.endswith(".gz") else "zstd" if path.endswith(".zst") else "data"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DataError(f"{path}: truncated or damaged {kind} file{where} ({reason}); write or download it again")
+
+
+def is_array(path: str) -> bool:
+    """Whether a .json file has `[` as its first character, which only one array of objects can begin with."""
+    if not path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+        return False
+    with _opened(path) as file:
+        try:
+            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+
+
+def _read_array(path: str) -> list[Any]:
+    with _opened(path) as file:
+        try:
+            rows = json.loads(file.read().decode("utf-8-sig"))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+    assert isinstance(rows, list)
+    return rows
+
+
+def _decompressed(path: str) -> Path:
+    """The decompressed copy of a file, in a folder named after its path, size and time of change."""
+    import datasets
+
+    if not os.path.isfile(os.path.expanduser(path)):
+        _opened(path).close()  # raises
+    source = os.path.abspath(os.path.expanduser(path))
+    state = os.stat(source)
+    name = hashlib.sha256(f"{source}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:32]
+    copy = Path(datasets.config.HF_DATASETS_CACHE) / "megatron_wrap" / f"{name}.jsonl"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with locked(Path(f"{copy}.lock"), "decompresses a file"):
+        if not copy.is_file():
+            with _opened(path) as file, atomic_file(copy) as target:
+                _copy(file, target, path)
+    return copy
+
+
+def _copy(file: IO[bytes], target: IO[bytes], path: str) -> None:
+    while True:
+        try:
+            block = file.read(_BLOCK_BYTES)
+        except _DAMAGE as error:
+            raise _damaged(path, error) from error
+        if not block:
+            return
+        target.write(block)

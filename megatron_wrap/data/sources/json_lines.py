@@ -1,0 +1,150 @@
+"""Random access to JSON-lines files: byte offsets in memory, lines parsed on access."""
+
+import json
+import os
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from megatron_wrap.config.checks.paths import missing_path_hint
+from megatron_wrap.data.sources.rows import BadSample
+from megatron_wrap.errors import DataError
+
+MAX_LINE_BYTES = 1 << 28
+"""Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
+
+
+class JsonLines(Sequence[dict[str, Any]]):
+    """The JSON objects of a file with one object per line, UTF-8; empty lines are skipped.
+
+    Memory: 8 bytes per line. The first `len` or `[i]` scans the file for the offsets. Reads use `os.pread`, so threads
+    and forked workers can share an object; a pickled copy reopens the file. The file must not change while in use.
+
+    Args:
+        path: the file; error messages contain the path as given.
+        shown: path for error messages, if the file is a decompressed copy.
+
+    Raises:
+        DataError: the file is missing (the message suggests the closest name in its folder), a folder, or unreadable.
+            A malformed line raises `BadSample` when it is read.
+    """
+
+    def __init__(self, path: str | Path, shown: str | None = None) -> None:
+        self.path = str(path) if shown is None else shown
+        self._absolute_path = os.path.abspath(Path(path).expanduser())  # independent of a later chdir
+        self._offsets: array[int] | None = None
+        self._descriptor = self._open()
+
+    def where(self, index: int) -> str:
+        """`FILE:LINE` of sample `index` for error messages; line numbers start at 1 and include empty lines."""
+        start = self._index()[self._position(index)]
+        block_bytes = 1 << 20
+        newlines = 0
+        for begin in range(0, start, block_bytes):
+            newlines += os.pread(self._descriptor, min(block_bytes, start - begin), begin).count(b"\n")
+        return f"{self.path}:{newlines + 1}"
+
+    def __len__(self) -> int:
+        return len(self._index()) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """Sample `index` (negative: from the end), or a list of samples; DataError if a line is malformed."""
+        if isinstance(index, slice):
+            return [self._parse(position) for position in range(*index.indices(len(self)))]
+        return self._parse(self._position(index))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._parse(position) for position in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"JsonLines({self.path!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_descriptor"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        if os.path.isdir(self._absolute_path):
+            raise DataError(f"{self.path}: is a folder; give a JSON-lines file")
+        try:
+            descriptor = os.open(self._absolute_path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: no such data file{missing_path_hint(self.path)}") from None
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _index(self) -> "array[int]":
+        """Offsets of the non-empty lines; the last entry is the end of the last sample."""
+        if self._offsets is not None:
+            return self._offsets
+        offsets, position = array("q"), 0
+        with open(self._absolute_path, "rb") as file:
+            inside = False  # of a line longer than what is read at once
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                if not inside and not line.isspace():
+                    offsets.append(position)
+                position += len(line)
+                inside = not line.endswith(b"\n")
+        offsets.append(position)
+        self._offsets = offsets
+        return offsets
+
+    def _position(self, index: int) -> int:
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"{self.path}: sample {index} of {length}")
+        return index % length
+
+    def _parse(self, position: int) -> dict[str, Any]:
+        offsets = self._index()
+        start = offsets[position]
+        length = offsets[position + 1] - start
+        if length > MAX_LINE_BYTES:
+            raise BadSample(too_long(self.where(position), length))
+        # Read up to the next sample, and strip empty lines between the two.
+        line = os.pread(self._descriptor, length, start).rstrip()
+        try:
+            return parse_line(line, first=start == 0)
+        except DataError as error:
+            raise BadSample(f"{self.where(position)}: {error}") from error
+
+
+def parse_line(line: bytes, first: bool) -> dict[str, Any]:
+    """The JSON object of one line.
+
+    Args:
+        first: the line begins its file; a byte order mark, which JSON does not allow, is then skipped.
+
+    Raises:
+        DataError: it is not UTF-8, not JSON or no object; without file and line.
+    """
+    try:
+        sample = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON: {error.msg} (column {error.colno}); every line must be one JSON object") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+    except RecursionError as error:
+        raise DataError("not JSON: nested too deeply; every line must be one JSON object") from error
+    if not isinstance(sample, dict):
+        raise DataError(f'must be a JSON object like {{"messages": []}}, not a {type(sample).__name__}')
+    return sample
+
+
+def too_long(where: str, length: int) -> str:
+    """The message about a line of more than MAX_LINE_BYTES."""
+    return (
+        f"{where}: a line of {length:,} bytes, more than the {MAX_LINE_BYTES:,} that a sample may have; write one JSON "
+        "object per line"
+    )

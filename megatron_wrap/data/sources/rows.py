@@ -1,0 +1,164 @@
+"""The interface of readers, their combinations, and the error of a row that cannot be used."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from megatron_wrap.errors import DataError
+
+Sample = dict[str, Any]
+
+
+class BadSample(DataError):
+    """One row cannot be used; the others can. `on_bad_sample: skip` leaves such a row out, any other DataError ends the
+    run. The message begins with `FILE:ROW`; rows count from 1, in JSON lines files they are lines."""
+
+
+class Rows(Protocol):
+    """Random access to the rows of a source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Row `index` from 0; BadSample if it is malformed."""
+
+    def where(self, index: int) -> str:
+        """`FILE:ROW` of row `index`, for messages."""
+
+
+class RowStream(Protocol):
+    """Rows that are read in order. Each `start_at` opens the file again."""
+
+    @property
+    def length(self) -> int | None:
+        """Number of rows; None: not known before an iterator reaches the end."""
+
+    def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
+        """`FILE:ROW` and row (a malformed one as its BadSample), from row `index` to the end.
+
+        Raises:
+            DataError: the source cannot be read any further.
+        """
+
+
+class JoinedRows:
+    """Several readers, concatenated."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = list(parts)
+        self._ends = list(accumulate(len(part) for part in self._parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Any:
+        part, row = self._locate(index)
+        return part[row]
+
+    def where(self, index: int) -> str:
+        """See `Rows`."""
+        part, row = self._locate(index)
+        return part.where(row)
+
+    def _locate(self, index: int) -> tuple[Rows, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+class PartOfRows:
+    """Rows `begin` to `end` (exclusive) of a reader; messages name the rows of the whole."""
+
+    def __init__(self, rows: Rows, begin: int, end: int) -> None:
+        self._rows = rows
+        self._begin, self._end = min(begin, len(rows)), min(end, len(rows))
+
+    def __len__(self) -> int:
+        return max(0, self._end - self._begin)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._rows[self._begin + index]
+
+    def where(self, index: int) -> str:
+        """See `Rows`."""
+        return self._rows.where(self._begin + index)
+
+
+class ChosenRows:
+    """The rows of a reader with the given indices."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[self._indices[index]]
+
+    def where(self, index: int) -> str:
+        """See `Rows`."""
+        return self._rows.where(self._indices[index])
+
+
+class ListedRows:
+    """A sequence in memory; `where` is `NAME:ROW`."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """See `Rows`; the sequence's own `where`, if it has one."""
+        where = getattr(self._rows, "where", None)
+        return str(where(index)) if callable(where) else f"{self._name}:{index + 1}"
+
+
+class StreamOfRows:
+    """Random access as a stream."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.length: int | None = len(rows)
+
+    def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
+        """See `RowStream`."""
+        for number in range(index, len(self._rows)):
+            row: Any
+            try:
+                row = self._rows[number]
+            except BadSample as error:
+                row = error
+            yield self._rows.where(number), row
+
+
+class JoinedStreams:
+    """Several streams, concatenated."""
+
+    def __init__(self, parts: Sequence[RowStream]) -> None:
+        self._parts = list(parts)
+
+    @property
+    def length(self) -> int | None:
+        """See `RowStream`."""
+        lengths = [part.length for part in self._parts]
+        return None if None in lengths else sum(length or 0 for length in lengths)
+
+    def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
+        """See `RowStream`."""
+        for part in self._parts:
+            if part.length is None or part.length > index:
+                yield from part.start_at(index)
+            assert part.length is not None, "a stream has a length after its end"
+            index = max(0, index - part.length)

@@ -1,0 +1,1 @@
+"""From a global batch of samples to this process's micro-batches."""

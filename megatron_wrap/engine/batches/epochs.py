@@ -1,0 +1,37 @@
+"""The number of optimizer steps of a run that is given in epochs."""
+
+from __future__ import annotations
+
+from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor
+from megatron_wrap.data.order.usable_rows import SampleReader
+
+
+def steps_of_epochs(epochs: float, samples_per_epoch: int, rule: BatchRule, reader: SampleReader) -> int:
+    """Steps until the run has consumed `epochs` of its data; the last one may extend into the next epoch.
+
+    Batches of a number of samples need only that number; rows that will be left out are not counted, because others
+    replace them. For batches of tokens the samples' lengths are read, with a tokenized cache in seconds.
+
+    Args:
+        epochs: above 0.
+        samples_per_epoch: of the training set.
+        rule: how samples form batches.
+        reader: of the training set.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    num_samples = max(1, round(epochs * samples_per_epoch))
+    steps = done = 0
+    if rule.budget is None:
+        while done < num_samples:
+            done += rule.samples_at(done)
+            steps += 1
+        return steps
+    plan = BatchPlan(reader, rule, Cursor())
+    while done < num_samples:
+        planned = plan.next()
+        reader.forget(planned.positions)
+        done += len(planned.positions) + len(planned.bad_rows)
+        steps += 1
+    return steps

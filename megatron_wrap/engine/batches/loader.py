@@ -1,0 +1,204 @@
+"""The global batches of a run, prepared ahead of their steps: read, tokenized, collated, counted, packed and split over
+context-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor, PlannedBatch, TokenBudget
+from megatron_wrap.data.order.stream import SampleStream
+from megatron_wrap.data.order.usable_rows import Preparation, PreparedSamples, SampleReader
+from megatron_wrap.data.order.workers import Workers
+from megatron_wrap.engine.batches.localize import Localization
+from megatron_wrap.engine.batches.micro_batching import MicroBatching, sample_lengths, split_batch
+from megatron_wrap.engine.batches.prepared_batch import BatchParts, PreparedBatch, batch_key
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.utils.dist_logger import logger
+
+_SHOWN_BAD_ROWS = 5
+
+
+class BatchLoader:
+    """The batches of a run from a cursor on; equal on every rank but for the micro-batches.
+
+    Args:
+        config: of the run.
+        flow: is called in the workers; attributes that it sets there are not seen here.
+        of_sample: from `preparation`.
+        micro_batching, localization: of the run.
+        stream: the order of samples; each worker reads a copy of its own.
+        stored: samples prepared before, by position of the stream; None: there are none.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: MegatronWrapTrainingFlowBase,
+        of_sample: Preparation,
+        micro_batching: MicroBatching,
+        localization: Localization,
+        stream: SampleStream,
+        stored: PreparedSamples | None = None,
+    ) -> None:
+        self._config, self._rule = config, batch_rule(config, micro_batching)
+        self._flow, self._preparation = flow, of_sample
+        self._micro_batching, self._localization = micro_batching, localization
+        self._stream, self._stored = stream, stored
+        self._receiver: ThreadPoolExecutor | None = None
+        self._coming: Future[PreparedBatch] | None = None
+        self._workers: Workers | None = None
+        self._here: Iterator[PreparedBatch] | None = None
+        self._next: Cursor | None = None
+        self._shown = 0
+        multiple = localization.parallel.dp.size * micro_batching.num_microbatches_multiple
+        if self._rule.budget is not None and self._rule.budget.num_bins % multiple:
+            logger.warning_rank_0(
+                f"megatron_lm.train.common.global_batch_tokens {config.train.global_batch_tokens} is "
+                f"{self._rule.budget.num_bins} micro-batches for {multiple} at a time, so some are split or empty; "
+                "choose a multiple"
+            )
+
+    def next(self, cursor: Cursor) -> PreparedBatch:
+        """The batch of the next step.
+
+        Args:
+            cursor: of the run. If it is not that after the previous batch, loading starts again from it.
+
+        Raises:
+            DataError: a row cannot be used; the message begins with file and row.
+            TrainingError: a worker process has died.
+        """
+        if cursor != self._next:
+            self.close()
+            self._start(cursor)
+        batch: PreparedBatch = next(self._here) if self._here is not None else self._received()
+        self._next = batch.after
+        for text in batch.bad_rows[: _SHOWN_BAD_ROWS - self._shown]:
+            logger.warning_rank_0(f"left out (megatron_wrap.data.on_bad_sample: skip): {text}")
+            self._shown += 1
+        return batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
+        if self._receiver is not None:
+            self._receiver.shutdown()  # after the workers' end, for which it may be waiting
+        self._receiver = self._coming = None
+        self._workers = self._here = self._next = None
+
+    def _start(self, cursor: Cursor) -> None:
+        count = self._config.data.num_workers
+        if count == 0:
+            self._here = (PreparedBatch(*parts) for parts in self._batches(cursor, 0, 1))
+            return
+        self._workers = Workers(
+            lambda worker, workers: self._batches(cursor, worker, workers),
+            count,
+            self._config.data.prefetch_batches,
+            pin_memory=self._localization.device.type == "cuda",
+        )
+
+    def _received(self) -> PreparedBatch:
+        """The next batch, which a thread has received during the step before: copying it takes milliseconds, in which
+        the device would wait."""
+        if self._receiver is None:
+            device = self._localization.device
+            # page-locked memory is allocated on the current device of the thread
+            select = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+            self._receiver = ThreadPoolExecutor(1, "batches", initializer=select)
+            self._coming = self._receiver.submit(self._from_workers)
+        assert self._coming is not None
+        batch = self._coming.result()
+        self._coming = self._receiver.submit(self._from_workers)
+        return batch
+
+    def _from_workers(self) -> PreparedBatch:
+        assert self._workers is not None
+        return PreparedBatch(*self._workers.next())
+
+    def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:
+        """Every `workers`-th batch, beginning with batch `worker` after `cursor`."""
+        reader = sample_reader(self._config, self._stream, self._preparation, self._rule.budget, self._stored)
+        plan = BatchPlan(reader, self._rule, cursor)
+        for number in itertools.count():
+            planned = plan.next()
+            if number % workers == worker:
+                yield self._prepare(reader, planned)
+            reader.forget(planned.positions)
+
+    def _prepare(self, reader: SampleReader, planned: PlannedBatch) -> BatchParts:
+        seed = self._config.train.seed + planned.before.consumed
+        dp, positions = self._localization.parallel.dp, planned.positions
+
+        def prepared_sample(index: int) -> Any:
+            return reader.prepared(positions[index])
+
+        micro_batches = split_batch(self._flow, len(positions), prepared_sample, self._micro_batching, seed, dp)
+        return BatchParts(
+            samples=[reader.sample(position) for position in positions],
+            before=planned.before,
+            after=planned.after,
+            bad_rows=planned.bad_rows,
+            micro_batches=replace(
+                micro_batches,
+                training=self._localization.shard(micro_batches.training),
+                statistics=self._localization.shard(micro_batches.statistics),
+            ),
+            key=batch_key(self._micro_batching, seed, dp),
+        )
+
+
+def preparation(flow: MegatronWrapTrainingFlowBase, prepare_sample: Callable[[Any], Any], seed: int) -> Preparation:
+    """What a run does with one sample before it is collated with others.
+
+    Args:
+        prepare_sample: of the run, see `TrainingState`.
+    """
+    return Preparation(prepare_sample, lambda sample: sample_lengths(flow, sample, seed))
+
+
+def sample_reader(
+    config: RunConfig,
+    stream: SampleStream,
+    of_sample: Preparation,
+    budget: TokenBudget | None,
+    stored: PreparedSamples | None,
+) -> SampleReader:
+    """Reads the samples of a stream for a run; arguments as of `BatchLoader` and `BatchRule`."""
+    return SampleReader(
+        stream,
+        of_sample,
+        skip_bad=config.data.on_bad_sample == "skip",
+        needs_lengths=budget is not None,
+        max_lengths={
+            source.name: source.max_length
+            for source in derived.training_sources(config)
+            if source.max_length is not None
+        },
+        check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
+        stored=stored,
+    )
+
+
+def batch_rule(config: RunConfig, micro_batching: MicroBatching) -> BatchRule:
+    """How the samples of a run form global batches."""
+    train = config.train
+    budget = None
+    if train.global_batch_tokens is not None:
+        capacity = micro_batching.capacity or train.micro_batch_size * train.seq_length
+        budget = TokenBudget(
+            pack=replace(micro_batching, capacity=capacity).bins,
+            num_bins=max(1, train.global_batch_tokens // capacity),
+            window=config.data.packing_window,
+        )
+    return BatchRule(train.seed, lambda consumed: derived.global_batch_size_at(config, consumed), budget)

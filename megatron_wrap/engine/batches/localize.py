@@ -1,0 +1,129 @@
+"""This process's part of a micro-batch: pad and take the context-parallel shard; copy to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.packed_rows import filled_row
+from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
+from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
+from megatron_wrap.parallel import context
+from megatron_wrap.parallel.state import Axis, ParallelState
+
+PADDING_MASK = "padding_mask"
+"""Input of an MoE model: bool [B, S], True on padding, which the routers exclude from their losses."""
+PACKED = "packed_seq_params"
+"""Input of the model for a packed micro-batch: the boundaries of its sequences, a `PackedSequences`."""
+
+
+@dataclass(frozen=True)
+class Localization:
+    """How this process takes its part of micro-batches."""
+
+    parallel: ParallelState
+    device: torch.device
+    sequence_parallel: bool
+    has_experts: bool
+    """The model takes PADDING_MASK."""
+    token_multiple: int = 1
+    """Each context-parallel rank has a multiple of it of each sequence's tokens."""
+
+    def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> tuple[MicroBatch, ...]:
+        """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
+
+        With pipeline parallelism all micro-batches are padded to one length: if stages exchanged shapes, each
+        micro-batch would synchronize with the device.
+
+        Args:
+            extra_padding: tokens of padding beyond the layout's divisor.
+        """
+        lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
+        if self.parallel.pp.size > 1 and lengths:
+            lengths = [max(lengths)] * len(lengths)
+        return tuple(
+            shard(micro_batch, self._padded_width(length), self.parallel.cp, with_padding_mask=self.has_experts)
+            for micro_batch, length in zip(micro_batches, lengths, strict=True)
+        )
+
+    def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
+        """`shard`, unless that was done ahead, and copy to the device."""
+        with phase(DATA):
+            if not all(micro_batch.padded_width for micro_batch in micro_batches):
+                micro_batches = self.shard(micro_batches, extra_padding)
+            tokens = sum(micro_batch.num_rows * micro_batch.padded_width for micro_batch in micro_batches)
+            with phase(f"{COMPUTED_TOKENS}{tokens}"):
+                return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
+
+    def _padded_width(self, length: int) -> int:
+        """A sequence length in tokens, rounded up to a multiple of the layout's divisor."""
+        tp_size, cp_size = self.parallel.tp.size, self.parallel.cp.size
+        divisor = context.sequence_divisor(tp_size, cp_size, self.sequence_parallel, self.token_multiple)
+        return -(-length // divisor) * divisor
+
+
+def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool = False) -> MicroBatch:
+    """Pad to `width` and take this context-parallel rank's shard, on the CPU.
+
+    A packed row is split sequence by sequence; the model's inputs then contain PACKED, the loss inputs
+    SEQUENCE_LENGTHS.
+
+    Args:
+        width: in tokens over all context-parallel ranks, a multiple of the layout's divisor.
+        with_padding_mask: add PADDING_MASK to the model's inputs.
+    """
+    seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
+    segments = filled_row(micro_batch.segments, width) if micro_batch.segments else (width,)
+    positions = context.packed_positions(segments, cp.size, cp.rank)
+
+    def local(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or name not in seqdims:
+            return tensor
+        tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
+        return tensor if cp.size == 1 else tensor.index_select(seqdims[name], positions)
+
+    model_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
+    loss_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    if with_padding_mask:
+        model_inputs[PADDING_MASK] = _padding_mask(micro_batch, segments, width)[:, positions]
+    if micro_batch.segments:
+        from megatron_wrap.nn.packed_sequences import PackedSequences
+
+        model_inputs[PACKED] = PackedSequences.of(segments, cp.size, cp.rank)
+        with_rest = [*micro_batch.segments, width - sum(micro_batch.segments)]
+        loss_inputs[SEQUENCE_LENGTHS] = torch.tensor(with_rest) // cp.size
+    return replace(micro_batch, padded_width=width, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Copy a micro-batch to the device asynchronously, from page-locked memory."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    model_inputs: dict[str, Any] = {}
+    for name, value in micro_batch.model_inputs.items():
+        if value is None or isinstance(value, Tensor):
+            model_inputs[name] = None if value is None else move(value)
+        else:
+            model_inputs[name] = value.moved(move)  # PackedSequences
+    loss_inputs = {name: move(tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    return replace(micro_batch, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def _padding_mask(micro_batch: MicroBatch, segments: tuple[int, ...], width: int) -> Tensor:
+    """bool [B, width], True on padding; over all context-parallel ranks."""
+    if not micro_batch.segments:
+        return torch.arange(width)[None] >= micro_batch.lengths[:, None]
+    widths = torch.tensor(segments)
+    lengths = torch.zeros_like(widths)
+    lengths[: len(micro_batch.lengths)] = micro_batch.lengths
+    starts = widths.cumsum(0) - widths
+    return (torch.arange(width) >= (starts + lengths).repeat_interleave(widths))[None]

@@ -1,0 +1,186 @@
+"""A micro-batch of this replica: collation by the flow, and the sums over all micro-batches of a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.collated import (
+    check_terms,
+    checked_fields,
+    common_width,
+    loss_weights,
+    sequence_lengths,
+)
+from megatron_wrap.parallel.collectives import ProcessGroup, all_reduce_values
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of this replica: full sequences after `collate`, this process's part after `shard`."""
+
+    model_inputs: dict[str, Any]
+    """Tensors, or None; after `shard` of a packed row also a `PackedSequences`."""
+    loss_inputs: dict[str, Tensor]
+    weights: dict[str, float]
+    """Loss weight of each term, counted on the full micro-batch."""
+    num_samples: int
+    """Number of samples it was collated from."""
+    lengths: Tensor
+    """[N], tokens of each sequence without padding; a flow may collate several sequences from one sample."""
+    width: int
+    """Sequence length of the collated tensors."""
+    segments: tuple[int, ...] = ()
+    """Tokens of each sequence with its padding, if all sequences are in one row; () if each has its own."""
+    seqdims: Mapping[str, int] = field(default_factory=dict)
+    """Field -> its sequence dimension."""
+    pad_values: Mapping[str, float] = field(default_factory=dict)
+    """Field -> padding value; a field not listed is padded with 0."""
+    padded_width: int = 0
+    """Sequence length after padding to the layout's divisor, over all context-parallel ranks; 0 before `shard`."""
+    counted: bool = True
+    """False for a filler, which lets a replica without samples take part in the collectives; it adds 0 to all sums."""
+    has_explicit_weight: bool = True
+    """False if the flow's `get_loss_weight` returns None; the micro-batch then has the default weight 1."""
+    sample_indices: tuple[int, ...] = ()
+    """Indices of its samples in the global batch; () for a filler."""
+    sample_facts: tuple[Any, ...] = ()
+    """The flow's `get_sample_facts` of each sample; () for a filler."""
+
+    @property
+    def num_rows(self) -> int:
+        """Batch dimension B of the collated tensors."""
+        return 1 if self.segments else self.lengths.shape[0]
+
+
+@dataclass(frozen=True)
+class ReplicaMicroBatches:
+    """This replica's micro-batches of one global batch, or of a part of one."""
+
+    training: tuple[MicroBatch, ...]
+    statistics: tuple[MicroBatch, ...] = ()
+    """Of the samples of the flow's `get_step_samples`, from which the statistics of the whole step are computed instead
+    of from `training`; () if the flow returns none."""
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the random generators, equally on all processes of a replica; restore the previous states at the end."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU, for dropout
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
+    """Collate prepared samples with the flow, check the result and count its weights and tokens.
+
+    Args:
+        seed: for random choices of the flow; a function of the first sample's index in the run, not of the layout.
+
+    Raises:
+        FlowError: the flow breaks its contract.
+    """
+    iterator = iter(samples)
+    try:
+        with flow.context.collation.of(len(samples)), _seeded(seed):
+            collated = flow.collate_data_micro_batch(iterator)
+    except StopIteration:
+        raise FlowError(
+            f"{type(flow).__name__}.collate_data_micro_batch takes more than self.micro_batch_size = {len(samples)} "
+            "samples; call next(iterator) that many times"
+        ) from None
+    left = sum(1 for _ in iterator)
+    if left:
+        raise FlowError(
+            f"{type(flow).__name__}.collate_data_micro_batch leaves {left} of self.micro_batch_size = {len(samples)} "
+            "samples in the iterator, so they would never be trained on; call next(iterator) that many times"
+        )
+    model_inputs, loss_inputs = checked_fields(flow, collated)
+    flow.validate_model_forward_inputs(model_inputs)
+    width = common_width(flow, model_inputs, loss_inputs)
+    inputs: dict[str, Tensor | None] = dict(model_inputs)
+    if "attention_mask" in inputs:
+        # attention is causal and padding is on the right, where no token attends to it, so no mask is needed; the
+        # fast kernels do not accept one
+        inputs["attention_mask"] = None
+    weight = flow.get_loss_weight(loss_inputs)
+    return MicroBatch(
+        model_inputs=inputs,
+        loss_inputs=dict(loss_inputs),
+        weights=loss_weights(flow, 1.0 if weight is None else weight),
+        num_samples=len(samples),
+        lengths=sequence_lengths(flow, model_inputs, width),
+        width=width,
+        seqdims=flow.get_fields_and_seqdims(),
+        pad_values=flow.get_pad_values(),
+        has_explicit_weight=weight is not None,
+        sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
+    )
+
+
+def try_flow(flow: MegatronWrapTrainingFlowBase, prepared: Sequence[Any], seed: int) -> None:
+    """Collate two micro-batches of prepared samples (fewer if there are fewer samples) and discard them, so that a flow
+    that breaks its contract fails before the model is built. Takes milliseconds; no communication.
+
+    Raises:
+        FlowError: the flow breaks its contract. DataError: a sample is wrong.
+    """
+    size = flow.micro_batch_size
+    prepared = prepared[: 2 * size]
+    tried = [collate(flow, prepared[start : start + size], seed + start) for start in (0, size) if prepared[start:]]
+    if tried:
+        check_terms(flow, [micro_batch.weights for micro_batch in tried])
+        further = flow.get_step_samples(prepared) if flow.step_values_from else None
+        if further:
+            collate(flow, further[:size], seed)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Sums over all micro-batches and replicas of one step, known before the forward pass."""
+
+    weights: dict[str, float]
+    """Weight of each loss term."""
+    tokens: int
+    """Tokens without padding."""
+    squared_lengths: float
+    """Sum over sequences of their squared length, for the FLOPs of attention."""
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether any loss term has a weight above 0; the same on every rank."""
+        return any(self.weights.values())
+
+
+def count_step(
+    flow: MegatronWrapTrainingFlowBase, micro_batches: Sequence[MicroBatch], group: ProcessGroup
+) -> StepCounts:
+    """Sum the weights and tokens of the step over replicas, in one all-reduce. Collective.
+
+    Args:
+        micro_batches: of this replica, from `prepare_batch`.
+        group: the replicas, for tensors on the host, so that the sum does not wait for the device.
+    """
+    terms = check_terms(flow, [micro_batch.weights for micro_batch in micro_batches])
+    counted = [micro_batch for micro_batch in micro_batches if micro_batch.counted]
+    numbers = [sum(micro_batch.weights[term] for micro_batch in counted) for term in terms]
+    numbers.append(sum(int(micro_batch.lengths.sum()) for micro_batch in counted))
+    numbers.append(sum(float((micro_batch.lengths.double() ** 2).sum()) for micro_batch in counted))
+    *weights, tokens, squares = all_reduce_values(numbers, group, torch.device("cpu"))
+    return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)

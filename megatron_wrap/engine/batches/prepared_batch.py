@@ -1,0 +1,126 @@
+"""A global batch of samples with its cursor in the training data; it may carry this replica's micro-batches, prepared
+ahead of the step."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from megatron_wrap.data.order.batching import Cursor
+from megatron_wrap.engine.batches.micro_batch import ReplicaMicroBatches
+from megatron_wrap.parallel.state import Axis
+
+_IMMUTABLE = frozenset({str, bytes, int, float, complex, bool, type(None)})
+
+
+def batch_key(micro_batching: Hashable, seed: int, dp: Axis) -> Hashable:
+    """What the micro-batches of a batch depend on besides its samples, for one flow.
+
+    Args:
+        micro_batching: the run's `MicroBatching`.
+        seed: that of `split_batch`, which contains the index of the batch's first sample.
+    """
+    return micro_batching, seed, dp.rank, dp.size
+
+
+class BatchParts(NamedTuple):
+    """The arguments of `PreparedBatch`, as a worker process sends them."""
+
+    samples: list[Any]
+    before: Cursor
+    after: Cursor
+    bad_rows: tuple[str, ...] = ()
+    micro_batches: ReplicaMicroBatches | None = None
+    key: Hashable = None
+
+
+class PreparedBatch(list[Any]):
+    """The samples of one global batch, as they were read; `wrap.train` takes it like any other list.
+
+    A pickled copy has the samples and the cursors, without the micro-batches.
+
+    Args:
+        samples: of the global batch.
+        before, after: the cursor in the training data before this batch, and after it.
+        bad_rows: the message of each row that was left out on the way.
+        micro_batches: this replica's, from `split_batch`.
+        key: what they depend on besides the samples.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Any],
+        before: Cursor,
+        after: Cursor,
+        bad_rows: tuple[str, ...] = (),
+        micro_batches: ReplicaMicroBatches | None = None,
+        key: Hashable = None,
+    ) -> None:
+        super().__init__(samples)
+        self.before, self.after, self.bad_rows = before, after, bad_rows
+        self._micro_batches, self._key = micro_batches, key
+        self._snapshot = None if micro_batches is None else _snapshot(list(self))
+
+    def micro_batches(self, key: Hashable) -> ReplicaMicroBatches | None:
+        """The micro-batches; None if they are for another `key`, or a sample was replaced or edited since, so that
+        they must be prepared again."""
+        if self._micro_batches is None or key != self._key or self._snapshot != list(self):
+            return None
+        return self._micro_batches
+
+    def with_samples(self, samples: Iterable[Any]) -> PreparedBatch:
+        """Other samples in place of this batch's, such as augmented ones, with its cursor; without micro-batches."""
+        samples = list(samples)
+        consumed = self.before.consumed + len(samples)
+        after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)
+        return PreparedBatch(samples, self.before, after, self.bad_rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PreparedBatch, (list(self), self.before, self.after, self.bad_rows)
+
+
+def _snapshot(value: Any) -> Any:
+    """What a value equals as long as nobody edits it: a copy of lists and dictionaries, a checksum of the rest."""
+    if type(value) in _IMMUTABLE:
+        return value
+    if type(value) is dict:
+        return {name: _snapshot(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        if _IMMUTABLE.issuperset(map(type, value)):  # such as token ids; copied at once
+            return value if type(value) is tuple else value.copy()
+        return type(value)(_snapshot(item) for item in value)
+    return _Checksum(value)
+
+
+class _Checksum:
+    """Equals one object while its content is the same: a tensor, an array, or what can be pickled. Of another object
+    edits cannot be noticed, so nothing equals it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._content = value, _content(value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._value and self._content is not None and _content(other) == self._content
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _content(value: Any) -> Hashable:
+    """A number that an edit of the value changes; None if there is none."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu" and not value.is_inference():
+        return value._version
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        value = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return zlib.crc32(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data)
+    try:
+        return hashlib.sha256(pickle.dumps(value)).digest()
+    except Exception:  # it cannot be pickled
+        return None

@@ -1,0 +1,130 @@
+"""Forward-only passes: evaluation of a set, and outputs per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.sample_sharing import rows_in_order
+from megatron_wrap.engine.passes.loss import NormalizedLoss
+from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.engine.step_inputs import equal_runs, loss_micro_batches, split
+from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.parallel import context
+from megatron_wrap.parallel.collectives import gather_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> dict[str, float]:
+    """The objective and the flow's metrics over a whole evaluation set; the state is unchanged. Collective.
+
+    Args:
+        samples: any number of samples, on every rank or only on global rank 0.
+
+    Returns:
+        {"loss": ..., further metrics of the flow}, the same on every rank.
+
+    Raises:
+        DataError: the set is empty, or a sample is wrong. FlowError: the flow breaks its contract.
+    """
+    samples = state.sharing.share(samples, f"evaluate({name})")
+    if not len(samples):
+        raise DataError(f"wrap.evaluate: the set {name!r} is empty")
+    sums, parallel, seed = MetricSums(state.platform.device), state.parallel, state.config.train.seed
+    with evaluation_mode(state):
+        for start, batch in _batches(state, samples):
+            micro_batches = split(state, batch, state.micro_batching, seed + start)
+            # the weight of the batch is not needed: the sums and weights of all batches are reduced at the end
+            loss = NormalizedLoss(
+                flow=state.flow,
+                calculate_loss=state.calculate_loss,
+                cp_size=parallel.cp.size,
+                dp_size=parallel.dp.size,
+                step_weights=dict.fromkeys(micro_batches.training[0].weights, 1.0),
+                num_microbatches=len(micro_batches.training),
+                sums=sums,
+            )
+            for run in loss_micro_batches(state, micro_batches, len(batch), equal_rows=True):
+                state.pipeline_schedule.forward(state.chunks, run, loss)
+    reduced = state.reduction.reduce(sums, f"evaluate({name})")
+    return {"loss": reduced.loss, **reduced.flow_metrics}
+
+
+def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+    """The outputs of the flow's `calculate_outputs` for each sample. Collective.
+
+    Returns:
+        On every rank one dictionary of CPU tensors per sample, in order: the sample's row of each output. A row with a
+        sequence dimension is cut to the sequence's length without padding, if a sample is one sequence.
+
+    Raises:
+        DataError: a sample is wrong. FlowError: the flow breaks its contract.
+    """
+    samples = state.sharing.share(samples, "forward")
+    flow, parallel, seed = state.flow, state.parallel, state.config.train.seed
+    outputs = partial(_outputs, flow, parallel.cp.group)
+    results: list[dict[str, Tensor]] = []
+    with evaluation_mode(state):
+        for start, batch in _batches(state, samples):
+            micro_batches = split(state, batch, state.micro_batching.by_samples(), seed + start)
+            rows = [
+                row
+                for run in equal_runs(state, micro_batches.training)
+                for of_micro_batch in state.pipeline_schedule.forward(
+                    state.chunks, state.localization.localize(run, state.extra_padding), outputs
+                )
+                for row in of_micro_batch
+            ]
+            results += rows_in_order(rows, len(batch), flow.micro_batch_size, parallel)
+    return results
+
+
+def _batches(state: TrainingState, samples: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+    """(index of its first sample, samples) of each global batch."""
+    size = state.config.train.global_batch_size
+    for start in range(0, len(samples), size):
+        yield start, [samples[index] for index in range(start, min(start + size, len(samples)))]
+
+
+def _outputs(
+    flow: MegatronWrapTrainingFlowBase, cp_group: ProcessGroup, micro_batch: MicroBatch, output: Tensor
+) -> list[dict[str, Tensor]]:
+    """The flow's outputs of one micro-batch as one row per sample on the CPU, merged over context-parallel ranks."""
+    if not micro_batch.counted:
+        return []
+    seqdims = micro_batch.seqdims
+    columns: dict[str, Tensor] = {}
+    for name, tensor in flow.calculate_outputs(micro_batch.loss_inputs, output).items():
+        if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
+            raise FlowError(
+                f"{type(flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; return one "
+                f"row for each of the {micro_batch.num_samples} samples of the micro-batch"
+            )
+        if name in seqdims:
+            tensor = context.merge(gather_tensors(tensor.detach(), cp_group), seqdims[name])
+        columns[name] = tensor.detach().cpu()
+    lengths = micro_batch.lengths.tolist()
+    if len(lengths) != micro_batch.num_samples:  # several sequences per sample
+        lengths = [micro_batch.width] * micro_batch.num_samples
+    return [
+        {name: _without_padding(tensor[row], seqdims.get(name), length).clone() for name, tensor in columns.items()}
+        for row, length in enumerate(lengths)
+    ]
+
+
+def _without_padding(row: Tensor, seqdim: int | None, length: int) -> Tensor:
+    """The first `length` tokens of a sample's row.
+
+    Args:
+        seqdim: the sequence dimension of the rows of a micro-batch; None: there is none.
+    """
+    return row if seqdim is None else row.narrow(seqdim % (row.dim() + 1) - 1, 0, length)

@@ -1,0 +1,100 @@
+"""Stores the outputs of a reference model before training, for `megatron-wrap precompute`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from megatron_wrap.data.cache.precomputed import PrecomputedWriter, sample_hash
+from megatron_wrap.engine.evaluation import forward
+from megatron_wrap.engine.reference.precomputed import facts_of
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.contract.base import STEP_PREFIX
+from megatron_wrap.parallel.agreement import on_rank_0
+
+
+def precompute(
+    state: TrainingState, samples: Iterable[tuple[str, Any]], folder: str | os.PathLike[str], role: str, skip_bad: bool
+) -> int:
+    """Store the outputs of the flow's `calculate_outputs` for each sample, with the weights of `state`. Collective.
+
+    Args:
+        samples: (FILE:ROW, sample or the DataError of a row that cannot be read), the same on every rank; one that
+            comes again is computed once.
+        folder: on a file system that rank 0 sees.
+        role: "reference" or "teacher", the prefix of the names.
+        skip_bad: leave rows out that cannot be used.
+
+    Returns:
+        The number of samples stored.
+
+    Raises:
+        DataError: on every rank, if a row cannot be used, or there is none.
+        CheckpointError: on every rank, if the folder contains outputs already or cannot be written.
+    """
+    writer: list[PrecomputedWriter] = []  # on rank 0 only
+    facts = facts_of(state.flow, state.config)
+    on_rank_0(lambda: writer.append(PrecomputedWriter(folder, facts)))
+    batch: list[tuple[bytes, Any]] = []
+    count = 0
+    for item in _distinct(state.prepare_sample, samples, skip_bad):
+        batch.append(item)
+        if len(batch) == state.config.train.global_batch_size:
+            count += _store(state, batch, writer, role)
+            batch = []
+    if batch:
+        count += _store(state, batch, writer, role)
+    if not count:
+        raise DataError("there is no sample to precompute; give megatron_wrap.data.train or validation")
+    on_rank_0(lambda: writer[0].close())
+    return count
+
+
+def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[PrecomputedWriter], role: str) -> int:
+    samples = [sample for _, sample in batch]
+    outputs = forward(state, samples)
+    others = state.flow.get_samples_to_precompute([state.prepare_sample(sample) for sample in samples])
+    if others is not None:
+        of_others = forward(state, [other for other, _ in others])
+        for row, (_, tensors), other_outputs in zip(outputs, others, of_others, strict=True):
+            row.update({f"{STEP_PREFIX}{name}": tensor for name, tensor in {**tensors, **other_outputs}.items()})
+
+    def add() -> None:
+        for (key, _), row in zip(batch, outputs, strict=True):
+            named = {f"{role}_{name}": tensor for name, tensor in row.items()}
+            writer[0].add(key, {name: _array(tensor) for name, tensor in named.items()})
+
+    on_rank_0(add)
+    return len(batch)
+
+
+def _array(tensor: Tensor) -> numpy.ndarray:
+    """On the CPU, with a floating point type as fp32."""
+    array: numpy.ndarray = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    return array
+
+
+def _distinct(
+    prepare: Callable[[Any], Any], samples: Iterable[tuple[str, Any]], skip_bad: bool
+) -> Iterator[tuple[bytes, Any]]:
+    """(hash, sample) of each usable sample, once."""
+    seen: set[bytes] = set()
+    for where, sample in samples:
+        try:
+            if isinstance(sample, DataError):
+                raise sample
+            key = sample_hash(sample)
+            if key in seen:
+                continue
+            prepare(sample)
+        except DataError as error:
+            if skip_bad:
+                continue
+            raise error if error is sample else DataError(f"{where}: {error}") from error
+        seen.add(key)
+        yield key, sample

@@ -1,0 +1,78 @@
+"""Outputs of a reference model that were computed before training, added to samples by their hash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
+from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, sample_hash
+from megatron_wrap.data.chat.tokenizer import fingerprint
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+
+
+def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> Callable[[Any], Any]:
+    """How the run prepares a sample: the flow's `prepare_sample`, which with `precomputed` receives each sample with
+    the stored outputs of the reference model as `reference_NAME`.
+
+    Raises:
+        DataError: there are no outputs. ConfigError: they were computed for another flow, tokenizer or sequence length.
+    """
+    settings = config.models.reference_or_teacher
+    if settings is None or settings.precomputed is None:
+        return flow.prepare_sample
+    stored = PrecomputedOutputs(settings.precomputed)
+    for name, value in facts_of(flow, config).items():
+        if stored.facts.get(name) != value:
+            raise ConfigError(
+                f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
+                f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"configuration, or set {name} back"
+            )
+    return _with_outputs(stored, flow.prepare_sample, config.models)
+
+
+def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
+    """What stored outputs depend on, besides the sample and the model."""
+    return {
+        "flow_key": config.flow.flow_key,
+        "seq_length": config.train.seq_length,
+        "tokenizer": None if flow.context.tokenizer is None else fingerprint(flow.context.tokenizer, "samples"),
+    }
+
+
+def _with_outputs(
+    stored: PrecomputedOutputs, prepare: Callable[[Any], Any], models: ModelsConfig
+) -> Callable[[Any], Any]:
+    """`prepare` for samples to which the stored outputs are added."""
+
+    def prepare_with_outputs(sample: Any) -> Any:
+        outputs = stored.get(sample_hash(sample))
+        if outputs is None:
+            prepare(sample)  # a mistake of the sample comes first
+            raise DataError(
+                f"{stored.folder} has no output of the {models.role} model for the sample {_shown(sample)}; run "
+                "megatron-wrap precompute with the data of this run"
+            )
+        both = sorted(outputs.keys() & sample.keys())
+        if both:
+            raise DataError(
+                f"the sample contains {', '.join(both)}, which {models.path}.precomputed adds; remove them from the "
+                f"samples, or set {models.path} to null"
+            )
+        return prepare({**sample, **{name: _value(value) for name, value in outputs.items()}})
+
+    return prepare_with_outputs
+
+
+def _value(value: Any) -> Any:
+    return value if isinstance(value, float | int) else torch.from_numpy(value.copy())
+
+
+def _shown(sample: Mapping[str, Any]) -> str:
+    text = json.dumps({name: value for name, value in sample.items() if name != "source"}, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,195 @@
+"""The reference model, or the teacher: a model without gradients, whose outputs the flow compares with those of the
+policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
+from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
+from megatron_wrap.engine.batches.localize import PADDING_MASK
+from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+from megatron_wrap.errors import FlowError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.model.chunks import bare_model
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass
+class ReferenceModel:
+    """This process's chunks of a model without gradient buffers and optimizer."""
+
+    chunks: list[Any]
+    transformer_config: TransformerConfig
+    """Not the policy's object, which has hooks for gradient reduction and loss scaling."""
+    config: RunConfig
+    """The run's, with the architecture of this model."""
+    vocab_size: int
+    """Of this model, without padding."""
+    device: torch.device
+    averages_in_fp32: bool = False
+    """The weights follow the policy by an average, and are too coarse to hold it."""
+    average: list[Tensor] | None = None
+    """The average, one fp32 tensor for each of `parameters`, where these are; None: the weights are the average."""
+
+    @property
+    def settings(self) -> ReferenceModelConfig:
+        """Of `megatron_wrap.models.reference`, or `teacher`."""
+        assert self.config.models.reference_or_teacher is not None, "the run has a reference or teacher model"
+        return self.config.models.reference_or_teacher
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The weights of all chunks."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def keep_on_host(self) -> None:
+        """Move the weights to the host's memory, page-locked where the device is a GPU."""
+        for parameter in self.parameters:
+            host = parameter.detach().cpu()
+            parameter.data = host.pin_memory() if self.device.type == "cuda" else host
+
+    @contextmanager
+    def on_device(self, changed: bool = False) -> Iterator[None]:
+        """The weights are on the device within the context; an offloaded model's are copied there, on a CPU as well.
+
+        Args:
+            changed: the body changes them, so offloaded ones are copied back.
+        """
+        if not self.settings.offload:
+            yield
+            return
+        host = [parameter.data for parameter in self.parameters]
+        for parameter, kept in zip(self.parameters, host, strict=True):
+            parameter.data = torch.empty_like(kept, device=self.device).copy_(kept, non_blocking=True)
+        try:
+            yield
+        finally:
+            for parameter, kept in zip(self.parameters, host, strict=True):
+                if changed:
+                    kept.copy_(parameter.data)
+                parameter.data = kept
+
+    @contextmanager
+    def as_saved(self, loading: bool = False) -> Iterator[None]:
+        """Within the context the chunks have the weights that a checkpoint contains: on the device, in fp32 where there
+        is an average.
+
+        Args:
+            loading: the body sets them.
+        """
+        if not self.averages_in_fp32:
+            with self.on_device(changed=loading):
+                yield
+            return
+        self.start_average()
+        assert self.average is not None
+        weights = [parameter.data for parameter in self.parameters]
+        for parameter, average in zip(self.parameters, self.average, strict=True):
+            parameter.data = average.to(self.device)
+        try:
+            yield
+        finally:
+            for parameter, average, kept in zip(self.parameters, self.average, weights, strict=True):
+                if loading:
+                    average.copy_(parameter.data)
+                    kept.copy_(average)
+                parameter.data = kept
+
+    def start_average(self) -> None:
+        """Begin the average, if there is one, with the weights."""
+        if self.averages_in_fp32 and self.average is None:
+            self.average = [parameter.detach().float() for parameter in self.parameters]
+
+    def copy_policy(self, policy: Sequence[Any]) -> None:
+        """Copy the weights of the policy's chunks, whose parameters must be synchronized."""
+        with torch.no_grad():
+            for target, source in zip(self.chunks, policy, strict=True):
+                bare_model(target).load_state_dict(bare_model(source).state_dict())
+        self.average = None
+
+    def follow(self, policy: Sequence[Any], iteration: int) -> None:
+        """Copy or average the policy, if that is due after this iteration. Collective.
+
+        Args:
+            policy: the trained chunks of the same architecture.
+            iteration: number of steps taken.
+        """
+        interval, decay = self.settings.update_interval, self.settings.ema_decay
+        if interval is None or iteration % interval:
+            return
+        synchronize_parameters(policy, bool(self.config.ddp.overlap_param_gather))
+        if decay is None:
+            self.copy_policy(policy)
+        else:
+            self._average(policy, decay)
+
+    @torch.no_grad()
+    def _average(self, policy: Sequence[Any], decay: float) -> None:
+        """decay * average + (1 - decay) * policy for each parameter, computed where the weights are; buffers are
+        copied."""
+        self.start_average()
+        sources = [parameter for chunk in policy for parameter in bare_model(chunk).parameters()]
+        averages = self.average or [parameter.data for parameter in self.parameters]
+        for average, target, source in zip(averages, self.parameters, sources, strict=True):
+            average.mul_(decay).add_(source.detach().to(average), alpha=1 - decay)
+            if self.average is not None:
+                target.copy_(average)
+        for target_chunk, source_chunk in zip(self.chunks, policy, strict=True):
+            buffers = zip(bare_model(target_chunk).buffers(), bare_model(source_chunk).buffers(), strict=True)
+            for target_buffer, source_buffer in buffers:
+                target_buffer.copy_(source_buffer)
+
+
+def with_reference_outputs(
+    reference: ReferenceModel, flow: MegatronWrapTrainingFlowBase, schedule: PipelineSchedule, local: list[MicroBatch]
+) -> list[MicroBatch]:
+    """Run the reference model forward over all micro-batches, without a graph, and add the outputs of the flow's
+    `calculate_reference_outputs` to their loss inputs as `reference_NAME` (or `teacher_NAME`), on the last pipeline
+    stage. Collective over the replica.
+
+    Args:
+        local: from `Localization.localize`; all with the same number of sequences.
+
+    Raises:
+        FlowError: the loss inputs already contain such a name.
+    """
+    models = reference.config.models
+
+    def compute(micro_batch: MicroBatch, output: Tensor) -> dict[str, Tensor]:
+        named = flow.calculate_reference_outputs(micro_batch.loss_inputs, output)
+        return {f"{models.role}_{name}": tensor for name, tensor in named.items()}
+
+    inputs = local
+    if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts
+        inputs = [_without_padding_mask(micro_batch) for micro_batch in local]
+    with reference.on_device():
+        outputs = schedule.forward(reference.chunks, inputs, compute)
+    if not outputs:  # not the last pipeline stage
+        return local
+    return [_with_loss_inputs(micro_batch, named, models) for micro_batch, named in zip(local, outputs, strict=True)]
+
+
+def _without_padding_mask(micro_batch: MicroBatch) -> MicroBatch:
+    inputs = {name: value for name, value in micro_batch.model_inputs.items() if name != PADDING_MASK}
+    return replace(micro_batch, model_inputs=inputs)
+
+
+def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor], models: ModelsConfig) -> MicroBatch:
+    both = sorted(outputs.keys() & micro_batch.loss_inputs.keys())
+    if both:
+        raise FlowError(
+            f"the samples contain {', '.join(both)}, which the model of {models.path} computes too; set {models.path} "
+            "to null to use the samples' values, or remove them from the samples"
+        )
+    return replace(micro_batch, loss_inputs={**micro_batch.loss_inputs, **outputs})

@@ -1,0 +1,1 @@
+"""Builds the state of a run from its configuration."""

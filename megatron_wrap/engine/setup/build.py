@@ -1,0 +1,275 @@
+"""Builds a `TrainingState` from the configuration: flow, model chunks, gradient reduction, optimizer, learning rate."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from megatron_wrap.bridge.loading.hf_path import starting_weights
+from megatron_wrap.bridge.loading.load_weights import load_weights
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.config.defaults import FP8_GATHER_FROM
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.data.indexed.windows import open_indexed
+from megatron_wrap.data.order.sample_sets import first_training_samples
+from megatron_wrap.engine.batches.localize import Localization
+from megatron_wrap.engine.batches.micro_batch import try_flow
+from megatron_wrap.engine.batches.micro_batching import micro_batching_of
+from megatron_wrap.engine.batches.sample_sharing import SampleSharing
+from megatron_wrap.engine.passes.metric_reduction import MetricReduction
+from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+from megatron_wrap.engine.reference.precomputed import sample_preparation
+from megatron_wrap.engine.setup.flow import build_flow
+from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
+from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
+from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
+from megatron_wrap.model.request import ModelRequest
+from megatron_wrap.model.transformer_config import same_named, transformer_config, use_transformer_engine
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base.machine import megatron_core_version
+from megatron_wrap.platform.base.platform import Platform
+from megatron_wrap.platform.megatron_core.versions import accepts, version
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+def build_training_state(
+    config: RunConfig,
+    platform: Platform,
+    parallel: ParallelState,
+    tokenizer: Any,
+    from_hugging_face: bool = True,
+    training: bool = True,
+) -> TrainingState:
+    """Build the state of a run, with the weights of `model_provider.hf_path` or else initial weights. First the flow
+    collates the head of the training data, to find errors early.
+
+    Args:
+        tokenizer: the run's Hugging Face tokenizer, or None.
+        from_hugging_face: False ignores hf_path, for a caller that loads a checkpoint.
+        training: False builds only the model, without gradient buffers and optimizer.
+    """
+    seed_everything(config.train.seed, parallel)
+    vocab_size = model_vocab_size(config.arch, tokenizer)
+    flow = build_flow(config, tokenizer, vocab_size, parallel)
+    prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
+    if training:
+        first_samples = _first_samples(config, vocab_size, tokenizer)
+        try_flow(flow, [prepare_sample(sample) for sample in first_samples], config.train.seed)
+    model_config = transformer_config(config, parallel, platform, training)
+    weight_folder = starting_weights(config) if from_hugging_face else None
+    bare = build_chunks(config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder)
+    chunks = wrap_chunks(config, model_config, bare) if training else bare
+    if training:
+        platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
+    optimizer = build_optimizer(config, model_config, chunks) if training else None
+    shape = model_shape(config, vocab_size)
+    return TrainingState(
+        config=config,
+        platform=platform,
+        parallel=parallel,
+        flow=flow,
+        transformer_config=model_config,
+        chunks=chunks,
+        optimizer=optimizer,
+        lr_scheduler=None if optimizer is None else build_lr_scheduler(config, optimizer),
+        prepare_sample=prepare_sample,
+        calculate_loss=flow.calculate_loss,
+        shape=shape,
+        micro_batching=micro_batching_of(config, parallel, shape, _group_size(model_config, parallel)),
+        localization=Localization(
+            parallel=parallel,
+            device=platform.device,
+            sequence_parallel=model_config.sequence_parallel,
+            has_experts=config.arch.num_experts is not None,
+            token_multiple=token_multiple(config),
+        ),
+        pipeline_schedule=PipelineSchedule(
+            parallel=parallel,
+            sequence_parallel=model_config.sequence_parallel,
+            half_precision=config.dtype.bf16 or config.dtype.fp16,
+        ),
+        sharing=SampleSharing(parallel.world),
+        reduction=MetricReduction(flow, parallel, platform.device),
+    )
+
+
+def _first_samples(config: RunConfig, vocab_size: int, tokenizer: Any) -> list[Any]:
+    """The head of the training data."""
+    count = 2 * config.train.micro_batch_size
+    if derived.is_indexed(config.data):
+        windows = open_indexed(config, vocab_size, tokenizer).training
+        return [windows.read(position) for position in range(count)]
+    return first_training_samples(
+        derived.training_sources(config),
+        derived.mock_samples(config.data),
+        count,
+        skip_bad=config.data.on_bad_sample == "skip",
+    )
+
+
+def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
+    """The number of a replica's micro-batches must be a multiple of it."""
+    return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
+
+
+def seed_everything(seed: int, parallel: ParallelState) -> None:
+    """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
+    Megatron-LM (megatron/training/initialize.py)."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    stage_seed = seed + 100 * parallel.pp.rank
+    random.seed(stage_seed)
+    numpy.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+
+
+def build_chunks(
+    config: RunConfig,
+    platform: Platform,
+    parallel: ParallelState,
+    model_config: TransformerConfig,
+    vocab_size: int,
+    new_weights: bool = True,
+    weight_folder: WeightFolder | None = None,
+) -> list[torch.nn.Module]:
+    """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module.
+
+    Args:
+        new_weights: set initial weights; False leaves the weights unset.
+        weight_folder: a Hugging Face folder, whose weights are loaded instead of the initial ones.
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
+    padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
+    chunks = []
+    for stage in range(parallel.virtual_size or 1):
+        virtual_stage = stage if parallel.virtual_size else None
+        last_stage = parallel.virtual_size - 1 if parallel.virtual_size else 0
+        request = ModelRequest(
+            config=config,
+            transformer_config=model_config,
+            state=parallel,
+            transformer_engine=use_transformer_engine(config, platform),
+            vocab_size=vocab_size,
+            padded_vocab_size=padded,
+            pre_process=parallel.pp.rank == 0 and stage == 0,
+            post_process=parallel.is_last_stage and stage == last_stage,
+            virtual_stage=virtual_stage,
+        )
+        chunk = provider(request)
+        chunk.to(platform.device)
+        _mark_experts(chunk)
+        if new_weights and (weight_folder is None or weight_folder.omitted):
+            fill_initial_weights(
+                chunk, config.arch, vocab_size, config.train.seed, parallel.tp, expert_tp=parallel.expert_tp
+            )
+        half = config.dtype.bf16 or config.dtype.fp16
+        chunks.append(Float16Module(model_config, chunk) if half else chunk)
+        if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
+            load_weights(chunk, config.arch, weight_folder, parallel)
+    return chunks
+
+
+def _mark_experts(chunk: torch.nn.Module) -> None:
+    """Mark the experts' parameters, which then have gradient buffers and optimizer states of their own for every EP.
+
+    Megatron-Core marks them only if EP > 1 (tensor_parallel/layers.py). Without the mark a checkpoint saved with EP 1
+    would have another format, and with an expert TP smaller than TP the gradients of an expert's copies would not be
+    reduced.
+    """
+    for name, parameter in chunk.named_parameters():
+        if is_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def wrap_chunks(
+    config: RunConfig, model_config: TransformerConfig, chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Wrap the chunks in Megatron-Core's DistributedDataParallel, and set the hooks that its schedules call."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    ddp = config.ddp
+    settings: dict[str, Any] = {
+        **same_named(ddp, DistributedDataParallelConfig),
+        "grad_reduce_in_fp32": ddp.accumulate_allreduce_grads_in_fp32,
+        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer,
+        # Megatron-Core's check raises on one rank only, during the backward pass, and synchronizes for each bucket;
+        # ours checks the norm of the full gradient on all ranks (checked_optimizer.py)
+        "check_for_nan_in_grad": False,
+        "bucket_size": ddp.ddp_bucket_size,
+        "fp8_param_gather": model_config.fp8_param,
+        **ddp.upstream,
+    }
+    ddp_config = DistributedDataParallelConfig(**accepts(DistributedDataParallelConfig, settings))
+    if model_config.fp8_param and ddp.overlap_param_gather and megatron_core_version() < FP8_GATHER_FROM:
+        raise PlatformError(
+            "megatron_lm.misc.ddp.overlap_param_gather: with fp8_param_gather it gives wrong gradients after an "
+            f"evaluation with megatron-core {version()}; write null or false, or install 0.19"
+        )
+    # later chunks are not split into buckets: their reduction overlaps with the computation of the first chunk
+    # (Megatron-LM, megatron/training/training.py, get_model)
+    wrapped = [
+        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    single = len(wrapped) == 1
+    model_config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
+        if not single and getattr(ddp_config, "align_param_gather", False):
+            model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    return wrapped
+
+
+def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
+    """The sizes from which the model's FLOPs are computed."""
+    arch = config.arch
+    experts = None
+    if arch.num_experts is not None:
+        experts = ExpertShape(
+            num_layers=sum(derived.moe_layer_pattern(arch)),
+            num_experts=arch.num_experts,
+            topk=arch.moe_router_topk,
+            ffn_hidden_size=derived.moe_ffn_hidden_size(arch),
+            shared_ffn_hidden_size=arch.moe_shared_expert_intermediate_size or 0,
+            shared_gate=arch.moe_shared_expert_gate,
+        )
+    latent = None
+    if arch.multi_latent_attention:
+        latent = LatentAttentionShape(
+            q_lora_rank=arch.q_lora_rank,
+            kv_lora_rank=arch.kv_lora_rank,
+            qk_head_dim=arch.qk_head_dim + arch.qk_pos_emb_head_dim,
+            qk_pos_emb_head_dim=arch.qk_pos_emb_head_dim,
+            v_head_dim=arch.v_head_dim,
+        )
+    return ModelShape(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=derived.ffn_hidden_size(arch),
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=derived.num_query_groups(arch),
+        kv_channels=derived.kv_channels(arch),
+        vocab_size=vocab_size,
+        output_size=1 if derived.has_value_head(config) else None,
+        gated_linear_unit=arch.swiglu,
+        experts=experts,
+        latent_attention=latent,
+    )

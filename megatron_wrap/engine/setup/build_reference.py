@@ -1,0 +1,44 @@
+"""Builds the reference or teacher model of `megatron_wrap.models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_wrap.bridge.loading.hf_path import starting_weights
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.reference.reference_model import ReferenceModel
+from megatron_wrap.engine.setup.build import build_chunks
+from megatron_wrap.model.transformer_config import transformer_config
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base.platform import Platform
+
+
+def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any) -> ReferenceModel:
+    """The reference or teacher model, in evaluation mode, with the weights of `hf_path` if that is set; else the caller
+    must load them.
+
+    Args:
+        config: the run's with the architecture of that model (`megatron_wrap.checkpoint.reference_config`).
+        tokenizer: the run's Hugging Face tokenizer, or None.
+    """
+    settings = config.models.reference_or_teacher
+    assert settings is not None, "only called with a reference or teacher model"
+    vocab_size = model_vocab_size(config.arch, tokenizer)
+    model_config = transformer_config(config, parallel, platform, training=False)
+    weight_folder = starting_weights(config) if settings.source == "hf_path" else None
+    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    half = config.dtype.bf16 or config.dtype.fp16
+    reference = ReferenceModel(
+        chunks=chunks,
+        transformer_config=model_config,
+        config=config,
+        vocab_size=vocab_size,
+        device=platform.device,
+        averages_in_fp32=half and settings.ema_decay is not None,
+    )
+    if settings.offload:
+        reference.keep_on_host()
+    return reference

@@ -1,0 +1,41 @@
+"""Builds the run's flow with the values and collectives that the framework provides to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.config import decode_flow_config
+from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
+from megatron_wrap.parallel.state import ParallelState
+
+
+def build_flow(
+    config: RunConfig, tokenizer: Any, vocab_size: int, parallel: ParallelState | None = None
+) -> MegatronWrapTrainingFlowBase:
+    """The flow of `megatron_wrap.flow.flow_key`.
+
+    Args:
+        tokenizer: the run's Hugging Face tokenizer, or None.
+        vocab_size: of the model, without padding.
+        parallel: None: the flow encodes one sample at a time in this process, without process groups.
+
+    Raises:
+        ConfigError: an unknown flow, or unknown keys. FlowError: the flow is incomplete.
+    """
+    flow_class = MegatronWrapFlowEntry.get_flow_class(config.flow.flow_key)
+    context = FlowContext(
+        micro_batch_size=1 if parallel is None else config.train.micro_batch_size,
+        seq_length=config.train.seq_length,
+        vocab_size=vocab_size,
+        cp_size=1 if parallel is None else parallel.cp.size,
+        sum_on_cp_group=lambda partial: partial if parallel is None else sum_on_group(partial, parallel.cp.group),
+        average_across_dp_ranks=lambda value: value if parallel is None else average_detached(value, parallel.dp.group),
+        gather_on_cp_group=lambda part, dim: (
+            part if parallel is None else gather_sequence(part, dim, parallel.cp.group)
+        ),
+        tokenizer=tokenizer,
+        sources=tuple(source.name for source in config.data.train),
+    )
+    return flow_class(decode_flow_config(flow_class, config), context)

@@ -1,0 +1,63 @@
+"""Builds Megatron-Core's optimizer and its schedule of learning rate and weight decay from the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.model.transformer_config import parameter_dtype, same_named
+from megatron_wrap.platform.megatron_core.versions import accepts
+
+if TYPE_CHECKING:
+    from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
+
+
+def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> CheckedOptimizer:
+    """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
+
+    optim, dtype, fp8 = config.optimizer, config.dtype, fp8_settings(config)
+    settings: dict[str, Any] = {
+        **same_named(optim, OptimizerConfig),
+        **same_named(config.learning_rate, OptimizerConfig),
+        **same_named(dtype, OptimizerConfig),
+        "fp8_recipe": None if fp8 is None else fp8.recipe,
+        "overlap_param_gather": config.ddp.overlap_param_gather,
+        "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
+        "params_dtype": parameter_dtype(config),
+        **optim.upstream,
+    }
+    optimizer = CheckedOptimizer(get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks))
+    model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
+    return optimizer
+
+
+def build_lr_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
+    """Megatron-Core's schedule of learning rate and weight decay; it counts samples, as in Megatron-LM."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rate, optim = config.learning_rate, config.optimizer
+    weight_decay = optim.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=rate.lr_warmup_init,
+        max_lr=rate.lr,
+        min_lr=rate.min_lr,
+        lr_warmup_steps=derived.lr_warmup_samples(config),
+        lr_decay_steps=derived.lr_decay_samples(config),
+        lr_decay_style=rate.lr_decay_style,
+        start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
+        end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
+        wd_incr_steps=derived.train_samples(config),
+        wd_incr_style=optim.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=optim.override_opt_param_scheduler,
+        wsd_decay_steps=derived.lr_wsd_decay_samples(config),
+        lr_wsd_decay_style=rate.lr_wsd_decay_style,
+    )

@@ -1,0 +1,1 @@
+"""State of a run between steps: counters, parameters, optimizer."""

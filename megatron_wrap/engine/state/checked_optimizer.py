@@ -1,0 +1,104 @@
+"""Megatron-Core's optimizer with its step in two halves, so that the check for a non-finite update and the metrics need
+one synchronization together. Import this module only after the platform is installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, clip_grads
+from torch import Tensor
+
+from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
+from megatron_wrap.parallel.collectives import reduce_in_place
+from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
+
+
+class CheckedOptimizer(ChainedOptimizer):
+    """Megatron-Core's chained optimizer. `prepare` computes the gradient norm on the device; `update` takes it from the
+    host, checks it before a parameter changes, and clips and applies the gradients.
+
+    In both supported Megatron-Core versions `ChainedOptimizer.step` calls `prepare_grads`, `get_grad_norm` (with and
+    without clipping) and then `step_with_ready_grads`; the first two return the results of `prepare` here. The norm is
+    the same on every rank, so all ranks decide alike without another collective.
+
+    Args:
+        optimizer: from `get_megatron_optimizer`; this object takes over its parts.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer) -> None:
+        super().__init__(optimizer.chained_optimizers)
+        self._scaler_states: list[Any] = []
+        self._overflow = False
+        self._grad_norm = 0.0
+
+    def prepare(self, device: torch.device) -> list[Tensor]:
+        """Unscale the gradients, and compute the square of their norm on the device. Collective.
+
+        Args:
+            device: of the gradients.
+
+        Returns:
+            Summands of the squared norm over all parameters, each fp32 [1] and the same on every rank; pass their
+            values to `update`.
+        """
+        self._scaler_states = [scaler.state_dict() for scaler in self._grad_scalers()]
+        self._overflow = super().prepare_grads()
+        parts = self.chained_optimizers
+        if not parts:
+            return []
+        if len(parts) == 1 or self.grads_states_parallel_group_is_shared():
+            gradients = [gradient for part in parts for gradient in gradients_for_norm(part)]
+            return [_square_sum(gradients, parts[0].get_grad_stats_parallel_group(), device)]
+        return [_square_sum(gradients_for_norm(part), part.get_grad_stats_parallel_group(), device) for part in parts]
+
+    def update(self, loss: float | None, square_sums: Sequence[float]) -> Update:
+        """Clip and apply the gradients that `prepare` made ready.
+
+        Args:
+            loss: of the step, the same on every rank; None disables the check.
+            square_sums: the values of what `prepare` returned.
+
+        Raises:
+            NonFiniteUpdate: on every rank, if the loss or the gradient norm is not finite. Parameters, optimizer state
+                and loss scale are unchanged, bit for bit. An fp16 overflow does not raise: the step is skipped and the
+                loss scale lowered, as usual.
+        """
+        self._grad_norm = math.sqrt(math.fsum(square_sums))
+        if loss is not None and not self._overflow and not (math.isfinite(loss) and math.isfinite(self._grad_norm)):
+            for scaler, state in zip(self._grad_scalers(), self._scaler_states, strict=True):
+                scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
+            raise NonFiniteUpdate(loss, self._grad_norm)
+        applied, grad_norm, num_zeros = self.step()
+        return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss that avoids underflow; 1 without loss scaling, which needs no device synchronization."""
+        scalers = self._grad_scalers()
+        return float(scalers[0].scale) if scalers else 1.0
+
+    def _grad_scalers(self) -> list[Any]:
+        return [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
+
+    def prepare_grads(self) -> bool:
+        """Whether there is an fp16 overflow; `prepare` has prepared the gradients already."""
+        return self._overflow
+
+    def get_grad_norm(self) -> float:
+        """Norm of the full gradient, from the arguments of `update`."""
+        return self._grad_norm
+
+
+def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Tensor:
+    """Sum of squares over this rank's gradients and those of the group, fp32 [1] on the device, as in Megatron-Core's
+    `get_grad_norm_fp32`, which ends with a synchronization."""
+    total = torch.zeros(1, dtype=torch.float32, device=device)
+    if gradients:
+        overflow = torch.zeros(1, dtype=torch.int, device=device)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+        total = norm**2.0
+    reduce_in_place(total, "sum", group)
+    return total

@@ -1,0 +1,167 @@
+"""State of a run between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.config.schema.derived import global_batch_size_at
+from megatron_wrap.data.order.batching import Cursor
+from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_wrap.config.schema.run import RunConfig
+    from megatron_wrap.engine.batches.localize import Localization
+    from megatron_wrap.engine.batches.micro_batching import MicroBatching
+    from megatron_wrap.engine.batches.sample_sharing import SampleSharing
+    from megatron_wrap.engine.passes.loss import CalculateLoss
+    from megatron_wrap.engine.passes.metric_reduction import MetricReduction
+    from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+    from megatron_wrap.engine.reference.reference_model import ReferenceModel
+    from megatron_wrap.engine.state.open_step import OpenStep
+    from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+    from megatron_wrap.metrics.throughput import ModelShape
+    from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.platform.base.platform import Platform
+
+
+@dataclass
+class BestEvaluation:
+    """The best evaluation of `wrap.fit` by `megatron_wrap.checkpoint.best_metric`, saved in a checkpoint; the same on
+    every rank."""
+
+    iteration: int | None = None
+    """None: there is none yet."""
+    value: float | None = None
+    """Of the metric."""
+    evaluations_since: int = 0
+    """Evaluations in a row that were not better."""
+    compared_iteration: int | None = None
+    """Iteration of the last evaluation that was compared."""
+
+    def compare(self, iteration: int, value: float, largest: bool) -> bool:
+        """Compare an evaluation with the best one so far, and record the result.
+
+        An iteration counts once, because a run that resumes from it repeats its evaluation.
+
+        Args:
+            iteration: steps taken before the evaluation.
+            value: of the metric; one that is not a number is never better.
+            largest: the largest value is the best, else the smallest.
+
+        Returns:
+            Whether this is the best evaluation.
+        """
+        if self.compared_iteration == iteration:
+            return False
+        self.compared_iteration = iteration
+        if self.value is None:
+            is_better = not math.isnan(value)
+        else:
+            is_better = value > self.value if largest else value < self.value
+        if is_better:
+            self.iteration, self.value = iteration, value
+        self.evaluations_since = 0 if is_better else self.evaluations_since + 1
+        return is_better
+
+
+@dataclass
+class Progress:
+    """Counters that a checkpoint contains; the same on every rank."""
+
+    iteration: int = 0
+    """Steps taken, skipped ones included."""
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    """Tokens trained on, without padding."""
+    skipped_iterations: int = 0
+    """Steps without an update: loss-scale overflow, or no loss weight in the whole batch."""
+    skipped_samples: int = 0
+    """Rows of the data that were left out because they cannot be used."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the order of samples continues, as far as `consumed_samples` does not imply it: `Cursor.saved`."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the order of samples continues."""
+        return Cursor.of(self.consumed_samples, self.data)
+
+    def consume(self, batch: Sequence[Any]) -> None:
+        """Count the samples of a step.
+
+        Args:
+            batch: its samples; the order of the data continues after a `PreparedBatch` whose cursor is this one.
+        """
+        if isinstance(batch, PreparedBatch) and batch.before == self.cursor:
+            self.data = batch.after.saved()
+            self.skipped_samples += len(batch.bad_rows)
+        self.consumed_samples += len(batch)
+
+
+@dataclass
+class TrainingState:
+    """Everything that a step reads and changes."""
+
+    config: RunConfig
+    platform: Platform
+    parallel: ParallelState
+    flow: MegatronWrapTrainingFlowBase
+    transformer_config: TransformerConfig
+    chunks: list[Any]
+    """This process's model chunks; wrapped in Megatron-Core's DistributedDataParallel if there is an optimizer."""
+    optimizer: Any
+    """`CheckedOptimizer`; None if the state was built without training."""
+    lr_scheduler: Any
+    """OptimizerParamScheduler; None if there is no optimizer."""
+    prepare_sample: Callable[[Any], Any]
+    """The flow's `prepare_sample`, after outputs computed before training were added to the sample."""
+    calculate_loss: CalculateLoss
+    """The flow's `calculate_loss`; `check_parity` puts an observer around it."""
+    shape: ModelShape
+    micro_batching: MicroBatching
+    """How a batch is split into micro-batches."""
+    localization: Localization
+    """Takes this process's part of micro-batches."""
+    pipeline_schedule: PipelineSchedule
+    """Runs micro-batches through model chunks."""
+    sharing: SampleSharing
+    """Shares each call's samples with all processes."""
+    reduction: MetricReduction
+    """Sums metrics over ranks."""
+    reference: ReferenceModel | None = None
+    """The frozen model of `megatron_wrap.models`, the reference or the teacher."""
+    best: BestEvaluation = field(default_factory=BestEvaluation)
+    progress: Progress = field(default_factory=Progress)
+    offered: PreparedBatch | None = None
+    """The batch that `wrap.batches` yielded last in this process, until a step consumes it."""
+    open_step: OpenStep | None = None
+    """A step of which `wrap.forward_backward` has computed parts."""
+    extra_padding: int = 0
+    """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
+
+    def with_cursor(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """Samples of a step with their cursor in the training data: a list that is trained on while a batch of
+        `wrap.batches` is open, such as one made from its samples, stands for that batch."""
+        if isinstance(samples, PreparedBatch) or self.offered is None:
+            return samples
+        return self.offered.with_samples(samples)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next step, over all replicas; grows during a batch size ramp-up."""
+        return global_batch_size_at(self.config, self.progress.consumed_samples)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Metrics of one step, the same on every rank."""
+
+    iteration: int
+    metrics: dict[str, float]
+    skipped: bool
+    flow_metrics: tuple[str, ...]
+    """Names of the metrics that the flow reports."""

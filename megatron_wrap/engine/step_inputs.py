@@ -1,0 +1,92 @@
+"""From a global batch to the micro-batches of this process, with everything that the loss needs besides the policy's
+output: the one beginning of a step, of a part of a step, and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
+from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
+from megatron_wrap.engine.batches.prepared_batch import PreparedBatch, batch_key
+from megatron_wrap.engine.reference.reference_model import with_reference_outputs
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
+from megatron_wrap.metrics.phases import DATA, phase
+
+
+def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int = 0) -> ReplicaMicroBatches:
+    """This replica's micro-batches of a batch of the step: those that it carries, if they are of this step, else
+    prepared now. No communication.
+
+    Args:
+        batch: the global batch, or a part of it.
+        start: index of its first sample in the global batch.
+    """
+    seed = state.config.train.seed + state.progress.consumed_samples + start
+    if isinstance(batch, PreparedBatch):
+        carried = batch.micro_batches(batch_key(state.micro_batching, seed, state.parallel.dp))
+        if carried is not None:
+            return carried
+    with phase(DATA):
+        micro_batches = split(state, batch, state.micro_batching, seed)
+    if not start:
+        return micro_batches
+    moved = [
+        replace(micro_batch, sample_indices=tuple(start + index for index in micro_batch.sample_indices))
+        for micro_batch in micro_batches.training
+    ]
+    return ReplicaMicroBatches(tuple(moved), micro_batches.statistics)
+
+
+def split(state: TrainingState, batch: Sequence[Any], micro_batching: MicroBatching, seed: int) -> ReplicaMicroBatches:
+    """`split_batch` of samples as they were read."""
+    prepared = prepared_samples(state.prepare_sample, batch)
+    return split_batch(state.flow, len(batch), prepared, micro_batching, seed, state.parallel.dp)
+
+
+def loss_micro_batches(
+    state: TrainingState, micro_batches: ReplicaMicroBatches, num_samples: int, equal_rows: bool = False
+) -> list[list[MicroBatch]]:
+    """This process's part of the micro-batches as the loss takes them: with the outputs of the reference model and the
+    statistics of the whole step. Collective.
+
+    Args:
+        num_samples: samples of the global batch, over all replicas.
+        equal_rows: in runs of the schedule with the same number of rows, as `equal_runs`; else in one run.
+
+    Returns:
+        The micro-batches of each run of the schedule.
+    """
+    runs = equal_runs if equal_rows else _one_run
+    groups = [localized(state, run) for run in runs(state, micro_batches.training)]
+    if state.flow.step_values_from is None:
+        return groups
+    sources = [localized(state, run) for run in runs(state, micro_batches.statistics)] or groups
+    statistics = step_statistics(state, micro_batches.training, sources, num_samples)
+    return [with_statistics(group, statistics) for group in groups]
+
+
+def localized(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """This process's part of micro-batches, with the reference model's outputs. Collective."""
+    local = state.localization.localize(micro_batches, state.extra_padding)
+    if state.reference is None:
+        return local
+    return with_reference_outputs(state.reference, state.flow, state.pipeline_schedule, local)
+
+
+def equal_runs(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    """The micro-batches in runs of the schedule with the same number of rows; fillers, which are not counted, complete
+    a run to the multiple that an interleaved pipeline takes."""
+    multiple = state.micro_batching.num_microbatches_multiple
+    for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_rows):
+        run = list(same_size)
+        run += [replace(run[-1], counted=False)] * (-len(run) % multiple)
+        yield run
+
+
+def _one_run(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:
+    if micro_batches:
+        yield micro_batches

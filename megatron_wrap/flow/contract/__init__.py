@@ -1,0 +1,1 @@
+"""The contract between a flow and the engine, and its validation."""

@@ -1,0 +1,1 @@
+"""Bases and losses that several flows share: text, next-token prediction, pairs, preferences."""

@@ -1,0 +1,49 @@
+"""Parameters that Transformer Engine keeps in FP8 (`fp8_param_gather`): reading and writing their values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor is in one of Transformer Engine's FP8 formats."""
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return bool(is_float8tensor(tensor))
+
+
+def in_high_precision(tensor: Tensor) -> Tensor:
+    """The values of a tensor in its nominal dtype, such as bf16: a copy of an FP8 tensor, else the tensor itself."""
+    from megatron.core.fp8_utils import dequantize_fp8_tensor
+
+    return dequantize_fp8_tensor(tensor) if is_quantized(tensor) else tensor
+
+
+@contextlib.contextmanager
+def writable(parameter: Tensor) -> Iterator[Tensor]:
+    """Yields the tensor to write parts of a parameter's values to; call it without gradients.
+
+    A part of an FP8 tensor cannot be written, because a scale belongs to many values. Such a parameter is written as a
+    whole on leaving, from a copy in its nominal dtype. An optimizer that is built later takes the values of the copy,
+    without the rounding to FP8, as it would from a parameter that Transformer Engine initialized
+    (`preserve_high_precision_init_val`).
+
+    The recipe `delayed` scales by the largest value that was written earlier, which for a new model is of uninitialized
+    memory, so that record is cleared.
+    """
+    if not is_quantized(parameter):
+        yield parameter
+        return
+    values = in_high_precision(parameter)
+    yield values
+    largest = getattr(getattr(parameter, "_quantizer", None), "amax", None)
+    if largest is not None:
+        largest.zero_()
+    parameter.copy_(values)
+    initial = getattr(parameter, "get_high_precision_init_val", lambda: None)()
+    if initial is not None:
+        initial.copy_(values)

@@ -1,0 +1,98 @@
+"""Megatron-Core's GPTModel, with logits computed as [B, S, V/tp] and with a scalar head.
+
+Megatron-Core 0.19 deprecates GPTModel in favor of HybridModel, so this is the only module that imports it (docs/
+architecture.md has what a change would need). Import it only after the platform is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
+
+
+class BatchFirstGPTModel(GPTModel):
+    """A GPTModel whose logits are computed as [B, S, V/tp]; unchanged with labels.
+
+    Without labels, GPTModel transposes and copies the logits (megatron/core/models/gpt/gpt_model.py, `_postprocess`)
+    and in the backward their gradient, the largest tensors of the step. Transposing the hidden states before the output
+    layer moves V / hidden_size times less memory.
+
+    Rotary embeddings restart with each sequence of a packed row. With an inference context it returns the logits of the
+    last position only, [B, 1, V/tp].
+    """
+
+    def _preprocess(self, *arguments: Any, packed_seq_params: PackedSequences | None = None, **named: Any) -> Any:
+        rotary = getattr(self, "rotary_pos_emb", None)
+        with rotary_by_position(rotary, packed_seq_params):
+            return super()._preprocess(*arguments, packed_seq_params=packed_seq_params, **named)
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **inputs: Any) -> Tensor:
+        if inputs.get("inference_context") is not None:
+            # Generation needs only the last position. Select it here and hide the inference context from
+            # `_postprocess`, whose requirements for it differ between Megatron-Core versions.
+            inputs["inference_context"] = None
+            hidden_states = hidden_states[-1:] if self.post_process else hidden_states
+        # with sequence parallelism, the output layer gathers the first dimension, which must be the sequence
+        if labels is not None or not self.post_process or self.output_layer.sequence_parallel:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
+        with _batch_first(self.output_layer):
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
+
+
+@contextmanager
+def _batch_first(output_layer: torch.nn.Module) -> Iterator[None]:
+    """Make the output layer transpose its input [S, B, H] to [B, S, H], and return a transposed view of its output."""
+
+    def batch_first(_layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        return inputs[0].transpose(0, 1).contiguous(), *inputs[1:]
+
+    def sequence_first(_layer: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = outputs
+        return logits.transpose(0, 1), bias
+
+    with output_layer.register_forward_pre_hook(batch_first), output_layer.register_forward_hook(sequence_first):
+        yield
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer hidden -> 1 in place of the output layer, replicated over tensor-parallel ranks.
+
+    With sequence parallelism each rank computes the values of its part of the sequence, and the attribute
+    `sequence_parallel` makes Megatron-Core add up the ranks' gradients of the weight (finalize_model_grads.py,
+    _allreduce_non_tensor_model_parallel_grads). Without it every rank has all hidden states and the same gradient.
+    """
+
+    def __init__(self, hidden_size: int, sequence_parallel: bool, like: Tensor) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden_size, dtype=like.dtype, device=like.device))
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[S/tp, B, H] with sequence parallelism, else any [.., .., H], to the values of the whole sequence; and no
+        bias, as Megatron-Core's output layer returns them."""
+        values = torch.nn.functional.linear(hidden_states, self.weight)
+        if self.sequence_parallel:
+            # every rank computes the same loss, so the gradient of its part is complete: no reduction
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+class GPTValueModel(BatchFirstGPTModel):
+    """Returns values [B, S/cp, 1] instead of logits; takes the arguments of GPTModel."""
+
+    output_layer: Any
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, share_embeddings_and_output_weights=False)
+        if self.post_process:
+            replaced = self.output_layer.weight
+            self.output_layer = ValueHead(self.config.hidden_size, self.config.sequence_parallel, replaced)

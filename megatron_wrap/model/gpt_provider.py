@@ -1,0 +1,152 @@
+"""The providers `gpt_model` and `gpt_value_model`: decoders like Llama and GPT-2, dense or MoE."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.model.request import ModelRequest
+from megatron_wrap.model.transformer_config import parameter_dtype
+from megatron_wrap.nn.kernels.available import has_triton
+
+if TYPE_CHECKING:
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel
+
+
+def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
+    """One chunk of a GPT model on this process's device, with uninitialized weights.
+
+    Logits are [B, S/cp, V/tp]; vocabulary padding is masked to probability 0.
+    """
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
+
+    tied = not request.config.arch.untie_embeddings_and_output_weights
+    model = BatchFirstGPTModel(**_gpt_arguments(request), share_embeddings_and_output_weights=tied)
+    if request.post_process:
+        _mask_padded_vocabulary(model, request)
+    return model
+
+
+def gpt_value_model_provider(request: ModelRequest) -> GPTValueModel:
+    """One chunk of a value model on this process's device, with uninitialized weights.
+
+    The output is [B, S/cp, 1], equal on all tensor-parallel ranks: a linear function without bias of the last hidden
+    state, as in transformers' models for sequence classification. It is not tied to the embedding.
+    """
+    from megatron_wrap.model.gpt_model import GPTValueModel
+
+    return GPTValueModel(**_gpt_arguments(request))
+
+
+def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
+    """Arguments of both models, without `share_embeddings_and_output_weights`."""
+    arch = request.config.arch
+    return {
+        "config": request.transformer_config,
+        "transformer_layer_spec": _block_spec(request),
+        "vocab_size": request.padded_vocab_size,
+        "max_sequence_length": derived.max_position_embeddings(arch, request.config.train.seq_length),
+        "pre_process": request.pre_process,
+        "post_process": request.post_process,
+        "parallel_output": True,
+        "position_embedding_type": arch.position_embedding_type,
+        "rotary_percent": arch.rotary_percent,
+        "rotary_base": arch.rotary_base,
+        "rope_scaling": arch.use_rope_scaling,
+        "rope_scaling_factor": arch.rope_scaling_factor,
+        "seq_len_interpolation_factor": arch.rotary_seq_len_interpolation_factor,
+        "vp_stage": request.virtual_stage,
+    }
+
+
+def _block_spec(request: ModelRequest) -> Any:
+    """The spec of this chunk's layers; whether a layer is dense or MoE depends on its global layer number."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    norm: Any
+    if request.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    else:
+        norm = _torch_norm(request.config.arch)
+    config = request.transformer_config
+    layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
+    first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
+    pattern = derived.moe_layer_pattern(request.config.arch)[first : first + layers]
+    specs = {kind: _layer_spec(request, with_experts=bool(kind)) for kind in set(pattern)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in pattern], layer_norm=norm)
+
+
+def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
+    from megatron_wrap.nn.core_attention import TorchCoreAttention
+    from megatron_wrap.platform.megatron_core import versions
+
+    arch = request.config.arch
+    arguments: dict[str, Any] = {"qk_layernorm": arch.qk_layernorm, "num_experts": None}
+    if arch.multi_latent_attention:
+        arguments["multi_latent_attention"] = True
+    if with_experts:
+        arguments["num_experts"] = arch.num_experts
+        arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
+    if request.transformer_engine:
+        layer = versions.te_layer_spec(**arguments)
+        core_attention: type = TorchCoreAttention
+        if _can_use_attention_of_transformer_engine(request.config):
+            from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
+        layer.submodules.self_attention.submodules.core_attention = core_attention
+    else:
+        layer = versions.local_layer_spec(
+            norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
+        )
+    if arch.multi_latent_attention:
+        from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
+
+        attention = LatentAttention if request.transformer_engine else LocalLatentAttention
+        layer.submodules.self_attention.module = attention
+    elif request.transformer_config.apply_rope_fusion and has_triton() and not arch.qk_layernorm:
+        from megatron_wrap.nn.self_attention import FusedSelfAttention
+
+        layer.submodules.self_attention.module = FusedSelfAttention
+    if with_experts:
+        from megatron_wrap.nn.moe_router import Router
+
+        router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
+        versions.expert_submodules(layer).router = router
+    return layer
+
+
+def _can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
+    """With context parallelism by p2p exchange of keys, no backend of Transformer Engine supports fp32 or a sliding
+    window (dot_product_attention/utils.py, get_attention_backend)."""
+    without_cp = config.parallel.context_parallel_size == 1
+    return without_cp or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
+
+
+def _torch_norm(arch: ArchConfig) -> Any:
+    from megatron_wrap.nn.norm import norm_class
+
+    return norm_class(arch.normalization)
+
+
+def _mask_padded_vocabulary(model: BatchFirstGPTModel, request: ModelRequest) -> None:
+    """Mask the padding columns of the vocabulary, so that the loss does not depend on the amount of padding, which
+    grows with the tensor-parallel size."""
+    tp = request.state.tp
+    columns = request.padded_vocab_size // tp.size
+    first_padded = max(0, request.vocab_size - tp.rank * columns)
+    if first_padded >= columns:
+        return
+
+    def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = outputs
+        logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
+        return logits, bias
+
+    model.output_layer.register_forward_hook(mask)

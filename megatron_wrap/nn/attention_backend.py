@@ -1,0 +1,70 @@
+"""Which of torch's kernels computes attention on a GPU, by a measured rule.
+
+Measured on one H200 with torch 2.11 by `scripts/benchmark/layer_kernels.py attention attention-shapes`
+(docs/performance.md): forward and backward of causal attention take 1.2 to 1.9 times as long with flash attention 2 as
+with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN builds a plan for each new shape, which takes
+140 ms; flash attention needs none. So cuDNN is used for lengths that are multiples of 512, of which a run has few,
+and flash attention for the lengths of batches that are padded to their longest sequence. The rule depends only on the
+shape, so that a resumed run uses the same kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_wrap.utils.dist_logger import logger
+
+CUDNN_LENGTH_DIVISOR = 512
+_CUDNN_CAPABILITY = (9, 0)
+_CUDNN_MAX_HEAD_SIZE = 256
+_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def prefers_cudnn(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    query_length: int,
+    key_length: int,
+    head_sizes: tuple[int, int],
+    dropout: float,
+) -> bool:
+    """Whether cuDNN's kernel is the fastest for causal or full attention without an explicit mask.
+
+    Args:
+        capability: compute capability of the GPU, such as (9, 0).
+        head_sizes: of keys and values.
+    """
+    return (
+        capability >= _CUDNN_CAPABILITY
+        and dtype in (torch.float16, torch.bfloat16)
+        and query_length == key_length
+        and query_length % CUDNN_LENGTH_DIVISOR == 0
+        and head_sizes[0] == head_sizes[1] <= _CUDNN_MAX_HEAD_SIZE
+        and head_sizes[0] % 8 == 0
+        and dropout == 0.0
+    )
+
+
+def attention_backend(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float
+) -> contextlib.AbstractContextManager[None]:
+    """Selects the kernel of `scaled_dot_product_attention` for tensors [b, heads, s, d] without an explicit mask."""
+    if not query.is_cuda:
+        return contextlib.nullcontext()
+    sizes = (key.shape[-1], value.shape[-1])
+    lengths = (query.shape[2], key.shape[2])
+    capability = torch.cuda.get_device_capability(query.device)
+    if not prefers_cudnn(capability, query.dtype, *lengths, sizes, dropout):
+        return contextlib.nullcontext()
+    _log_once(lengths[0], sizes[0])
+    return sdpa_kernel(_FIRST, set_priority=True)
+
+
+@functools.cache
+def _log_once(length: int, head_size: int) -> None:
+    logger.info_rank_0(f"attention over {length:,} tokens, head size {head_size}: cuDNN, the fastest measured here")

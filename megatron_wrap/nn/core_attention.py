@@ -1,0 +1,203 @@
+"""Core attention of the `torch` implementation, with the interface of Megatron-Core's `DotProductAttention`.
+
+That class (`transformer/dot_product_attention.py`) supports neither context parallelism nor packed sequences nor
+different head sizes of keys and values. This module imports Megatron-Core, so call `Platform.install` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.nn.attention import attend, attend_over_context
+from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_wrap.nn.packed_sequences import PackedSequences
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class TorchCoreAttention(MegatronModule):
+    """Core attention for the layer spec; Megatron-Core builds it with the arguments of `DotProductAttention`.
+
+    Args:
+        config: Megatron-Core's; reads `kv_channels`, `window_size`, `window_attn_skip_freq`, `attention_dropout`,
+            `softmax_type` and `sequence_parallel`.
+        layer_number: 1-based; determines whether the layer has a sliding window.
+        attn_mask_type: default for calls without a mask type.
+        attention_dropout: overrides the config's.
+        softmax_scale: factor of the scores; default 1 / sqrt(key head size).
+        k_channels, v_channels: key and value head sizes, if different from the config's `kv_channels`.
+        cp_comm_type: ignored: keys and values are always all-gathered.
+        pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
+
+    Raises:
+        PlatformError: `softmax_type` is not vanilla.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **ignored: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.softmax_type != "vanilla":
+            raise PlatformError(
+                f"softmax_type={config.softmax_type!r} needs Transformer Engine's attention; set it to 'vanilla'"
+            )
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # apply_query_key_layer_scaling has no effect in fp32: it divides the scores and multiplies them again.
+        self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
+        self.cp_group = getattr(pg_collection, "cp", None)
+        if self.cp_group is None and config.context_parallel_size > 1:
+            from megatron.core import parallel_state
+
+            self.cp_group = parallel_state.get_context_parallel_group()
+        self.is_padding: Tensor | None = None
+        """bool [b, slots], True = padding: keys that are masked in every call; see `masked`."""
+        self.current_max_attn_logits = None  # Megatron-Core's qk-clip reads it; not supported here
+
+    @classmethod
+    def masked(cls, attention: Any, is_padding: Tensor) -> TorchCoreAttention:
+        """A replacement for the core attention of a layer that also masks padding in the KV cache.
+
+        Args:
+            attention: Megatron-Core's `SelfAttention` or `MLASelfAttention`.
+            is_padding: bool [b, slots], True = masked; a call with s_k keys uses the first s_k columns.
+        """
+        scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
+        core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
+        core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
+        return core.train(attention.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Attention of this rank's query heads.
+
+        Args:
+            query: [s, b, heads, d]; [t, 1, heads, d] for a packed row. All tensors are local to the tensor- and
+                context-parallel rank.
+            key: [s_k, b, groups, d].
+            value: [s_k, b, groups, d_v].
+            attention_mask: bool, broadcastable to [b, 1, s, s_k], True = masked (Megatron-Core's convention), in
+                addition to the mask type; None with a causal type is fastest.
+            packed_seq_params: the sequences of a packed row, which cover all tokens; None: one sequence in each row.
+
+        Returns:
+            [s, b, heads * d_v].
+
+        Raises:
+            PlatformError: an attention bias, or an explicit mask with packed sequences or context parallelism.
+            LayoutError: the documents do not match the tokens or the ranks.
+        """
+        if attention_bias is not None:
+            raise PlatformError("attention_bias needs Transformer Engine's attention")
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        causal = mask_type in _CAUSAL
+        mask = None if mask_type == AttnMaskType.no_mask else attention_mask
+        if self.is_padding is not None:
+            padding = self.is_padding[:, None, None, : key.shape[0]]
+            mask = padding if mask is None else mask | padding
+        cp_size = 1 if self.cp_group is None else self.cp_group.size()
+        if (cp_size > 1 or packed_seq_params is not None) and mask is not None:
+            raise PlatformError(
+                f"packed sequences and context_parallel_size={cp_size} do not support an explicit attention_mask; pass "
+                "None (causal attention and documents need no mask) or set context_parallel_size to 1"
+            )
+        with self._random_state():
+            if packed_seq_params is not None:
+                output = self._packed(query, key, value, packed_seq_params, causal, cp_size)
+            else:
+                output = self._over_context(query, key, value, [query.shape[0] * cp_size], causal, cp_size, mask)
+        return output.reshape(*output.shape[:-2], -1)
+
+    def _random_state(self) -> contextlib.AbstractContextManager[None]:
+        """Select the RNG state for dropout, which must differ over tensor-parallel ranks because their heads differ.
+        With sequence parallelism, the caller has already selected it."""
+        if self.dropout == 0.0 or not self.training or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            tensor, tensor_parallel_output_grad=True, group=self.cp_group
+        )
+
+    def _over_context(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Sequence[int],
+        causal: bool,
+        cp_size: int,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        attend_local = functools.partial(
+            attend,
+            causal=causal,
+            scale=self.scale,
+            window=self.window,
+            mask=mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        if cp_size == 1 and len(lengths) == 1:
+            return attend_local(query, key, value)  # with a KV cache there are more keys than queries
+        return attend_over_context(
+            query,
+            key,
+            value,
+            lengths,
+            cp_size=cp_size,
+            cp_rank=0 if self.cp_group is None else self.cp_group.rank(),
+            gather=self._gather,
+            causal=causal,
+            windowed=self.window is not None,
+            attend=attend_local,
+        )
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, causal: bool, cp_size: int
+    ) -> Tensor:
+        """Attention within each sequence of a packed row; arguments and result as in `attend` with b = 1."""
+        kernel = varlen_kernel()
+        half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+        has_dropout = self.dropout > 0.0 and self.training
+        if kernel is None or not half_precision or has_dropout or not causal:
+            # one sequence at a time; the lengths are known on the host
+            return self._over_context(query, key, value, packed.lengths, causal, cp_size)
+        gather = self._gather if cp_size > 1 else None
+        return attend_packed(query, key, value, packed, self.scale, self.window, gather, kernel)

@@ -1,0 +1,49 @@
+"""Which kernels of this folder run on a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
+from megatron_wrap.platform.megatron_core.kernels import LayerKernels
+
+MAX_NORM_COLUMNS = 16384
+"""Of `rms_norm`, whose programs keep a row in registers."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; its kernels need a GPU."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_liger() -> bool:
+    """Whether Liger-Kernel is installed (extra `gpu`); its kernels need a GPU."""
+    return has_triton() and importlib.util.find_spec("liger_kernel") is not None
+
+
+def can_normalize(x: Tensor) -> bool:
+    """Whether `rms_norm` supports this input on this machine."""
+    fits = x.numel() > 0 and x.shape[-1] <= MAX_NORM_COLUMNS
+    return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()
+
+
+def layer_kernels(device: torch.device) -> LayerKernels:
+    """The kernels that replace functions of Megatron-Core on a device; none on a CPU."""
+    if device.type != "cuda":
+        return LayerKernels()
+    weight_gradients = WeightGradients if can_accumulate_weight_gradients(device) else None
+    if not has_triton():
+        return LayerKernels(weight_gradients=weight_gradients)
+    from megatron_wrap.nn.kernels.rotary import apply_rotary
+
+    if not has_liger():
+        return LayerKernels(rotary=apply_rotary, weight_gradients=weight_gradients)
+    from megatron_wrap.nn.kernels.swiglu import swiglu
+
+    return LayerKernels(swiglu=swiglu, rotary=apply_rotary, weight_gradients=weight_gradients)

@@ -1,0 +1,1 @@
+"""The platform interface, and what this machine has."""

@@ -1,0 +1,166 @@
+"""The platform interface: device, collectives, memory, and the settings that are safe on it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.platform.base.machine import Machine, megatron_core_version, transformer_engine_version
+from megatron_wrap.platform.megatron_core import kernels as layer_kernels
+from megatron_wrap.platform.megatron_core import versions
+from megatron_wrap.platform.megatron_core.kernels import LayerKernels
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+
+# Settings that need Transformer Engine or Apex -> the values that work without them.
+NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
+    "fp8": (None, False),
+    "fp4": (None, False),
+    "fp8_param": (False,),
+    "fp8_param_gather": (False,),
+    "tp_comm_overlap": (False,),
+    "cpu_offloading": (False,),
+    "delay_wgrad_compute": (False,),
+    "fused_single_qkv_rope": (False,),
+    "apply_rope_fusion": (False,),
+    "gradient_accumulation_fusion": (False,),
+    "masked_softmax_fusion": (False,),
+    "persist_layer_norm": (False,),
+    "memory_efficient_layer_norm": (False,),
+    "moe_grouped_gemm": (False,),
+    "moe_permute_fusion": (False,),
+    "moe_router_fusion": (False,),
+    "use_te_activation_func": (False,),
+    "use_te_rng_tracker": (False,),
+    "use_kitchen": (False,),
+    "use_precision_aware_optimizer": (False,),
+    "cross_entropy_fusion_impl": ("native",),
+    "softmax_type": ("vanilla",),
+}
+
+
+class Platform(ABC):
+    """The hardware of a run. Call `install` before the first use of Megatron-Core."""
+
+    name: str
+    """"cpu" or "cuda", as in `megatron_wrap.init.platform`."""
+    backend: str
+    """The backend of torch.distributed: "gloo" or "nccl"."""
+
+    def __init__(self) -> None:
+        self._replacements = Replacements()
+        self._installed = False
+        self._kernels: LayerKernels | None = None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """This process's device."""
+
+    @property
+    @abstractmethod
+    def has_transformer_engine(self) -> bool:
+        """Whether Megatron-Core can use Transformer Engine here; imports both."""
+
+    @property
+    def machine(self) -> Machine:
+        """What this machine has; imports Transformer Engine."""
+        version = transformer_engine_version() if self.has_transformer_engine else None
+        return Machine(self.name, version, megatron_core_version())
+
+    def install(self, environment: Mapping[str, str] | None = None) -> None:
+        """Prepare Megatron-Core for this platform; a second call does nothing.
+
+        Args:
+            environment: variables that CUDA reads at its first use; set until `uninstall`, unless they are set already
+                or CUDA is in use. Ignored on platforms without CUDA.
+
+        Raises:
+            PlatformError: unsupported or unexpected Megatron-Core, or no such device.
+        """
+        if self._installed:
+            return
+        versions.check_version()
+        try:
+            self._install(self._replacements, environment or {})
+        except BaseException:
+            self._replacements.undo()
+            raise
+        self._installed = True
+
+    def uninstall(self) -> None:
+        """Restore what `install` replaced; a second call does nothing."""
+        self._replacements.undo()
+        self._installed, self._kernels = False, None
+
+    def use_kernels(self, kernels: LayerKernels) -> None:
+        """Make Megatron-Core's layers call these kernels until `uninstall`; only the first call has an effect."""
+        if self._kernels is None:
+            self._kernels = kernels
+            layer_kernels.use(kernels, self._replacements)
+
+    @abstractmethod
+    def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
+        """Implements `install`; records every change in `replacements`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all work that this process queued on the device."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Release unused cached memory to the device."""
+
+    @abstractmethod
+    def memory_gib(self) -> dict[str, float]:
+        """This process's memory in GiB (2**30 bytes): memory_allocated, memory_reserved, memory_max (peak)."""
+
+    @abstractmethod
+    def transformer_config_settings(
+        self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
+    ) -> dict[str, Any]:
+        """TransformerConfig fields that this platform requires.
+
+        Args:
+            pipeline_size: number of pipeline stages.
+            virtual_size: model chunks per stage; None or 1: not interleaved.
+            transformer_engine: whether the layers use Transformer Engine.
+        """
+
+    @abstractmethod
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        """What this machine lacks for layers of Transformer Engine in FP8 with `fp8_recipe`; None: nothing."""
+
+    def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
+        """Validate the user's settings against the platform.
+
+        Args:
+            settings: the user's values for fields of Megatron-Core's TransformerConfig, OptimizerConfig or
+                DistributedDataParallelConfig; fields without a platform restriction are ignored.
+            transformer_engine: whether the layers use Transformer Engine.
+
+        Raises:
+            PlatformError: the first setting that fails or gives wrong results on this platform.
+        """
+        for name, safe in self._safe_values(transformer_engine).items():
+            if name in settings and settings[name] not in safe:
+                raise PlatformError(
+                    f"{name}={settings[name]!r} does not work on platform {self.name}"
+                    f"{'' if transformer_engine else ' without Transformer Engine'}; "
+                    f"omit it or set {' or '.join(repr(value) for value in safe)}"
+                )
+
+    def _safe_values(self, transformer_engine: bool) -> dict[str, tuple[Any, ...]]:
+        return {} if transformer_engine else NEEDS_TRANSFORMER_ENGINE
+
+
+def without_fused_kernels() -> dict[str, bool]:
+    """TransformerConfig fields that disable kernels of Transformer Engine and Apex which have no other implementation;
+    `config.defaults.kernel_choices` has the others."""
+    return {"masked_softmax_fusion": False, "persist_layer_norm": False}

@@ -1,0 +1,1 @@
+"""CPU processes over gloo."""

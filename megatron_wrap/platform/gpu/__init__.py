@@ -1,0 +1,1 @@
+"""GPUs over NCCL."""

@@ -1,0 +1,103 @@
+"""Scales of the FP8 recipe `delayed`: in checkpoints, and those that Transformer Engine keeps in the process.
+
+Transformer Engine stores them as a pickle, and from 2.20 on reads it only if an environment variable permits any pickle
+(pytorch/_extra_state.py). Here a pickle is read if it creates nothing but Transformer Engine's recipe and tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RECIPES = "transformer_engine.common.recipe"
+_EXTENDED = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")  # Megatron-Core's subclass of a recipe
+_PERMISSION = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+
+
+@contextlib.contextmanager
+def readable_scales(states: Iterable[tuple[str, Any]]) -> Iterator[None]:
+    """Let Transformer Engine read these extra states of its modules.
+
+    Args:
+        states: names and extra states of a checkpoint; only a tensor of bytes contains a pickle.
+
+    Raises:
+        CheckpointError: a pickle creates or calls anything but a recipe and its tensors.
+    """
+    for name, state in states:
+        if getattr(state, "numel", lambda: 0)():
+            _check(name, state)
+    before = os.environ.get(_PERMISSION)
+    os.environ[_PERMISSION] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PERMISSION]
+        else:
+            os.environ[_PERMISSION] = before
+
+
+def forget_scales() -> None:
+    """Forget the scales of `delayed`, which Transformer Engine keeps, and updates, for the rest of the process."""
+    for name in ("quantization", "fp8"):  # the module's newer and older name
+        manager = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+            return
+
+
+def _check(name: str, state: Tensor) -> None:
+    try:
+        _Recipe(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} of the checkpoint is not the state of an FP8 recipe: {error}; a checkpoint must come from a "
+            "training run that you trust"
+        ) from error
+
+
+class _Recipe(pickle.Unpickler):
+    """Reads a pickle of a recipe and tensors; any other class or function in it is an error."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from torch._utils import _rebuild_tensor_v2
+
+        known = {
+            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+            ("torch.storage", "_load_from_bytes"): _storage,
+            ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # it replaces torch's
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("builtins", "getattr"): _member,  # how Python before 3.12 pickles a member of an enumeration
+        }
+        if (module, name) in known:
+            return known[module, name]
+        if (module, name) == _EXTENDED or (module == RECIPES and "." not in name):
+            recipe = super().find_class(module, name)
+            if isinstance(recipe, type) and recipe.__module__ == module:
+                return recipe
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def _storage(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def _member(owner: Any, name: str) -> Any:
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
+        raise pickle.UnpicklingError(f"it reads the attribute {name} of {owner}")
+    return owner[name]

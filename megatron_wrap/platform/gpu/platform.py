@@ -1,0 +1,107 @@
+"""GPUs over NCCL. Megatron-Core needs little change here: replacements for missing Transformer Engine parts."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.platform.base.platform import GIB, Platform, without_fused_kernels
+from megatron_wrap.platform.gpu.fp8_requirements import missing_for
+from megatron_wrap.platform.gpu.fp8_scales import forget_scales
+from megatron_wrap.platform.megatron_core import adam, repairs
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+_TF32 = "NVIDIA_TF32_OVERRIDE"
+"""cuBLAS reads it at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default, but
+Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer Engine whenever it is installed
+(moe_utils.py)."""
+
+
+class CudaPlatform(Platform):
+    """One GPU per process, the one with index LOCAL_RANK."""
+
+    name = "cuda"
+    backend = "nccl"
+
+    @functools.cached_property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The GPU with index LOCAL_RANK (0 if unset).
+
+        Raises:
+            PlatformError: this node has fewer GPUs than processes.
+        """
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
+            raise PlatformError(
+                f"local rank {local_rank} has no GPU: torch finds {count} on this node; "
+                f"start at most {count} processes on it or choose platform cpu"
+            )
+        return torch.device("cuda", local_rank)
+
+    @functools.cached_property
+    def has_transformer_engine(self) -> bool:  # type: ignore[override]
+        """Whether Transformer Engine can be imported and Megatron-Core uses it."""
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError, RuntimeError):  # a build for another torch or CUDA fails in many ways
+            return False
+        return bool(importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE)
+
+    def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
+        # CUDA has read the others if it is in use
+        for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
+            replacements.keep_variable(name)
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(self.device)
+        replacements.on_undo(forget_scales)
+        with repairs.quiet_import():
+            adam.use_in_megatron(replacements)
+        repairs.repair(replacements)
+
+    def synchronize(self) -> None:
+        """Wait for this process's GPU."""
+        torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        """Release torch's unused cached blocks to the GPU."""
+        torch.cuda.empty_cache()
+
+    def memory_gib(self) -> dict[str, float]:
+        """torch's allocator on this process's GPU, in GiB; memory_max is the peak allocated since the start."""
+        return {
+            "memory_allocated": torch.cuda.memory_allocated(self.device) / GIB,
+            "memory_reserved": torch.cuda.memory_reserved(self.device) / GIB,
+            "memory_max": torch.cuda.max_memory_allocated(self.device) / GIB,
+        }
+
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        """See `Platform.missing_for_fp8`."""
+        if not self.has_transformer_engine:
+            return "it needs Transformer Engine, which is not installed"
+        return missing_for(
+            recipe,
+            torch.cuda.get_device_capability(self.device),
+            self.machine.transformer_engine or (),
+            Version(torch.version.cuda or "0").release,
+        )
+
+    def transformer_config_settings(
+        self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
+    ) -> dict[str, Any]:
+        """See `Platform.transformer_config_settings`."""
+        settings: dict[str, Any] = {} if transformer_engine else dict(without_fused_kernels())
+        if pipeline_size > 1:
+            # Megatron-LM's default: free the data of an output that was sent, keep its autograd graph.
+            settings["deallocate_pipeline_outputs"] = True
+            if virtual_size is not None and virtual_size > 1:
+                # Megatron-LM's default. With PP=2 a batch would hold two messages between the same two ranks, which
+                # Megatron-LM forbids.
+                settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+        return settings

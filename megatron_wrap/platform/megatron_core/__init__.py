@@ -1,0 +1,1 @@
+"""Changes to Megatron-Core on every platform, and the differences between its versions."""

@@ -1,0 +1,160 @@
+"""Adam and AdamW with the state layout of FusedAdam, used when neither Transformer Engine nor Apex is installed.
+
+torch keeps `step` in each parameter's state, FusedAdam keeps it in the parameter group. Megatron-Core's
+DistributedOptimizer can save torch's layout but not load it (`optimizer/distrib_optimizer.py`: AssertionError, or
+KeyError 'step'), also on a GPU. With FusedAdam's layout, checkpoints move between a laptop and a cluster in both
+directions.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from megatron_wrap.errors import PlatformError
+
+if TYPE_CHECKING:
+    from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+# The foreach update allocates a temporary copy of the parameters it updates; this bounds the copy to 256 MiB in fp32.
+_MAX_CHUNK_ELEMENTS = 1 << 26
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """Adam (arXiv:1412.6980) or AdamW (arXiv:1711.05101); bitwise equal to `torch.optim` with fused on a GPU, and
+    with foreach elsewhere.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay rates of the running averages of the gradient and of its square.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled from the gradient if `adam_w_mode`, else added to the gradient.
+        bias_correction: divide the moments by 1 - beta^step.
+        adam_w_mode: True: AdamW; False: Adam with L2 regularization.
+        ignored: FusedAdam's arguments for CUDA graphs, such as `capturable`.
+
+    State: `step` (int) in each parameter group; `exp_avg` and `exp_avg_sq` per parameter, with its shape and dtype.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        **ignored: Any,
+    ) -> None:
+        unsupported = {"exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "use_decoupled_grad"} & set(ignored)
+        if unsupported:
+            raise PlatformError(
+                f"use_precision_aware_optimizer ({', '.join(sorted(unsupported))}) needs Transformer Engine's "
+                "FusedAdam, which is not installed; disable it or install the extra megatron-wrap[gpu]"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the result of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not group["params"]:
+                continue  # like FusedAdam: an empty group does not count steps
+            group["step"] = int(group.get("step", 0)) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if "exp_avg" not in self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+            if params and group["bias_correction"] and all(param.is_cuda for param in params):
+                self._update_fused(params, group)
+                continue
+            for chunk in _chunks(params):
+                self._update(chunk, group)
+        return loss
+
+    def _update_fused(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """With torch's fused kernel, which reads and writes each tensor once."""
+        beta1, beta2 = group["betas"]
+        update = adamw if self.adam_w_mode else adam
+        update(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],
+            list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        exp_avgs = [self.state[param]["exp_avg"] for param in params]
+        exp_avg_sqs = [self.state[param]["exp_avg_sq"] for param in params]
+        beta1, beta2 = group["betas"]
+        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_div_(denominators, correction2**0.5)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / correction1)
+
+
+def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of parameters with at most `_MAX_CHUNK_ELEMENTS` elements in total; a larger parameter is its own list."""
+    chunk: list[Tensor] = []
+    elements = 0
+    for param in params:
+        if chunk and elements + param.numel() > _MAX_CHUNK_ELEMENTS:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(param)
+        elements += param.numel()
+    if chunk:
+        yield chunk
+
+
+def use_in_megatron(replacements: "Replacements") -> bool:
+    """Replace Megatron-Core's fallback to torch's Adam by `GroupStepAdam`. Imports Megatron-Core's optimizers.
+
+    Returns:
+        False if Megatron-Core uses Transformer Engine's or Apex's FusedAdam; nothing is replaced then.
+    """
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not optimizers.USING_PYTORCH_OPTIMIZER:
+        return False
+    replacements.set(optimizers, "Adam", GroupStepAdam)
+    replacements.set(optimizers, "USING_PYTORCH_OPTIMIZER", False)
+    # The distributed optimizer reads `step` from the parameter group when it believes that it uses Apex.
+    replacements.set(distrib_optimizer, "Adam", GroupStepAdam)
+    replacements.set(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    replacements.set(distrib_optimizer, "USING_APEX_OPTIMIZER", True)
+    return True

@@ -1,0 +1,131 @@
+"""The C++ functions of Megatron-Core's data sets (`helpers_cpp`, megatron/core/datasets/helpers.cpp) in NumPy, with
+equal results, for an installation without the compiled extension."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+_EXTENSION, _USER = "megatron.core.datasets.helpers_cpp", "megatron.core.datasets.helpers"
+_WRITERS = ("megatron.core.datasets.gpt_dataset", "megatron.core.datasets.blended_dataset")
+
+
+@contextlib.contextmanager
+def with_dataset_helpers() -> Iterator[None]:
+    """Let Megatron-Core build data sets in memory even without the compiled extension, without its warning that
+    nothing was written. Installed from source, Megatron-Core has the extension only after
+    `make -C megatron/core/datasets`."""
+    for name in _WRITERS:
+        logging.getLogger(name).addFilter(_is_no_warning_of_a_cache)
+    substitute = not _has_extension()
+    before = {name: sys.modules.pop(name, None) for name in (_EXTENSION, _USER)} if substitute else {}
+    if substitute:
+        sys.modules[_EXTENSION] = _module()
+    try:
+        yield
+    finally:
+        for name in _WRITERS:
+            logging.getLogger(name).removeFilter(_is_no_warning_of_a_cache)
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _has_extension() -> bool:
+    try:
+        importlib.import_module(_EXTENSION)
+    except ImportError:
+        return False
+    return True
+
+
+def _is_no_warning_of_a_cache(record: logging.LogRecord) -> bool:
+    return "path_to_cache is None" not in record.getMessage()
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType(_EXTENSION)
+    vars(module).update(
+        build_sample_idx_int32=lambda *arguments: sample_index(*arguments).astype(np.int32),
+        build_sample_idx_int64=sample_index,
+        build_blending_indices=blending_indices,
+        build_exhaustive_blending_indices=exhaustive_blending_indices,
+    )
+    return module
+
+
+def sample_index(
+    sizes: np.ndarray,
+    document_index: np.ndarray,
+    sequence_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+    drop_last_partial_sequence: bool = True,
+    add_extra_token: int = 1,
+) -> np.ndarray:
+    """The start of each window: int64 [windows + 1, 2], an index into `document_index` and a token of that document.
+
+    Window i begins at token i * sequence_length of the concatenated documents. At the boundary of two documents, the
+    extra token decides whether the start is the end of the first or the beginning of the second.
+
+    Args:
+        sizes: tokens of each document.
+        document_index: the documents in the order of the epochs.
+        add_extra_token: 1 if a window also has the label of its last token.
+    """
+    lengths = sizes[document_index].astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    tokens = int(num_epochs) * int(tokens_per_epoch) - add_extra_token
+    if drop_last_partial_sequence:
+        count = tokens // sequence_length
+    else:
+        count = int(np.ceil(np.float32(tokens) / np.float32(sequence_length)))  # helpers.cpp divides floats
+    begins = np.arange(count + 1, dtype=np.int64) * sequence_length
+    last = np.maximum(begins + add_extra_token - 1, 0)
+    documents = np.searchsorted(starts, last, side="right") - 1
+    offsets = begins - starts[documents]
+    past_end = last >= starts[-1] + lengths[-1]
+    documents[past_end], offsets[past_end] = len(document_index) - 1, lengths[-1] - add_extra_token
+    offsets[0] = documents[0] = 0
+    return np.stack([documents, offsets], axis=1)
+
+
+def blending_indices(
+    dataset_index: np.ndarray,
+    dataset_sample_index: np.ndarray,
+    weights: Any,
+    num_datasets: int,
+    size: int,
+    verbose: bool = False,
+) -> None:
+    """Fill the source and the number in it of each of `size` windows: always from the source that lacks most of its
+    share, the first of equal ones."""
+    shares = np.asarray(weights, dtype=np.float64)
+    _blend(dataset_index, dataset_sample_index, shares, np.full(num_datasets, np.inf), size)
+
+
+def exhaustive_blending_indices(
+    dataset_index: np.ndarray, dataset_sample_index: np.ndarray, sizes: Any, num_datasets: int
+) -> None:
+    """As `blending_indices`, with exactly `sizes[i]` windows of source i."""
+    limits = np.asarray(sizes, dtype=np.int64)
+    _blend(dataset_index, dataset_sample_index, limits / limits.sum(), limits, int(limits.sum()))
+
+
+def _blend(
+    dataset_index: np.ndarray, dataset_sample_index: np.ndarray, shares: np.ndarray, limits: np.ndarray, size: int
+) -> None:
+    taken = np.zeros(len(shares))
+    for window in range(size):
+        missing = np.where(taken < limits, shares * max(window, 1) - taken, -np.inf)
+        source = int(np.argmax(missing))
+        dataset_index[window], dataset_sample_index[window] = source, taken[source]
+        taken[source] += 1

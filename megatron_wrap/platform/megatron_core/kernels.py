@@ -1,0 +1,51 @@
+"""Replaces functions of Megatron-Core's layers by kernels; only this module knows which modules call them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+_MLP_MODULES = ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.shared_experts")
+_ROTARY_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_LINEAR_MODULE = "megatron.core.tensor_parallel.layers"
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """Functions for tensors on the device; None leaves Megatron-Core's."""
+
+    swiglu: Callable[[Any], Any] | None = None
+    """[..., 2F] -> [..., F]."""
+    rotary: Callable[..., Any] | None = None
+    """([S, B, heads, D], angles [S, 1, 1, R], interleaved) -> [S, B, heads, D]."""
+    weight_gradients: Any = None
+    """An object with the functions of Apex's `fused_weight_gradient_mlp_cuda`."""
+
+
+def use(kernels: LayerKernels, replacements: Replacements) -> None:
+    """Make Megatron-Core's layers call the kernels until `replacements.undo`."""
+    if kernels.swiglu is not None:
+        for name in _MLP_MODULES:
+            module = importlib.import_module(name)
+            replacements.set(module, "bias_swiglu_impl", _without_bias(kernels.swiglu, module.bias_swiglu_impl))
+    if kernels.rotary is not None:
+        replacements.set(importlib.import_module(_ROTARY_MODULE), "fused_apply_rotary_pos_emb", kernels.rotary)
+    if kernels.weight_gradients is not None:
+        module = importlib.import_module(_LINEAR_MODULE)
+        replacements.set(module, "fused_weight_gradient_mlp_cuda", kernels.weight_gradients)
+        replacements.set(module, "_grad_accum_fusion_available", True)
+
+
+def _without_bias(kernel: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`bias_swiglu_impl` of Megatron-Core, by the kernel where there is no bias and the input is saved as it is."""
+
+    def swiglu(gates: Any, bias: Any, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Any:
+        if bias is None and gates.is_cuda and not fp8_input_store and not cpu_offload_input:
+            return kernel(gates)
+        return original(gates, bias, fp8_input_store, cpu_offload_input)
+
+    return swiglu

@@ -1,0 +1,119 @@
+"""Workarounds for bugs in released Megatron-Core versions on every platform, applied through `Replacements`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.managers import SyncManager
+from typing import Any
+
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.versions import unexpected
+
+# Text of log messages that users cannot act on -> the Megatron-Core logger that writes them.
+_NOISE = {
+    "GPTModel IS DEPRECATED": "megatron.core.models.gpt.gpt_model",
+    "full_param_layout not provided": "megatron.core.distributed.distributed_data_parallel",
+    "MCore's async save is deprecated": "megatron.core.dist_checkpointing.strategies.torch",
+    "load_common is deprecated": "megatron.core.dist_checkpointing.strategies.common",
+    "RerunStateMachine": "megatron.core.rerun_state_machine",
+    "Rerun State Machine": "megatron.core.rerun_state_machine",
+    "CPU RNG state changed": "megatron.core.tensor_parallel.random",
+}
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Hide Megatron-Core's import warnings about missing Transformer Engine and Apex, which the platform handles, and
+    about deprecated names in its own modules."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine and Apex|Apex) (are|is) not installed")
+        yield
+
+
+def repair(replacements: Replacements) -> None:
+    """Apply all workarounds, and hide log messages that users cannot act on."""
+    with quiet_import():
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")  # hides the warnings of this import
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16 defines the name only with Transformer Engine but always reads it (`moe_utils.py`, router GEMM)
+        replacements.set(moe_utils, "te_general_gemm", None)
+    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    if latent_attention.HAVE_TE and not isinstance(latent_attention.TELinear, type):
+        # without Transformer Engine, 0.16 has placeholders for its classes and passes them to isinstance
+        replacements.set(latent_attention, "HAVE_TE", False)
+    checkpointing = importlib.import_module("megatron.core.tensor_parallel.random")
+    constructor = checkpointing.CheckpointWithoutOutput.__init__
+    if not checkpointing.HAVE_TE and constructor.__defaults__ == (False,):
+        # `self.fp8 = fp8 is not None` treats the default False as fp8, which calls Transformer Engine
+        replacements.set(constructor, "__defaults__", (None,))
+    _replace_results_queue(replacements)
+    _replace_gradient_norm(replacements)
+    for text, logger in _NOISE.items():
+        log_filter = functools.partial(_does_not_contain, text)
+        logging.getLogger(logger).addFilter(log_filter)
+        replacements.on_undo(functools.partial(logging.getLogger(logger).removeFilter, log_filter))
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        # a model sets them to its attention_backend; a later model with a different one fails (language_module.py)
+        replacements.keep_variable(name)
+
+
+def _replace_gradient_norm(replacements: Replacements) -> None:
+    """Replace `local_multi_tensor_l2_norm` (utils.py), the gradient norm without Transformer Engine and Apex. On the
+    CPU its fp32 sums have a relative error of 1e-5 for a million elements (torch 2.13), so the norm depends on the
+    parallel layout. On a GPU it synchronizes at each tensor."""
+    module = importlib.import_module("megatron.core.optimizer.clip_grads")
+    if getattr(module.l2_norm_impl, "__name__", "") == "local_multi_tensor_l2_norm":
+        replacements.set(module, "l2_norm_impl", l2_norm)
+
+
+def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per_tensor: Any) -> tuple[Any, None]:
+    """Norm over all tensors of the first list, summed in fp64; returns fp32 [1] on their device, and None. Has the
+    signature of amp_C's multi_tensor_l2norm; the other arguments are ignored."""
+    import torch
+
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensor_lists[0]]
+    return torch.stack(norms).square().sum().sqrt().float().reshape(1), None
+
+
+def _does_not_contain(text: str, record: logging.LogRecord) -> bool:
+    return text not in record.getMessage()
+
+
+def _replace_results_queue(replacements: Replacements) -> None:
+    """Fork the manager process through which checkpoint writers report, instead of spawning it. A spawned process
+    imports the user's script, and runs all of it if it has no `if __name__ == "__main__"`."""
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    names = [name for name in ("get_write_results_queue", "_get_write_results_queue") if hasattr(module, name)]
+    if not names:
+        raise unexpected(f"{module.__name__} has no get_write_results_queue")
+
+    @functools.lru_cache(maxsize=1)
+    def queue_of(process_id: int) -> Any:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=_exit_with_parent, initargs=(process_id,))
+        return manager.Queue()
+
+    replacements.set(module, names[0], lambda *mode, **named_mode: queue_of(os.getpid()))
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Exit the manager process when its parent is gone: a killed parent cannot stop it, and it keeps the parent's ports
+    open."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

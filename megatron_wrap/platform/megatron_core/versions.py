@@ -1,0 +1,226 @@
+"""The differences between Megatron-Core 0.16 and 0.19, detected by attribute or signature; handled only here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError, did_you_mean
+
+SUPPORTED = (">=0.16.1,<0.17", ">=0.19,<0.20")
+
+# 0.19 imports triton unconditionally in this module only; see `torch_view.py`.
+TRITON_MODULES = ("megatron.core.transformer.moe.ops.paged_stash",)
+
+
+def version() -> str:
+    """The installed Megatron-Core's version from its package metadata, such as "0.16.1"; does not import it.
+
+    Raises:
+        PlatformError: it is not installed.
+    """
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise PlatformError(
+            f"megatron-core is not installed; pip install 'megatron-core{SUPPORTED[0]}' "
+            f"(Python 3.12 and later: {SUPPORTED[1]})"
+        ) from error
+
+
+def check_version() -> tuple[int, ...]:
+    """The installed Megatron-Core's release, such as (0, 16, 1).
+
+    Raises:
+        PlatformError: not installed, or not in `SUPPORTED`.
+    """
+    # 0.19 runs git at import to add a commit to its version string, even one of an unrelated repository.
+    os.environ.setdefault("NO_VCS_VERSION", "1")
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    installed = version()
+    if not any(SpecifierSet(range_).contains(installed, prereleases=True) for range_ in SUPPORTED):
+        raise PlatformError(
+            f"megatron-core {installed} is not supported; install one of {' or '.join(SUPPORTED)} "
+            "(pip installs 0.16.1 before Python 3.12 and 0.19 from 3.12)"
+        )
+    return Version(installed).release
+
+
+def unexpected(difference: str) -> PlatformError:
+    """The error for a part of Megatron-Core that differs from what this package expects."""
+    return PlatformError(
+        f"megatron-core {version()} is not supported: {difference}; install an unmodified release of "
+        f"{' or '.join(SUPPORTED)}"
+    )
+
+
+def accepts(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, validated as arguments of one of Megatron-Core's dataclasses.
+
+    Raises:
+        ConfigError: this version's dataclass has no such field.
+    """
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{name}: megatron-core {version()} has no such field in {cls.__name__}{did_you_mean(name, known)}"
+            )
+    return dict(settings)
+
+
+# --- layer specs -----------------------------------------------------------------------------------------------------
+
+
+_ATTENTION_NORM_PREFIXES: dict[bool, dict[str, str]] = {
+    False: {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    True: {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    },
+}
+"""Whether attention is multi-latent -> parameter prefix in local layers -> prefix in Transformer Engine's layers."""
+
+
+def local_layer_spec(*, norm: type | None = None, core_attention: type | None = None, **arguments: Any) -> Any:
+    """The spec of a decoder layer of Megatron-Core's local modules.
+
+    Args:
+        norm: replaces every norm of the layer, including query and key norms but not L2 norms.
+        core_attention: replaces DotProductAttention.
+        arguments: arguments of `get_gpt_layer_local_spec`: num_experts, moe_grouped_gemm, qk_layernorm, normalization,
+            qk_l2_norm (0.19: the config's `qk_l2_norm` must agree), multi_latent_attention, ...
+
+    Returns:
+        A ModuleSpec.
+
+    Raises:
+        ConfigError: an argument that this version's function does not take.
+    """
+    spec = _layer_spec("get_gpt_layer_local_spec", "get_gpt_layer_local_submodules", arguments)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if core_attention is not None:
+        attention.core_attention = core_attention
+    if norm is not None:
+        norms = [(layer, "input_layernorm"), (layer, "pre_mlp_layernorm")]
+        norms += [(attention, name) for name in ("q_layernorm", "k_layernorm", "kv_layernorm")]
+        for owner, name in norms:
+            if getattr(getattr(owner, name, None), "__name__", "") in ("WrappedTorchNorm", "FusedLayerNorm"):
+                setattr(owner, name, norm)
+    # Save parameters under their names in Transformer Engine's layers, which fuse a norm into the linear layer that
+    # follows it, except before experts and at the input of multi-latent attention.
+    layer.sharded_state_dict_keys_map = {
+        **_ATTENTION_NORM_PREFIXES[bool(arguments.get("multi_latent_attention"))],
+        **({} if arguments.get("num_experts") is not None else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+    }
+    return spec
+
+
+def expert_submodules(layer: Any) -> Any:
+    """The `MoESubmodules` (router, experts, shared_experts) of a MoE layer spec; 0.16 stores them in a ModuleSpec, 0.19
+    in a partial."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def te_layer_spec(**arguments: Any) -> Any:
+    """The spec of a decoder layer of Transformer Engine's modules.
+
+    Raises:
+        ConfigError: an argument that this version's function does not take.
+    """
+    name = "get_gpt_layer_with_transformer_engine"
+    return _layer_spec(f"{name}_spec", f"{name}_submodules", arguments)
+
+
+def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> Any:
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    # In 0.19 the function takes **kwargs and passes them to the second one, which has the parameter names.
+    known = inspect.signature(getattr(specs, submodules_name, None) or getattr(specs, name)).parameters
+    for argument in arguments:
+        if argument not in known:
+            raise ConfigError(f"{argument}: megatron-core {version()} has no such argument of {name}")
+    return getattr(specs, name)(**arguments)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def router_loss_values() -> dict[str, Any]:
+    """Name -> this rank's sums of the routers' losses without their coefficients, [layers]. Returns the tensors
+    themselves, which a caller may zero. 0.16 stores them in a dictionary, 0.19 in an object."""
+    try:
+        tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
+        return {name: entry.values for name, entry in tracker.metrics.items()}
+    except ModuleNotFoundError:
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save_strategy() -> Any:
+    """The save strategy for torch's distributed format: 0.16 takes (backend, version), 0.19 only the backend."""
+    serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
+    factory = serialization.get_default_save_sharded_strategy
+    return factory("torch_dist", 1) if len(inspect.signature(factory).parameters) > 1 else factory("torch_dist")
+
+
+def save_arguments(async_save: bool) -> dict[str, Any]:
+    """Arguments of `dist_checkpointing.save` besides the state, the folder and the strategy.
+
+    For asynchronous saves, 0.19 uses the package nvidia-resiliency-ext by default; this selects the built-in strategy.
+    """
+    arguments: dict[str, Any] = {"async_sharded_save": async_save}
+    saving = importlib.import_module("megatron.core.dist_checkpointing").save
+    if async_save and "async_strategy" in inspect.signature(saving).parameters:
+        arguments["async_strategy"] = "mcore"
+    return arguments
+
+
+def common_state_file(folder: str | Path) -> bool:
+    """Write a missing `common.pt` into a saved checkpoint, so that 0.16 can load a checkpoint of 0.19.
+
+    0.19 stores the non-sharded state inside the distributed format, 0.16 in this file. Call it on one process, after
+    the save and before the folder is published. Returns whether a file was written.
+
+    Raises:
+        CheckpointError: `folder` contains no distributed checkpoint.
+    """
+    import torch
+
+    path, metadata_path = Path(folder) / "common.pt", Path(folder) / "metadata.json"
+    if not metadata_path.is_file():
+        raise CheckpointError(f"{folder} contains no distributed checkpoint: {metadata_path.name} is missing")
+    if path.exists():
+        return False
+    serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
+    state = serialization.load_common_state_dict(str(folder))
+    torch.save(state, path)
+    # 0.16's CheckpointingConfig requires the strategy that wrote the file; 0.19 ignores unknown names.
+    metadata = json.loads(metadata_path.read_text()) | {"common_backend": "torch", "common_backend_version": 1}
+    metadata_path.write_text(json.dumps(metadata))
+    return True
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def gradients_for_norm(optimizer: Any) -> list[Any]:
+    """The gradients of an optimizer's parameters on this rank that count in the gradient norm: without copies of other
+    ranks. 0.16: `get_main_grads_for_grad_norm`; 0.19: `get_grads_for_grad_norm`."""
+    name = (
+        "get_grads_for_grad_norm" if hasattr(optimizer, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+    )
+    return list(getattr(optimizer, name)())

@@ -1,0 +1,223 @@
+"""Changes of a configuration that a measured step suggests, each with the time that it could save at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.profiling import kernel_kinds as kinds
+from megatron_wrap.profiling.breakdown import StepBreakdown
+
+_LEAST_SHARE = 0.01
+"""A change is suggested if it could save this share of the step."""
+_ATTAINABLE = 0.8
+"""Share of the peak that large matrix products reach (790 of 989 TFLOP/s on an H200, measured)."""
+_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
+"""Part of a GPU's name -> dense bf16 TFLOP/s of its data sheet."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A suggested change of one key."""
+
+    override: str
+    """`a.b.c=value`."""
+    saves_ms: float
+    """Upper bound, per step."""
+    reason: str
+    changes_numbers: bool = False
+    """Whether it changes the training's precision, and therefore its results."""
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """Facts about a profiled run that its configuration does not contain, on one process."""
+
+    device: str
+    """Name of the GPU; "" on a CPU."""
+    transformer_engine_layers: bool
+    has_transformer_engine: bool
+    has_triton: bool
+    can_pack: bool
+    """The flow supports packed rows."""
+    dp_size: int
+    num_microbatches: int
+    padding_share: float
+    """Share of the computed tokens that are padding, 0 to 1."""
+    product_flops: float
+    """Of the model's matrix products without attention scores, per step and device."""
+    peak_gib: float
+    total_gib: float
+    """Memory of the device."""
+
+    @property
+    def free_share(self) -> float:
+        """Share of the device's memory that the run never used."""
+        return 1 - self.peak_gib / self.total_gib if self.total_gib else 0.0
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """bf16 TFLOP/s of the GPU; None: unknown."""
+        return next((peak for name, peak in _PEAK_TFLOPS.items() if name in self.device), None)
+
+
+def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, count: int = 2) -> list[Change]:
+    """The changes that could save most; those that leave the results unchanged come first. Keys that the defaults chose
+    for this machine and layout are not suggested, because those choices have reasons.
+
+    Args:
+        step: of the slowest process.
+        count: maximum number of changes.
+    """
+    worthwhile = [
+        change
+        for rule in _RULES
+        for change in rule(step, config, run)
+        if change.saves_ms >= _LEAST_SHARE * step.step_ms
+        and not config.origins.get(change.override.partition("=")[0], "").startswith("chosen: ")
+    ]
+    return sorted(worthwhile, key=lambda change: (change.changes_numbers, -change.saves_ms))[:count]
+
+
+def _key(section: str, name: str, value: object) -> str:
+    return f"{SECTION_PATHS[section]}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _data(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    workers = config.data.num_workers
+    yield Change(
+        _key("data", "num_workers", max(1, 2 * workers)),
+        step.milliseconds[kinds.DATA],
+        "the device waits while batches are read, collated or copied; take them from wrap.batches(), which prepares "
+        f"them ahead in {workers} worker process{'es' * (workers != 1)} now",
+    )
+
+
+def _idle(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Without a pipeline, Python is the bottleneck: larger micro-batches contain more work for each of its calls."""
+    idle, parallel = step.milliseconds[kinds.IDLE], config.parallel
+    bubble = idle + step.exposed_collectives.get("send and receive", 0.0)
+    stages, layers = parallel.pipeline_model_parallel_size, config.arch.num_layers
+    interleaved = parallel.virtual_pipeline_model_parallel_size or parallel.num_layers_per_virtual_pipeline_stage
+    if stages > 1 and not interleaved and layers % (2 * stages) == 0 and run.num_microbatches % stages == 0:
+        key = _key("parallel", "virtual_pipeline_model_parallel_size", 2)
+        reason = "stages wait for each other; two chunks on each stage halve the pipeline's bubble"
+        yield Change(key, bubble / 2, reason)
+    elif idle > 0.03 * step.step_ms and _can_double(config, run):
+        unit = "kernels" if step.on_gpu else "operations"
+        yield Change(
+            _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
+            idle if step.on_gpu else idle / 2,
+            f"Python does not keep up with {step.num_kernels:,.0f} {unit} a step; fewer and larger micro-batches have "
+            "fewer",
+        )
+
+
+def _can_double(config: RunConfig, run: ProfiledRun) -> bool:
+    train = config.train
+    divides = train.global_batch_size % (2 * train.micro_batch_size * run.dp_size) == 0
+    return divides and run.free_share > 0.4 and run.num_microbatches > 1
+
+
+def _small_products(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if run.peak_tflops is None or not _can_double(config, run) or config.dtype.bf16 is False:
+        return
+    measured = step.milliseconds[kinds.MATMUL]
+    attainable = run.product_flops / (_ATTAINABLE * run.peak_tflops * 1e9)  # ms
+    if measured > 1.15 * attainable and not config.dtype.fp8:
+        rate = run.product_flops / measured / 1e9
+        yield Change(
+            _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
+            measured - attainable,
+            f"matrix products run at {rate:,.0f} TFLOP/s, large ones at {_ATTAINABLE * run.peak_tflops:,.0f}; "
+            f"{run.free_share:.0%} of the memory is free",
+        )
+
+
+def _gradient_reduction(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Without tensor parallelism, all reductions and gathers are those of data parallelism."""
+    if run.dp_size == 1 or config.parallel.tensor_model_parallel_size > 1:
+        return
+    ddp, sharded = config.ddp, config.optimizer.use_distributed_optimizer
+    reduction = sum(step.exposed_collectives.get(name, 0.0) for name in ("reduce-scatter", "all-reduce"))
+    gather = step.exposed_collectives.get("all-gather", 0.0)
+    if not ddp.overlap_grad_reduce:
+        reason = "gradients are reduced after the backward pass, while nothing else runs"
+        yield Change(_key("ddp", "overlap_grad_reduce", True), reduction, reason)
+    elif sharded and not ddp.overlap_param_gather:
+        reason = "parameters are gathered after the update, while nothing else runs"
+        yield Change(_key("ddp", "overlap_param_gather", True), gather, reason)
+
+
+def _model_communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    parallel, exposed = config.parallel, step.milliseconds[kinds.COMMUNICATION]
+    for name, words in (("tensor_model_parallel_size", "tensor"), ("context_parallel_size", "context")):
+        size = getattr(parallel, name)
+        if size > 1 and size % 2 == 0 and run.free_share > 0.5:
+            yield Change(
+                _key("parallel", name, size // 2),
+                exposed / 2,
+                f"{words}-parallel processes wait for each other, and {run.free_share:.0%} of the memory is free",
+            )
+            return
+
+
+def _loss(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if step.on_gpu and not run.has_triton:
+        reason = "without Triton the loss makes fp32 copies of the logits; with it, a fused kernel reads them once"
+        yield Change("pip install triton", step.milliseconds[kinds.LOSS], reason)
+
+
+def _recompute(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """The forward, recomputed forward and backward pass of a whole layer take 1 : 1 : 2."""
+    granularity = config.recompute.recompute_granularity
+    if granularity is None or run.free_share < 0.3:
+        return
+    repeated = (kinds.ATTENTION,) if granularity == "selective" else (kinds.MATMUL, kinds.ATTENTION, kinds.ELEMENTWISE)
+    yield Change(
+        _key("recompute", "__select__", "none"),
+        sum(step.milliseconds[kind] for kind in repeated) / 4,
+        f"activations are computed twice ({granularity}), and {run.free_share:.0%} of the memory is free",
+    )
+
+
+def _padding(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if config.flow.packing or not run.can_pack:
+        return
+    computed = step.busy_ms - step.milliseconds[kinds.OPTIMIZER]
+    reason = f"{run.padding_share:.0%} of the computed tokens are padding"
+    yield Change(_key("flow", "packing", True), run.padding_share * computed, reason)
+
+
+def _implementation(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    between = step.milliseconds[kinds.ELEMENTWISE] + step.milliseconds[kinds.COPIES]
+    if run.has_transformer_engine and not run.transformer_engine_layers and between > 0.15 * step.step_ms:
+        reason = "work between the matrix products takes long; Transformer Engine's layers fuse it"
+        yield Change(_key("arch", "transformer_impl", "transformer_engine"), between, reason)
+
+
+def _optimizer(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if run.dp_size > 1 and not config.optimizer.use_distributed_optimizer:
+        saved = step.milliseconds[kinds.OPTIMIZER] * (1 - 1 / run.dp_size)
+        reason = f"each of {run.dp_size} replicas updates all parameters"
+        yield Change(_key("optimizer", "use_distributed_optimizer", True), saved, reason)
+
+
+def _precision(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if not step.on_gpu:
+        return
+    if not (config.dtype.bf16 or config.dtype.fp16):
+        reason = "fp32 products use no tensor cores; bf16 changes the results"
+        yield Change(_key("dtype", "bf16", True), 0.75 * step.busy_ms, reason, changes_numbers=True)
+    elif run.transformer_engine_layers and (run.peak_tflops or 0) > 900 and not config.dtype.fp8:
+        reason = "FP8 products run at twice the rate of bf16; they change the results, so compare the losses"
+        saved = step.milliseconds[kinds.MATMUL] / 2
+        yield Change(_key("dtype", "fp8", "hybrid"), saved, reason, changes_numbers=True)
+
+
+_RULES: tuple[Callable[[StepBreakdown, RunConfig, ProfiledRun], Iterator[Change]], ...] = (
+    *(_data, _idle, _small_products, _gradient_reduction, _model_communication, _loss, _recompute, _padding),
+    *(_implementation, _optimizer, _precision),
+)

@@ -1,0 +1,164 @@
+"""Where the time of a training step goes, from the trace of torch's profiler; no process group and no GPU."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron_wrap.profiling import kernel_kinds as kinds
+from megatron_wrap.profiling.trace import Span, Timeline
+
+L = TypeVar("L")
+Label = tuple[str, str]
+"""(kind, collective) of some work; the collective is empty except for communication."""
+
+_PRIORITY: tuple[Label, ...] = (
+    *((kind, "") for kind in (kinds.MATMUL, kinds.ATTENTION, kinds.LOSS, kinds.OPTIMIZER)),
+    *((kind, "") for kind in (kinds.ELEMENTWISE, kinds.COPIES)),
+    *((kinds.COMMUNICATION, collective) for collective in kinds.COLLECTIVES),
+    (kinds.DATA, ""),
+)
+"""At a moment at which several kinds run, it counts for the first of these: communication is exposed where nothing
+else runs, and the wait for data where nothing runs at all."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """All calls of one kernel or operation, per step."""
+
+    name: str
+    kind: str
+    calls: float
+    milliseconds: float
+    """Sum of their times; of an operation on a CPU without the operations that it calls."""
+    recognized: bool
+    """False: `kernel_kinds` has no rule for the name."""
+
+
+@dataclass(frozen=True)
+class StepBreakdown:
+    """Time of one process in milliseconds per step, averaged over the profiled steps."""
+
+    milliseconds: Mapping[str, float]
+    """Kind -> time, in the order of `kernel_kinds.KINDS`; the sum is `step_ms`."""
+    step_ms: float
+    """Wall time from the end of one step to the end of the next."""
+    num_steps: int
+    on_gpu: bool
+    communication_ms: float
+    """All communication, exposed or not."""
+    exposed_collectives: Mapping[str, float]
+    """Collective -> its exposed time."""
+    num_kernels: float
+    """Kernels (on a CPU: operations) per step."""
+    computed_tokens: float
+    """Tokens per step of this process's replica, with padding; 0: unknown."""
+    work: tuple[Work, ...]
+    """The longest first."""
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in which the device computes: without exposed communication, waits for data and idle time."""
+        waiting = (kinds.COMMUNICATION, kinds.DATA, kinds.IDLE)
+        return self.step_ms - sum(self.milliseconds[kind] for kind in waiting)
+
+    def share(self, kind: str) -> float:
+        """Share of the step, 0 to 1."""
+        return self.milliseconds[kind] / self.step_ms if self.step_ms else 0.0
+
+
+def break_down(timeline: Timeline) -> StepBreakdown:
+    """Divide the time of the profiled steps among kinds of work.
+
+    Raises:
+        ValueError: the trace has no step.
+    """
+    steps = timeline.steps
+    if not steps:
+        raise ValueError("the trace contains no step (ProfilerStep#N)")
+    labelled = [(_label(span), span.start, span.end) for span in (*timeline.work, *timeline.data)]
+    totals: Counter[Label | None] = Counter()
+    for begin, end in steps:
+        totals.update(divided(labelled, begin, end, _PRIORITY))
+    per_step = 1e3 * len(steps)  # microseconds of all steps -> milliseconds of one
+    exposed = {label[1]: time / per_step for label, time in totals.items() if label is not None and label[1]}
+    times = {kind: totals[kind, ""] / per_step for kind in kinds.KINDS}
+    times |= {kinds.COMMUNICATION: sum(exposed.values()), kinds.IDLE: totals[None] / per_step}
+    inside = [span for span in timeline.work if any(begin <= span.start < end for begin, end in steps)]
+    collectives = [(span.kind, span.start, span.end) for span in inside if span.kind == kinds.COMMUNICATION]
+    communication = sum(
+        divided(collectives, begin, end, (kinds.COMMUNICATION,))[kinds.COMMUNICATION] for begin, end in steps
+    )
+    return StepBreakdown(
+        milliseconds=times,
+        step_ms=sum(end - begin for begin, end in steps) / per_step,
+        num_steps=len(steps),
+        on_gpu=timeline.on_gpu,
+        communication_ms=communication / per_step,
+        exposed_collectives={collective: time for collective, time in exposed.items() if time > 0},
+        num_kernels=sum(1 for span in inside if span.whole) / len(steps),
+        computed_tokens=timeline.computed_tokens / len(steps),
+        work=_work(inside, len(steps)),
+    )
+
+
+def divided(
+    spans: Iterable[tuple[L, float, float]], begin: float, end: float, priority: Sequence[L]
+) -> dict[L | None, float]:
+    """Divide the time from `begin` to `end` among labels: each moment belongs to the first label of `priority` that has
+    a span there, and to None where no label has one.
+
+    Args:
+        spans: (label, start, end), in any order; they may overlap and reach over the bounds.
+
+    Returns:
+        Label -> time, of all labels and None; the sum is `end - begin`.
+    """
+    rank = {label: index for index, label in enumerate(priority)}
+    moments: list[tuple[float, int, int]] = []
+    for label, start, stop in spans:
+        start, stop = max(start, begin), min(stop, end)
+        if start < stop:
+            moments += [(start, 1, rank[label]), (stop, -1, rank[label])]
+    times: dict[L | None, float] = dict.fromkeys((*priority, None), 0.0)
+    active, now = [0] * len(priority), begin
+    for moment, change, index in sorted(moments):
+        times[next((label for label, count in zip(priority, active, strict=True) if count), None)] += moment - now
+        active[index] += change
+        now = moment
+    times[None] += end - now
+    return times
+
+
+def _label(span: Span) -> Label:
+    return span.kind, kinds.collective(span.name) if span.kind == kinds.COMMUNICATION else ""
+
+
+def _work(spans: Sequence[Span], num_steps: int) -> tuple[Work, ...]:
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    calls: Counter[tuple[str, str]] = Counter()
+    recognized: dict[tuple[str, str], bool] = {}
+    for span in spans:
+        key = (span.name, span.kind)
+        times[key] += (span.end - span.start) / 1e3
+        calls[key] += span.whole
+        recognized[key] = span.recognized
+    longest = sorted(times, key=lambda key: -times[key])
+    return tuple(Work(*key, calls[key] / num_steps, times[key] / num_steps, recognized[key]) for key in longest)
+
+
+def as_json(breakdown: StepBreakdown, longest: int = 60) -> dict[str, Any]:
+    """The numbers by name, with the longest kernels and every one that is not recognized."""
+    shown = [work for index, work in enumerate(breakdown.work) if index < longest or not work.recognized]
+    return {
+        "step_ms": breakdown.step_ms,
+        "num_steps": breakdown.num_steps,
+        "milliseconds": dict(breakdown.milliseconds),
+        "communication_ms": breakdown.communication_ms,
+        "exposed_collectives": dict(breakdown.exposed_collectives),
+        "num_kernels": breakdown.num_kernels,
+        "computed_tokens": breakdown.computed_tokens,
+        "kernels" if breakdown.on_gpu else "operations": [vars(work) for work in shown],
+    }

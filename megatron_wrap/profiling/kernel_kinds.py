@@ -1,0 +1,75 @@
+"""Kinds of GPU kernels and CPU operations, recognized by their names."""
+
+from __future__ import annotations
+
+import re
+
+MATMUL, ATTENTION, COMMUNICATION = "matrix products", "attention", "exposed communication"
+OPTIMIZER, LOSS, ELEMENTWISE, COPIES = "optimizer", "loss", "elementwise", "copies"
+DATA, IDLE = "data", "idle"
+KINDS = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, DATA, IDLE)
+"""Rows of the table of a step, in this order."""
+
+_Rules = tuple[tuple[str, re.Pattern[str]], ...]
+
+
+def _rules(*rules: tuple[str, str]) -> _Rules:
+    return tuple((result, re.compile(pattern, re.IGNORECASE)) for result, pattern in rules)
+
+
+_KERNELS = _rules(
+    (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
+    # before the products: FlashAttention 3 is built from CUTLASS
+    (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
+    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul"),
+    (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon"),
+    (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|_normalizer_kernel|_gradient_kernel"),
+    (COPIES, r"memcpy|memset|copy|fillfunctor"),
+    (
+        ELEMENTWISE,
+        r"elementwise|reduce_kernel|norm|rope|rotary|rotate|silu|gelu|relu|swiglu|geglu|act_kernel|gated|dropout"
+        r"|triton_|embedding|index|gather|scatter|scan|sort|topk|cast|quantize|transpose|arange|philox|distribution"
+        r"|where|mask|permute|amax|aten|native::",
+    ),
+)
+"""(kind, names) of GPU kernels; the first match counts. Names are those of cuBLAS (nvjet, xmma, gemm),
+CUTLASS, cuDNN, FlashAttention, NCCL, Transformer Engine, Apex, torch, Triton and this package."""
+
+_OPERATIONS = _rules(
+    (COMMUNICATION, r"^(c10d|gloo|nccl|mpi|_c10d_functional)\b|^(c10d|gloo|nccl)[:_]"),
+    (ATTENTION, r"scaled_dot_product|flash_attention|efficient_attention"),
+    (MATMUL, r"^aten::(mm|addmm|bmm|baddbmm|mv|addmv|dot|_scaled_mm|_grouped_mm|linear|convolution)$|mkldnn_linear"),
+    (OPTIMIZER, r"^Optimizer\.step|_fused_adam|_foreach"),
+    (LOSS, r"cross_entropy|log_softmax|nll_loss"),
+    (COPIES, r"^aten::(copy_|_to_copy|cat|_cat|stack|clone|contiguous|fill_|zero_|zeros|empty\w*|new_\w+)$"),
+)
+"""The same for operations on a CPU; one that matches none is elementwise."""
+
+_COLLECTIVES = _rules(
+    ("reduce-scatter", r"reduce_?scatter"),
+    ("all-gather", r"all_?gather"),
+    ("all-reduce", r"all_?reduce"),
+    ("all-to-all", r"all_?to_?all"),
+    ("send and receive", r"send|recv|receive"),
+    ("broadcast", r"broadcast"),
+)
+COLLECTIVES = (*(name for name, _ in _COLLECTIVES), "other")
+
+
+def kernel_kind(name: str) -> str | None:
+    """Kind of a GPU kernel or copy; None: the name is unknown, and the kernel counts as elementwise."""
+    return _first(_KERNELS, name)
+
+
+def operation_kind(name: str) -> str:
+    """Kind of an operation on a CPU."""
+    return _first(_OPERATIONS, name) or ELEMENTWISE
+
+
+def collective(name: str) -> str:
+    """Which of COLLECTIVES a communication kernel or operation is."""
+    return _first(_COLLECTIVES, name) or "other"
+
+
+def _first(rules: _Rules, name: str) -> str | None:
+    return next((result for result, pattern in rules if pattern.search(name)), None)

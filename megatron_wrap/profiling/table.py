@@ -1,0 +1,108 @@
+"""The table of a profiled step, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_wrap.profiling.advice import Change
+from megatron_wrap.profiling.breakdown import StepBreakdown, as_json
+from megatron_wrap.profiling.kernel_kinds import IDLE, KINDS
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """Consecutive profiled steps of a run, on all processes."""
+
+    iterations: tuple[int, ...]
+    ranks: tuple[StepBreakdown, ...]
+    """By rank."""
+    usual_ms: float | None
+    """Median time of earlier steps, which were not profiled; None: there were none."""
+    tflops: float
+    """Model TFLOP/s per device of the last profiled step."""
+    peak_gib: float
+    """Memory of rank 0."""
+    padding_share: float
+    changes: tuple[Change, ...]
+    title: str
+    """The run, its layout and platform."""
+
+    @property
+    def slowest(self) -> int:
+        """The rank that computes longest; the others wait for it."""
+        return slowest_rank(self.ranks)
+
+
+def slowest_rank(ranks: Sequence[StepBreakdown]) -> int:
+    """The rank with the longest computation time; the first of equals."""
+    return max(range(len(ranks)), key=lambda rank: (ranks[rank].busy_ms, -rank))
+
+
+def text(report: ProfileReport) -> str:
+    """Title, table, further numbers and the suggested changes, for the console."""
+    chosen = [0] if report.slowest == 0 else [0, report.slowest]
+    first, last = report.iterations[0], report.iterations[-1]
+    lines = [f"{report.title}, iterations {first} to {last}" if first != last else f"{report.title}, iteration {first}"]
+    if len(report.ranks) > 1:
+        names = [f"rank {rank}" + (" (slowest)" if rank == report.slowest else "") for rank in chosen]
+        lines.append(" " * 24 + "".join(f"{name:>21}" for name in names))
+    for kind in KINDS:
+        cells = [_cell(report.ranks[rank].milliseconds[kind], report.ranks[rank].share(kind)) for rank in chosen]
+        lines.append(f"{_label(kind, report.ranks[0].on_gpu):<24}" + "".join(cells))
+    lines.append(f"{'step':<24}" + "".join(_cell(report.ranks[rank].step_ms, 1.0) for rank in chosen))
+    return "\n".join([*lines, "", *_facts(report), "", *_advice(report)])
+
+
+def _label(kind: str, on_gpu: bool) -> str:
+    return "idle (Python)" if kind == IDLE and not on_gpu else kind
+
+
+def _cell(milliseconds: float, share: float) -> str:
+    return f"{milliseconds:>11,.1f} ms {share:>6.1%}"
+
+
+def _facts(report: ProfileReport) -> list[str]:
+    step = report.ranks[report.slowest]
+    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_gib:.1f} GiB"]
+    facts.append(f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step")
+    if report.padding_share:
+        facts.append(f"{report.padding_share:.0%} padding")
+    if step.communication_ms:
+        facts.append(f"{step.communication_ms:,.1f} ms of communication in all")
+    lines = [", ".join(facts)]
+    if report.usual_ms is not None:
+        slower = step.step_ms / report.usual_ms - 1
+        note = "; the profiler slows Python down, so idle is less without it" if slower > 0.05 else ""
+        lines.append(f"steps without the profiler: {report.usual_ms:,.1f} ms ({slower:+.1%} with it){note}")
+    unknown = [work for work in step.work if not work.recognized]
+    if unknown:
+        time = sum(work.milliseconds for work in unknown)
+        lines.append(f"kernels with unknown names count as elementwise: {time:,.1f} ms, such as {unknown[0].name[:60]}")
+    return lines
+
+
+def _advice(report: ProfileReport) -> list[str]:
+    if not report.changes:
+        return ["no change of one key could save more than 1% of the step"]
+    lines, step_ms = ["most promising:"], report.ranks[report.slowest].step_ms
+    for number, change in enumerate(report.changes, start=1):
+        share = f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%})"
+        lines += [f"{number}. {change.override}", f"   could save at most {share} a step", f"   {change.reason}"]
+    return lines
+
+
+def json_of(report: ProfileReport) -> dict[str, Any]:
+    """All numbers by name, as in profile.json."""
+    return {
+        "title": report.title,
+        "iterations": list(report.iterations),
+        "slowest_rank": report.slowest,
+        "usual_step_ms": report.usual_ms,
+        "tflops": report.tflops,
+        "peak_memory_gib": report.peak_gib,
+        "padding_share": report.padding_share,
+        "changes": [vars(change) for change in report.changes],
+        "ranks": [as_json(step) for step in report.ranks],
+    }

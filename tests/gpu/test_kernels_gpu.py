@@ -1,0 +1,166 @@
+"""Fused kernels of the layers on a GPU, against float64 on the CPU; skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from megatron_wrap.nn.kernels.rms_norm import rms_norm
+from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
+from megatron_wrap.nn.kernels.swiglu import swiglu
+from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
+from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
+
+DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)]
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.cpu().double() - expected).norm() / expected.norm())
+
+
+def compare(function, reference, inputs, dtype, tolerance):
+    """Outputs and gradients of a function on the GPU against the reference in float64."""
+    rounded = [tensor.to(dtype) for tensor in inputs]
+    ours = [tensor.cuda().requires_grad_() for tensor in rounded]
+    wide = [tensor.double().requires_grad_() for tensor in rounded]
+    actual, expected = function(*ours), reference(*wide)
+    actual, expected = (value if isinstance(value, tuple) else (value,) for value in (actual, expected))
+    weights = [torch.randn(value.shape) for value in expected]
+    sum(
+        (value * weight.cuda().to(dtype)).float().sum() for value, weight in zip(actual, weights, strict=True)
+    ).backward()
+    sum((value * weight.to(dtype).double()).sum() for value, weight in zip(expected, weights, strict=True)).backward()
+    for value, other in zip(actual, expected, strict=True):
+        assert value.dtype == dtype
+        assert error(value.detach(), other.detach()) < tolerance
+    for value, other in zip(ours, wide, strict=True):
+        assert error(value.grad, other.grad) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("columns", [3, 2048, 5000])
+def test_swiglu(columns, dtype, tolerance):
+    def reference(gates):
+        gate, linear = gates.chunk(2, dim=-1)
+        return F.silu(gate) * linear
+
+    torch.manual_seed(columns)
+    compare(swiglu, reference, [torch.randn(17, 2, 2 * columns)], dtype, tolerance)
+
+
+def rotated(tensor, angles, interleaved):
+    """float64 [S, B, heads, D] with the pairs of the first R entries as complex numbers."""
+    rotated_width = angles.shape[-1]
+    part, rest = tensor[..., :rotated_width], tensor[..., rotated_width:]
+    if interleaved:
+        pairs, of_pairs = part.unflatten(-1, (-1, 2)), angles[..., ::2]
+    else:
+        pairs, of_pairs = part.unflatten(-1, (2, -1)).transpose(-1, -2), angles[..., : rotated_width // 2]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * of_pairs.double()))
+    turned = turned if interleaved else turned.transpose(-1, -2)
+    return torch.cat((turned.flatten(-2), rest), dim=-1)
+
+
+def angles_of(tokens, rotated_width, interleaved):
+    of_pairs = torch.outer(
+        torch.arange(tokens).float(), 1.0 / 10000 ** (torch.arange(0, rotated_width, 2) / rotated_width)
+    )
+    both = of_pairs.repeat_interleave(2, dim=-1) if interleaved else torch.cat((of_pairs, of_pairs), dim=-1)
+    return both[:, None, None]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "width", "rotated_width"), [(3, 16, 16), (70, 64, 64), (5, 80, 24)])
+def test_rotary(heads, width, rotated_width, interleaved, dtype, tolerance):
+    angles = angles_of(19, rotated_width, interleaved)
+    on_gpu = angles.cuda()
+    value = torch.randn(2, 19, heads, width).transpose(0, 1)  # strided
+    compare(
+        lambda x: apply_rotary(x, on_gpu, interleaved),
+        lambda x: rotated(x, angles, interleaved),
+        [value],
+        dtype,
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "queries", "width", "rotated_width"), [(2, 3, 16, 16), (20, 4, 64, 64), (4, 1, 80, 24)]
+)
+def test_split_rotary(groups, queries, width, rotated_width, interleaved, dtype, tolerance):
+    angles = angles_of(19, rotated_width, interleaved)
+    on_gpu = angles.cuda()
+
+    def reference(mixed):
+        query, key, value = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
+        query, key, value = (part.flatten(2, 3) for part in (query, key, value))
+        return rotated(query, angles, interleaved), rotated(key, angles, interleaved), value
+
+    compare(
+        lambda x: split_rotary(x, on_gpu, queries, width, interleaved),
+        reference,
+        [torch.randn(19, 2, groups, (queries + 2) * width)],
+        dtype,
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 5), (700, 64), (2000, 2048), (40, 8192)])
+def test_rms_norm(rows, columns, zero_centered, dtype, tolerance):
+    def reference(x, gamma):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (gamma + zero_centered)
+
+    compare(
+        lambda x, gamma: rms_norm(x, gamma, 1e-5, zero_centered),
+        reference,
+        [torch.randn(2, rows, columns), torch.randn(columns)],
+        dtype,
+        tolerance,
+    )
+
+
+def test_weight_gradients_are_accumulated_without_rounding():
+    """The product in fp32 is nearer to float64 than the product in bf16 that is added afterwards."""
+    assert can_accumulate_weight_gradients(torch.device("cuda"))
+    torch.manual_seed(0)
+    inputs, grad = torch.randn(3, 512, 96).bfloat16(), torch.randn(3, 512, 40).bfloat16()
+    start = torch.randn(40, 96)
+    expected = start.double() + grad.reshape(-1, 40).double().t() @ inputs.reshape(-1, 96).double()
+    main_grad = start.cuda()
+    WeightGradients.wgrad_gemm_accum_fp32(inputs.cuda(), grad.cuda(), main_grad)
+    unfused = start.cuda() + grad.cuda().reshape(-1, 40).t() @ inputs.cuda().reshape(-1, 96)
+    assert error(main_grad, expected) < 3e-6  # fp32 sums of 1,536 products
+    assert 100 * error(main_grad, expected) < error(unfused, expected)
+    wide = start.cuda()
+    WeightGradients.wgrad_gemm_accum_fp32(inputs.cuda().float(), grad.cuda().float(), wide)
+    assert error(wide, expected) < 3e-6
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_equals_torch_fused(decoupled):
+    ours, theirs = (
+        [torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).cuda()) for n in (7, 70000)]
+        for _ in range(2)
+    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = GroupStepAdam(ours, adam_w_mode=decoupled, **settings)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, fused=True, **settings)
+    for step in range(4):
+        for actual, other in zip(ours, theirs, strict=True):
+            actual.grad = torch.randn(actual.shape, generator=torch.Generator().manual_seed(step)).cuda()
+            other.grad = actual.grad.clone()
+        optimizer.step()
+        reference.step()
+    for actual, other in zip(ours, theirs, strict=True):
+        assert torch.equal(actual, other)
+        assert torch.equal(optimizer.state[actual]["exp_avg_sq"], reference.state[other]["exp_avg_sq"])
+    assert optimizer.param_groups[0]["step"] == 4

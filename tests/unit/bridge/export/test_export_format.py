@@ -1,0 +1,146 @@
+"""Every shipped architecture, translated to transformers' configuration and back: it has the published number of
+parameters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.bridge.export.export_format import export_format, obstacle
+from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.reading.tree import shipped_root
+from megatron_wrap.errors import UnsupportedModel
+
+pytestmark = pytest.mark.transformers
+
+RUN = """\
+megatron_lm:
+  model: {arch: {__select__: NAME}}
+  train:
+    common: {micro_batch_size: 2, global_batch_size: 8, seq_length: 32, train_iters: 10}
+    learning-rate: {lr: 2e-4}
+megatron_wrap:
+  flow: {__select__: minimal_mock}
+"""
+PUBLISHED: dict[str, tuple[str, int]] = {
+    "gpt2-124m": ("gpt2", 124_439_808),
+    "gpt2-355m": ("gpt2", 354_823_168),
+    "gpt2-774m": ("gpt2", 774_030_080),
+    "gpt2-1.5b": ("gpt2", 1_557_611_200),
+    "llama2-7b": ("llama", 6_738_415_616),
+    "llama2-13b": ("llama", 13_015_864_320),
+    "llama2-70b": ("llama", 68_976_648_192),
+    "llama3-8b": ("llama", 8_030_261_248),
+    "llama3-70b": ("llama", 70_553_706_496),
+    "llama3.1-8b": ("llama", 8_030_261_248),
+    "llama3.1-70b": ("llama", 70_553_706_496),
+    "llama3.1-405b": ("llama", 405_853_388_800),
+    "llama3.2-1b": ("llama", 1_235_814_400),
+    "llama3.2-3b": ("llama", 3_212_749_824),
+    "mistral-7b-v0.1": ("mistral", 7_241_732_096),
+    "mistral-7b-v0.3": ("mistral", 7_248_023_552),
+    "qwen2.5-0.5b": ("qwen2", 494_032_768),
+    "qwen2.5-1.5b": ("qwen2", 1_543_714_304),
+    "qwen2.5-3b": ("qwen2", 3_085_938_688),
+    "qwen2.5-7b": ("qwen2", 7_615_616_512),
+    "qwen2.5-14b": ("qwen2", 14_770_033_664),
+    "qwen2.5-32b": ("qwen2", 32_763_876_352),
+    "qwen2.5-72b": ("qwen2", 72_706_203_648),
+    "qwen3-0.6b": ("qwen3", 596_049_920),
+    "qwen3-1.7b": ("qwen3", 1_720_574_976),
+    "qwen3-4b": ("qwen3", 4_022_468_096),
+    "qwen3-8b": ("qwen3", 8_190_735_360),
+    "qwen3-14b": ("qwen3", 14_768_307_200),
+    "qwen3-32b": ("qwen3", 32_762_123_264),
+    "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
+    "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
+    "mixtral-8x7b": ("mixtral", 46_702_792_704),
+    "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
+    "deepseek-v3": ("deepseek_v3", 671_026_404_352),
+}
+"""Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """run(architecture, *overrides) -> its configuration."""
+    monkeypatch.chdir(tmp_path)
+
+    def read(name: str, *overrides: str) -> RunConfig:
+        (tmp_path / "run.yaml").write_text(RUN.replace("NAME", name))
+        return load_run_config("run.yaml", overrides)
+
+    return read
+
+
+def test_every_shipped_architecture_has_a_published_size():
+    files = {path.stem for path in (shipped_root() / "megatron_lm" / "model" / "arch").glob("*.yaml")}
+    others = {name for name in files if name.endswith("-base") or name.startswith("tiny-")} | {"hugging-face"}
+    others |= {
+        name for name in files if name.startswith("gpt3-")
+    }  # tests/unit/config/test_pretraining_runs.py has them
+    assert files - others == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_architecture_has_the_published_size_and_survives_the_round_trip(name, run):
+    import torch
+    import transformers
+
+    model_type, parameters = PUBLISHED[name]
+    config = run(name)
+    exported = export_format(config, model_type=model_type)
+    arch, family = exported.arch, exported.family
+    values = exported.config_json("bfloat16")
+    assert values["architectures"] == [family.architecture]
+    theirs = transformers.AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert model.num_parameters() == parameters
+
+    # the same tensors, with the names and shapes of the table; experts are compared by their total size, because
+    # transformers fuses them when it reads a file
+    tied = not config.arch.untie_embeddings_and_output_weights
+    state = {key: tensor for key, tensor in model.state_dict().items() if not (tied and key == "lm_head.weight")}
+    shapes = family.shapes(arch)
+    assert _outside_experts(shapes) == _outside_experts({key: tuple(tensor.shape) for key, tensor in state.items()})
+    assert sum(map(math.prod, shapes.values())) == sum(tensor.numel() for tensor in state.values())
+
+    # the configuration that transformers writes translates back to the same architecture
+    back = family.arch_values(theirs.to_dict())
+    ours = {**vars(arch), **config.arch.upstream}
+    assert {key: ours.get(key) for key in back} == {key: _as_decoded(value) for key, value in back.items()}
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.1"])
+def test_the_family_is_found_from_the_architecture(name, run):
+    model_type = export_format(run(name)).family.model_type
+    assert model_type == {"tiny-llama": "llama", "tiny-gpt2": "gpt2"}.get(name, PUBLISHED.get(name, ("",))[0])
+
+
+def test_the_error_names_the_key_that_a_family_cannot_express(run):
+    with pytest.raises(UnsupportedModel, match=r"llama: qk_layernorm .*False .*True"):
+        export_format(run("qwen3-0.6b"), model_type="llama")
+    with_layer_norm = run("tiny-llama", "megatron_lm.model.arch.normalization=LayerNorm")
+    expected = r"llama \(normalization .*RMSNorm .*LayerNorm"
+    with pytest.raises(UnsupportedModel, match=expected):
+        export_format(with_layer_norm)
+    scaled = run("tiny-llama", "megatron_lm.model.arch.softmax_scale=0.5")
+    llama = export_format(run("tiny-llama")).family
+    difference = obstacle(llama, with_derived_sizes(scaled.arch, scaled.train.seq_length))
+    assert difference is not None
+    assert "softmax_scale" in difference
+    assert "0.5" in difference
+    export_format(run("tiny-llama", "megatron_lm.model.arch.cross_entropy_loss_fusion=true"))
+
+
+def _outside_experts(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {k.replace("block_sparse_moe", "mlp"): shape for k, shape in shapes.items() if ".experts." not in k}
+
+
+def _as_decoded(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,161 @@
+"""FP8 settings: from the YAML to Megatron-Core's fields, and what is refused before a process starts."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.errors import ConfigError, PlatformError
+from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.base.machine import Machine
+
+choose_platform("cpu").install()
+
+from megatron_wrap.model.transformer_config import transformer_config  # noqa: E402
+
+CONFIG = Path(__file__).resolve().parents[4] / "scripts/benchmark/llama-1b.yaml"
+DTYPE, ARCH = "megatron_lm.train.dtype", "megatron_lm.model.arch"
+DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
+
+
+def load(*overrides: str) -> RunConfig:
+    short = {"dtype": DTYPE, "arch": ARCH}
+    split = [text.partition(".") for text in overrides]
+    return load_run_config(CONFIG, [f"{short.get(section, section)}.{rest}" for section, _, rest in split])
+
+
+class Gpu:
+    """Stands for a platform with Transformer Engine that lacks nothing."""
+
+    name, has_transformer_engine, device = "cuda", True, torch.device("cpu")
+    machine = Machine("cuda", (2, 20, 2))
+
+    def missing_for_fp8(self, recipe: str) -> str | None:
+        return None
+
+    def use_kernels(self, kernels: Any) -> None:
+        pass
+
+    def transformer_config_settings(self, **layout: Any) -> dict[str, Any]:
+        return {}
+
+
+def built(config: RunConfig, training: bool = True) -> Any:
+    layout: Any = SimpleNamespace(pp=SimpleNamespace(size=1), virtual_size=None)
+    arch = dataclasses.replace(config.arch, upstream={**config.arch.upstream, "apply_rope_fusion": False})
+    config = dataclasses.replace(config, arch=arch)  # Megatron-Core looks for the kernel of Transformer Engine
+    return transformer_config(config, layout, Gpu(), training)  # type: ignore[arg-type]
+
+
+FIELDS = ("fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "num_layers_at_end_in_bf16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (None, "delayed", False, False, 1)),
+        (("dtype.fp8=hybrid",), ("hybrid", "delayed", False, False, 1)),
+        (
+            ("dtype.fp8=e4m3", "dtype.fp8_recipe=blockwise", "dtype.fp8_param_gather=true", DISTRIBUTED),
+            ("e4m3", "blockwise", True, False, 1),
+        ),
+        (
+            (
+                "dtype.fp8=hybrid",
+                "dtype.fp8_recipe=tensorwise",
+                "dtype.first_last_layers_bf16=true",
+                "dtype.num_layers_at_end_in_bf16=2",
+            ),
+            ("hybrid", "tensorwise", False, True, 2),
+        ),
+        (("arch.fp8=hybrid", "arch.fp8_recipe=tensorwise"), ("hybrid", "tensorwise", False, False, 1)),  # as in 0.2.0
+    ],
+)
+def test_settings_reach_megatron_core(overrides: tuple[str, ...], expected: tuple[Any, ...]) -> None:
+    config = load(*overrides)
+    check_values(config)
+    actual = built(config)
+    assert tuple(getattr(actual, name) for name in FIELDS) == expected
+    assert token_multiple(config) == (16 if expected[0] else 1)
+
+
+def test_a_model_that_is_not_trained_computes_in_bf16() -> None:
+    actual = built(load("dtype.fp8=hybrid", "dtype.fp8_param_gather=true", DISTRIBUTED), training=False)
+    assert (actual.fp8, actual.fp8_param, actual.bf16) == (None, False, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts"),
+    [
+        (("dtype.fp8_param_gather=true",), f"{DTYPE}.fp8_param_gather true {DTYPE}.fp8 null hybrid"),
+        (("dtype.first_last_layers_bf16=true",), f"{DTYPE}.first_last_layers_bf16 true {DTYPE}.fp8 null hybrid"),
+        (("dtype.fp8=hybrid", "dtype.__select__=fp32"), f"{DTYPE}.fp8 hybrid bf16: true"),
+        (("dtype.fp8=hybrid", "arch.transformer_impl=torch"), "hybrid transformer_impl torch auto fp8: null"),
+        (
+            ("dtype.fp8=hybrid", "dtype.first_last_layers_bf16=true"),
+            f"{DTYPE}.first_last_layers_bf16 true delayed tensorwise blockwise",
+        ),
+        (
+            (
+                "dtype.fp8=hybrid",
+                "dtype.fp8_recipe=tensorwise",
+                "dtype.first_last_layers_bf16=true",
+                "dtype.num_layers_at_start_in_bf16=17",
+            ),
+            f"{DTYPE}.num_layers_at_start_in_bf16 17 16",
+        ),
+        (("dtype.fp8=hybrid", "arch.ffn_hidden_size=8200"), f"{DTYPE}.fp8 16 ffn_hidden_size 8200"),
+        (
+            (
+                "dtype.fp8=hybrid",
+                "dtype.fp8_recipe=blockwise",
+                "dtype.fp8_param_gather=true",
+                DISTRIBUTED,
+                "arch.ffn_hidden_size=8208",
+            ),
+            f"{DTYPE}.fp8 128 ffn_hidden_size 8208",
+        ),
+        (
+            (
+                "dtype.fp8=hybrid",
+                "dtype.fp8_recipe=tensorwise",
+                "dtype.fp8_param_gather=true",
+                DISTRIBUTED,
+                "megatron_lm.train.optimizer.optimizer_cpu_offload=true",
+                "megatron_lm.train.optimizer.use_precision_aware_optimizer=true",
+                "megatron_lm.train.optimizer.optimizer_offload_fraction=1.0",
+            ),
+            f"{DTYPE}.fp8_param_gather optimizer_cpu_offload delayed tensorwise",
+        ),
+        (("dtype.fp8=hybrid", "arch.fp8=e4m3"), f"{DTYPE}.fp8 hybrid e4m3 {ARCH}.fp8"),
+    ],
+)
+def test_contradictions_are_refused(overrides: tuple[str, ...], facts: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_values(load(*overrides))
+    assert all(fact in str(raised.value) for fact in facts.split()), raised.value
+
+
+def test_sizes_are_those_of_one_tensor_parallel_process() -> None:
+    config = load("dtype.fp8=hybrid")
+    check_values(config)
+    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=8)
+    check_values(dataclasses.replace(config, parallel=parallel))  # 8192 / 8 and 3072 / 8 are multiples of 16
+    arch = dataclasses.replace(config.arch, ffn_hidden_size=8256)  # 8256 is a multiple of 16, 8256 / 8 is not
+    check_values(dataclasses.replace(config, arch=arch))
+    with pytest.raises(ConfigError, match="8256 over 8 tensor-parallel"):
+        check_values(dataclasses.replace(config, arch=arch, parallel=parallel))
+
+
+def test_a_cpu_is_refused() -> None:
+    config = load("dtype.fp8=hybrid")
+    layout: Any = SimpleNamespace(pp=SimpleNamespace(size=1), virtual_size=None)
+    with pytest.raises(PlatformError) as raised:
+        transformer_config(config, layout, choose_platform("cpu"))
+    assert all(fact in str(raised.value) for fact in (f"{DTYPE}.fp8", "hybrid", "delayed", "GPU", "cpu"))

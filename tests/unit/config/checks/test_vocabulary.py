@@ -1,0 +1,32 @@
+"""The size of the vocabulary: that of the configuration, else the tokenizer's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.errors import ConfigError
+
+ARCH = load_run_config(Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml").arch
+
+
+@pytest.mark.parametrize(
+    ("configured", "entries", "expected"), [(50, None, 50), (50, 50, 50), (50, 48, 50), (None, 48, 48)]
+)
+def test_the_given_size_comes_first(configured: int | None, entries: int | None, expected: int) -> None:
+    tokenizer = None if entries is None else range(entries)
+    assert model_vocab_size(replace(ARCH, vocab_size=configured), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("configured", "entries", "message"), [(None, None, r"vocab_size is null .*data\.tokenizer"), (50, 51, "51 .* 50;")]
+)
+def test_an_unknown_size_and_a_larger_tokenizer_are_refused(
+    configured: int | None, entries: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_vocab_size(replace(ARCH, vocab_size=configured), None if entries is None else range(entries))

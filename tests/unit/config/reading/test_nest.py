@@ -1,0 +1,304 @@
+"""Strict reading over confignest: the composition is confignest's own, and errors name the location and what to do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from _messages import assert_facts
+from confignest import ConfigNest
+
+from megatron_wrap.config.decode import load_tree
+from megatron_wrap.config.reading.tree import shipped_root
+from megatron_wrap.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+FLOWS = ", ".join(sorted(path.stem for path in (CONFIGS / "nest/megatron_wrap/flow").glob("*.yaml")))
+Write = Callable[..., str]
+
+
+def refusal(path: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_tree(path, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_shipped_configurations_compose_as_confignest_does(name: str) -> None:
+    plain = ConfigNest(str(shipped_root()), str(CONFIGS / name)).nest_instance
+
+    def as_dict(part: object) -> object:
+        return {key: as_dict(below) for key, below in vars(part).items()} if hasattr(part, "__dict__") else part
+
+    assert load_tree(CONFIGS / name).values == as_dict(plain)
+
+
+def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
+    tree = load_tree(write_run(), ["megatron_lm.train.common.seed=7"])
+    leaves = {path: [str(origin) for origin in origins] for path, origins in tree.leaves().items()}
+    nest = os.path.relpath(shipped_root()) if not os.path.relpath(shipped_root()).startswith("..") else shipped_root()
+    assert leaves["megatron_lm.train.common.seq_length"][-1] == "run.yaml:13 (override)"
+    assert leaves["megatron_lm.train.common.seed"][-1] == "command line"
+    assert leaves["megatron_lm.model.arch.num_layers"] == [
+        f"{nest}/megatron_lm/model/arch/language-model-base.yaml:4 (inherited by tiny-llama)",
+        f"{nest}/megatron_lm/model/arch/tiny-llama.yaml:3 (selected)",
+    ]
+    assert leaves["megatron_lm.train.optimizer.optimizer"][-1].endswith("adam.yaml:3 (default selection)")
+    for path, origins in tree.leaves().items():  # the value that confignest composed is that of the last origin
+        value = tree.values
+        for part in path.split("."):
+            value = value[part]
+        assert value == origins[-1].node.plain()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "micro_batch_size",
+            "micro_batch_sise",
+            "run.yaml:11 megatron_lm.train.common.micro_batch_sise: unknown key; did you mean micro_batch_size?",
+        ),
+        (
+            "learning-rate:",
+            "learning_rate:",
+            "run.yaml:15 megatron_lm.train.learning_rate: unknown section; did you mean learning-rate?",
+        ),
+        (
+            "  flow:\n",
+            "  flows:\n",
+            "run.yaml:20 megatron_wrap.flows: unknown section; did you mean flow?",
+        ),
+        (
+            "lr: 2e-4",
+            "seq_length: 3",
+            "run.yaml:16 megatron_lm.train.learning-rate.seq_length: belongs to megatron_lm.train.common",
+        ),
+        (
+            "__select__: tiny-llama",
+            "__select__: tiny-lama",
+            "run.yaml:4 megatron_lm.model.arch.__select__: there is no 'tiny-lama'; did you mean tiny-llama? Choices: ",
+        ),
+        (
+            "__select__: minimal_mock",
+            "__select__: null",
+            "run.yaml:21 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
+        ),
+        (
+            "megatron_wrap:\n  flow:\n    __select__: minimal_mock\n",
+            "",
+            "run.yaml megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
+        ),
+        (
+            "    __select__: minimal_mock\n",
+            "    __override__: {flow_key: a}\n",
+            "run.yaml:20 megatron_wrap.flow: nothing is selected; write flow: {__select__: NAME} with one of " + FLOWS,
+        ),
+        (
+            "__override__:\n        tensor",
+            "tensor_model_parallel_size: 2\n      __override__:\n        tensor",
+            "run.yaml:7 megatron_lm.model.parallel.tensor_model_parallel_size: a key beside __select__ has no effect; "
+            "put it under __override__",
+        ),
+        (
+            "__override__:\n        tensor",
+            "__overide__:\n        tensor",
+            "run.yaml:7 megatron_lm.model.parallel.__overide__: unknown key; did you mean __override__?; only "
+            "__select__ and __override__ stand here",
+        ),
+        (
+            "__select__: tiny-llama",
+            "__select__: tiny-llama\n      llama2-7b: {num_layers: 2}",
+            "run.yaml:5 megatron_lm.model.arch.llama2-7b: tiny-llama is selected, so this has no effect; delete it or "
+            "select llama2-7b",
+        ),
+        (
+            "  train:\n",
+            "  train:\n    __select__: common\n",
+            "run.yaml:10 megatron_lm.train.__select__: nothing can be selected here; delete it",
+        ),
+        (
+            "lr: 2e-4",
+            "__override__: {lr: 2e-4}",
+            "run.yaml:16 megatron_lm.train.learning-rate.__override__: only a section with a selection takes it; write "
+            "its keys here directly",
+        ),
+        (
+            "lr: 2e-4",
+            "__inherit__: a.yaml",
+            "run.yaml:16 megatron_lm.train.learning-rate.__inherit__: belongs in a file of the tree, not in a run's "
+            "YAML",
+        ),
+        (
+            "    learning-rate:\n      lr: 2e-4\n",
+            "    learning-rate: 2e-4\n",
+            "run.yaml:15 megatron_lm.train.learning-rate: a section with keys of its own is expected, not the float "
+            "0.0002",
+        ),
+    ],
+)
+def test_what_a_view_may_not_say(write_run: Write, old: str, new: str, message: str) -> None:
+    assert_facts(refusal(write_run(old, new)), message)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a=1", "command line a: unknown section; the sections are megatron_lm, megatron_wrap"),
+        (
+            "megatron_lm.train.comon.seed=1",
+            "command line megatron_lm.train.comon: unknown section; did you mean common?",
+        ),
+        (
+            "megatron_lm.train.common.sed=1",
+            "command line megatron_lm.train.common.sed: unknown key; did you mean seed?",
+        ),
+        (
+            "megatron_lm.train.common=1",
+            "command line megatron_lm.train.common: names a section; name a key of it, such as "
+            "megatron_lm.train.common.micro_batch_size=VALUE",
+        ),
+        (
+            "megatron_lm.train=1",
+            "command line megatron_lm.train: names a folder; add one of common, dtype, learning-rate, "
+            "optimizer, recompute",
+        ),
+        ("megatron_lm.train.common.seed", "command line megatron_lm.train.common.seed: not of the form a.b.c=value"),
+        ("=1", "command line =1: not of the form a.b.c=value"),
+        ("a..b=1", "command line a..b=1: not of the form a.b.c=value"),
+        ("megatron_wrap.flow.__select__=x", "command line megatron_wrap.flow.__select__: there is no 'x'"),
+        ("megatron_lm.train.common.seed=[1", "command line megatron_lm.train.common.seed: YAML syntax error"),
+    ],
+)
+def test_what_the_command_line_may_not_say(write_run: Write, override: str, message: str) -> None:
+    assert_facts(refusal(write_run(), override), message)
+
+
+def test_the_command_line_comes_last_and_selects(write_run: Write) -> None:
+    tree = load_tree(
+        write_run(),
+        [
+            "megatron_lm.train.common.seq_length=64",
+            "megatron_lm.train.common.seq_length=32",
+            "megatron_lm.model.parallel.tensor_model_parallel_size=2",
+            "megatron_lm.model.arch.__override__.num_layers=2",
+            "megatron_wrap.flow.__select__=gpt_sft",
+            "megatron_wrap.data.__select__=jsonl",
+            "megatron_wrap.data.validation.one=a.jsonl",
+            "megatron_wrap.data.validation.two=b.jsonl",
+            "megatron_wrap.logger.wandb_name=a = b",
+        ],
+    )
+    assert tree.values["megatron_lm"]["train"]["common"]["seq_length"] == 32
+    assert tree.values["megatron_lm"]["model"]["parallel"]["tensor_model_parallel_size"] == 2
+    assert tree.values["megatron_lm"]["model"]["arch"]["num_layers"] == 2
+    assert tree.values["megatron_wrap"]["flow"]["flow_key"] == "gpt_sft"
+    assert tree.values["megatron_wrap"]["data"]["validation"] == {"one": "a.jsonl", "two": "b.jsonl"}
+    assert tree.values["megatron_wrap"]["logger"]["wandb_name"] == "a = b"
+
+
+def test_a_selected_file_may_be_overridden_inline(write_run: Write) -> None:
+    tree = load_tree(write_run("__select__: tiny-llama", "__select__: tiny-llama\n      tiny-llama: {num_layers: 2}"))
+    assert tree.values["megatron_lm"]["model"]["arch"]["num_layers"] == 2
+    both = "__select__: tiny-llama\n      tiny-llama: {num_layers: 2}\n      __override__: {num_layers: 3}"
+    assert_facts(
+        refusal(write_run("__select__: tiny-llama", both)),
+        "run.yaml:5 megatron_lm.model.arch.tiny-llama.num_layers: also set by __override__ at run.yaml:6; keep one",
+    )
+
+
+def test_an_empty_section_overrides_nothing(write_run: Write) -> None:
+    tree = load_tree(write_run("      lr: 2e-4\n", "      # lr: 2e-4\n"))
+    assert tree.values["megatron_lm"]["train"]["learning-rate"]["lr"] is None
+
+
+def test_a_nest_beside_the_yaml_is_laid_over_the_tree(write_run: Write, write_nest: Callable[..., Path]) -> None:
+    write_nest("megatron_wrap/flow/my_flow.yaml", "flow_key: my.module:MyFlow\nbeta: 0.1\nnested: {a: 1, b: 2}\n")
+    write_nest("megatron_lm/model/arch/mine.yaml", "__inherit__: tiny-llama.yaml\nnum_layers: 2\n")
+    write_nest("megatron_lm/model/arch/tiny-llama.yaml", "__inherit__: llama-base.yaml\nhidden_size: 64\n")
+    run = write_run("minimal_mock", "my_flow\n    __override__: {nested: {b: 3}}", ": tiny-llama", ": mine")
+    tree = load_tree(run)
+    assert tree.values["megatron_wrap"]["flow"] == {
+        "flow_key": "my.module:MyFlow",
+        "beta": 0.1,
+        "nested": {"a": 1, "b": 3},
+    }
+    arch = tree.values["megatron_lm"]["model"]["arch"]
+    assert (arch["num_layers"], arch["hidden_size"], arch["normalization"]) == (2, 64, "RMSNorm")
+    sources = {path: str(origins[-1]) for path, origins in tree.leaves().items()}
+    assert sources["megatron_wrap.flow.beta"] == "nest/megatron_wrap/flow/my_flow.yaml:2 (selected, overlay)"
+    assert sources["megatron_lm.model.arch.hidden_size"] == (
+        "nest/megatron_lm/model/arch/tiny-llama.yaml:2 (inherited by mine, overlay)"
+    )
+    assert_facts(refusal(run, "megatron_wrap.flow.nested.c=1"), "command line megatron_wrap.flow.nested.c: unknown key")
+    assert_facts(refusal(run, "megatron_wrap.flow.nested=1"), "nested: a mapping is expected, not the integer 1")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a.yaml": "__inherit__: b.yaml", "b.yaml": "__inherit__: c.yaml", "c.yaml": "__inherit__: b.yaml"},
+            "nest/megatron_lm/model/arch/c.yaml:1 megatron_lm.model.arch.__inherit__: a cycle, b.yaml -> c.yaml -> "
+            "b.yaml; remove one of these lines",
+        ),
+        (
+            {"a.yaml": "__inherit__: a.yaml"},
+            "nest/megatron_lm/model/arch/a.yaml:1 megatron_lm.model.arch.__inherit__: a cycle, a.yaml -> a.yaml; "
+            "remove one of these lines",
+        ),
+        (
+            {"a.yaml": "__inherit__: tiny-lama.yaml"},
+            "nest/megatron_lm/model/arch/a.yaml:1 megatron_lm.model.arch.__inherit__: there is no file "
+            "'tiny-lama.yaml' in this folder; did you mean tiny-llama.yaml?",
+        ),
+        ({"a.yaml": ""}, "nest/megatron_lm/model/arch/a.yaml: empty; a YAML mapping (key: value lines) is expected"),
+        ({"a.yaml": "x: 1", "b.yml": "x: 1"}, "nest/megatron_lm/model/arch/b.yml: files of the tree end in .yaml"),
+        (
+            {"a.yaml": "x: 1", "tiny-llama/b.yaml": "x: 1"},
+            "nest/megatron_lm/model/arch/tiny-llama: the tree has a file and a folder of this name; rename it",
+        ),
+        (
+            {"a.yaml": "x: 1", "../../train/comon.yaml": "x: 1"},
+            "nest/megatron_lm/train/comon.yaml: the tree has no such file, so nothing would read it; "
+            "did you mean common?",
+        ),
+        (
+            {"a.yaml": "x: 1", "__confignest_manifest__": "selection_mode: won"},
+            "nest/megatron_lm/model/arch/__confignest_manifest__:1 selection_mode: one of one, all, not 'won'",
+        ),
+        (
+            {
+                "a.yaml": "x: 1",
+                "__confignest_manifest__": "selection_mode: one\nif_no_selection: default\ndefault_selection: z",
+            },
+            "nest/megatron_lm/model/arch/__confignest_manifest__: default_selection 'z' is not in the folder",
+        ),
+    ],
+)
+def test_what_an_overlay_may_not_hold(
+    write_run: Write, write_nest: Callable[..., Path], files: dict[str, str], message: str
+) -> None:
+    for name, text in files.items():
+        write_nest(f"megatron_lm/model/arch/{name}", text)
+    assert_facts(refusal(write_run(": tiny-llama", ": a")), message)
+
+
+def test_a_broken_yaml_names_its_line(write_run: Write) -> None:
+    assert_facts(refusal(write_run(text="")), "run.yaml: empty; a YAML mapping (key: value lines) is expected")
+    assert_facts(
+        refusal(write_run("    common:", "\tcommon:")),
+        "run.yaml:10: a tab in the indentation; YAML is indented with spaces",
+    )
+
+
+def test_reading_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from megatron_wrap.config import load_run_config; load_run_config(sys.argv[1], "
+        "['megatron_lm.model.arch.qk_l2_norm=true']); print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, str(CONFIGS / "tiny-llama-sft.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
+    assert result.stdout.strip() == "set()"

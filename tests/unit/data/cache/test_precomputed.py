@@ -1,0 +1,50 @@
+"""Outputs of a reference model on disk, by the hash of their sample."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from megatron_wrap.data.cache import precomputed
+from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, PrecomputedWriter, sample_hash
+from megatron_wrap.errors import ConfigError, DataError
+
+
+def test_a_hash_is_that_of_the_canonical_json():
+    expected = hashlib.sha256('{"a":[1,2],"ä":"b"}'.encode()).digest()
+    assert sample_hash({"ä": "b", "a": [1, 2]}) == expected
+    assert sample_hash({"a": np.array([1, 2]), "ä": "b", "source": "file"}) == expected
+    assert sample_hash({"a": [1, 3], "ä": "b"}) != expected
+    with pytest.raises(DataError, match="ellipsis"):
+        sample_hash({"a": ...})
+    with pytest.raises(DataError, match="int"):
+        sample_hash(3)
+
+
+def test_outputs_are_found_by_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(precomputed, "_SAMPLES_OF_A_FILE", 3)
+    generator = np.random.default_rng(0)
+    samples = [{"index": index} for index in range(7)]
+    scalars = generator.standard_normal(7).astype(np.float32)
+    tokens = [generator.standard_normal(length).astype(np.float32) for length in (3, 1, 0, 5, 2, 2, 4)]
+    writer = PrecomputedWriter(tmp_path / "outputs", {"flow_key": "mine"})
+    for index, sample in enumerate(samples):
+        writer.add(sample_hash(sample), {"answer": scalars[index], "tokens": tokens[index]})
+    with pytest.raises(DataError, match=r"precomputed\.json"):
+        PrecomputedOutputs(tmp_path / "outputs")  # not complete
+    assert writer.close() == 7
+    stored = PrecomputedOutputs(tmp_path / "outputs")
+    assert (len(stored), stored.facts["flow_key"]) == (7, "mine")
+    assert len(list((tmp_path / "outputs").glob("*.safetensors"))) == 3
+    for index in (6, 0, 2, 3, 1, 5, 4):
+        actual = stored.get(sample_hash(samples[index]))
+        assert actual is not None
+        assert actual["answer"] == float(scalars[index])
+        assert np.array_equal(actual["tokens"], tokens[index])
+    assert stored.get(sample_hash({"index": 7})) is None
+    assert stored.get(sample_hash(samples[0])[:8] + bytes(24)) is None  # the same beginning only
+    with pytest.raises(ConfigError, match="contains precomputed outputs already"):
+        PrecomputedWriter(tmp_path / "outputs", {})
+    (tmp_path / "outputs" / "outputs-00001.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="outputs-00001"):
+        PrecomputedOutputs(tmp_path / "outputs")

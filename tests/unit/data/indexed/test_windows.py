@@ -1,0 +1,358 @@
+"""Indexed data: the windows of Megatron-Core's own API, the cache, splits, documents, and wrong files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from _indexed_files import EOD, VOCAB, random_documents, write_documents
+
+from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.config.decode import load_run_config
+from megatron_wrap.data.indexed.index_files import read_index
+from megatron_wrap.data.indexed.windows import check_indices, open_indexed
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.platform import choose_platform
+
+ROOT = Path(__file__).parents[4]
+DATA, TRAIN = "megatron_wrap.data", "megatron_lm.train.common"
+LENGTH = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _for_the_cpu():
+    platform = choose_platform("cpu")
+    platform.install()
+    yield
+    platform.uninstall()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("indexed")
+    for name, count, seed in (("a", 300, 1), ("b", 100, 2), ("held-out", 40, 3)):
+        write_documents(folder / name, random_documents(count, seed))
+    return folder
+
+
+def run(*overrides: str, iterations: int = 400):
+    """A configuration of 4 samples for each of `iterations` steps."""
+    config = load_run_config(
+        ROOT / "configs" / "tiny-gpt-pretrain.yaml",
+        [
+            f"{TRAIN}.global_batch_size=4",
+            f"{TRAIN}.seq_length={LENGTH}",
+            f"{TRAIN}.train_iters={iterations}",
+            f"{TRAIN}.sample_prompts=null",
+            f"{TRAIN}.eval_interval=null",
+            f"megatron_lm.model.arch.vocab_size={VOCAB}",
+            f"{DATA}.tokenizer=null",
+            f"{DATA}.eod_token={EOD}",
+            *overrides,
+        ],
+    )
+    check_values(config)
+    return config
+
+
+def blend(folder: Path) -> str:
+    return f"{DATA}.train=[{{path: {folder}/a, weight: 0.7}}, {{path: {folder}/b, weight: 0.3}}]"
+
+
+def theirs(folder: Path, sizes: list[int | None], **settings):
+    """Megatron-Core's data sets of training, validation and test, straight from its API."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    class Tokenizer:
+        vocab_size, eod, unique_identifiers = VOCAB, EOD, {"name": "theirs"}
+
+    flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
+    config = GPTDatasetConfig(
+        **{"random_seed": 1234, "sequence_length": LENGTH, "tokenizer": Tokenizer(), **flags, **settings}
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+
+
+def assert_same(ours, expected, count: int) -> None:
+    for position in range(count):
+        sample = ours(position)
+        for name, value in expected[position].items():
+            if name not in ("attention_mask", "dataset_id"):
+                numpy.testing.assert_array_equal(sample[name], value.numpy(), err_msg=f"{name} of window {position}")
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("one", ()),
+        ("blend", ("eod_mask_loss", "reset_position_ids")),
+        pytest.param("blend", (), marks=pytest.mark.matrix),
+    ],
+)
+def test_the_first_thousand_samples_are_those_of_megatron_core(folder, tmp_path, source, keys):
+    train = blend(folder) if source == "blend" else f"{DATA}.train={folder}/a"
+    overrides = [train, f"{DATA}.split=90,8,2", f"{DATA}.cache_dir={tmp_path}", *(f"{DATA}.{key}=true" for key in keys)]
+    prefixes = ([f"{folder}/a", f"{folder}/b"], [0.7, 0.3]) if source == "blend" else ([f"{folder}/a"], None)
+    sizes = [1600, 16, 16] if source == "blend" else [1600, None, None]
+    expected = theirs(folder, sizes, blend=prefixes, split="90,8,2", **dict.fromkeys(keys, True))
+    data = open_indexed(run(*overrides), VOCAB, None)
+    assert_same(data.training.read, expected[0], 1000)
+    assert_same(data.evaluation["validation"].__getitem__, expected[1], 16)
+    again = open_indexed(run(*overrides), VOCAB, None)  # from the cache
+    assert_same(again.training.read, expected[0], 50)
+    if source == "blend":
+        numbers = [data.training.read(position)["source_id"] for position in range(1000)]
+        assert numpy.mean(numbers) == pytest.approx(0.3, abs=0.002)
+        assert {data.training.read(position)["source"] for position in range(5)} == {"a", "b"}
+
+
+def test_a_prefix_for_each_split(folder, tmp_path):
+    overrides = (
+        f"{DATA}.train={folder}/a",
+        f"{DATA}.split=null",
+        f"{DATA}.validation={{one: {folder}/held-out, two: [{folder}/held-out, {folder}/b]}}",
+        f"{DATA}.cache_dir={tmp_path}",
+    )
+    data = open_indexed(run(*overrides), VOCAB, None)
+    per_split = [([f"{folder}/a"], None), ([f"{folder}/held-out"], None), None]
+    expected = theirs(folder, [1600, None, 0], blend_per_split=per_split)
+    assert_same(data.training.read, expected[0], 100)
+    whole = data.evaluation["one"]
+    assert len(whole) == len(expected[1]) == (read_index(f"{folder}/held-out").tokens - 1) // LENGTH
+    assert_same(whole.__getitem__, expected[1], len(whole))
+    both = data.evaluation["two"]
+    assert len(both) == len(whole) + (read_index(f"{folder}/b").tokens - 1) // LENGTH
+    assert {both[index]["source"] for index in range(len(both))} == {"held-out", "b"}
+
+
+def test_documents_end_with_their_last_token(folder, tmp_path):
+    overrides = (f"{DATA}.reset_attention_mask=true", "megatron_wrap.flow.packing=true")
+    data = open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}", *overrides), VOCAB, None)
+    for position in range(40):
+        sample = data.training.read(position)
+        assert sum(sample["documents"]) == LENGTH
+        ends = numpy.cumsum(sample["documents"]) - 1
+        assert (sample["tokens"][ends[:-1]] == EOD).all()
+        inside = numpy.delete(sample["tokens"], ends)
+        assert not (inside == EOD).any()
+
+
+def test_the_index_is_built_once_and_again_for_other_files(folder, tmp_path, monkeypatch):
+    from megatron_wrap.data.indexed import megatron_datasets
+
+    written: list[Path] = []
+    real = megatron_datasets.write_cache
+
+    def counted(made, cache):
+        written.append(cache)
+        real(made, cache)
+
+    monkeypatch.setattr(megatron_datasets, "write_cache", counted)
+    prefix = write_documents(tmp_path / "own", random_documents(50, 4))
+
+    def first_tokens():
+        data = open_indexed(run(f"{DATA}.train={prefix}", f"{DATA}.split=100,0,0"), VOCAB, None)
+        return numpy.stack([data.training.read(index)["tokens"] for index in range(20)])
+
+    numpy.testing.assert_array_equal(first_tokens(), first_tokens())
+    assert [path.parent for path in written] == [tmp_path / "cache"]
+    write_documents(tmp_path / "own", random_documents(60, 5))  # the same name with other tokens
+    actual = first_tokens()
+    assert len(written) == 2
+    next(written[1].glob("*document_index.npy")).unlink()  # a damaged cache
+    numpy.testing.assert_array_equal(first_tokens(), actual)
+    assert len(written) == 3
+
+
+def test_mock_data(tmp_path):
+    config = run(f"{DATA}.train=null", f"{DATA}.split=null", f"{DATA}.mock_data=true", f"{TRAIN}.seq_length=1024")
+    data = open_indexed(config, VOCAB, None)
+    assert data.training.read(3)["tokens"].shape == (1024,)
+    assert len(data.evaluation["validation"]) >= 16
+
+
+def test_without_the_compiled_extension_the_indices_are_equal(folder, tmp_path, monkeypatch):
+    from megatron.core.datasets import helpers
+
+    expected = theirs(folder, [1600, 100, 16], blend=([f"{folder}/a", f"{folder}/b"], [0.7, 0.3]), split="90,8,2")
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)  # as if it were not compiled
+    monkeypatch.delitem(sys.modules, "megatron.core.datasets.helpers")
+    monkeypatch.delattr(sys.modules["megatron.core.datasets"], "helpers")
+    overrides = (blend(folder), f"{DATA}.split=90,8,2", f"{DATA}.cache_dir={tmp_path}")
+    data = open_indexed(run(*overrides), VOCAB, None)
+    assert_same(data.training.read, expected[0], 1600)
+    monkeypatch.undo()
+    assert helpers.build_sample_idx is not None
+
+
+def test_numpy_in_place_of_the_extension():
+    from megatron.core.datasets import helpers_cpp
+
+    from megatron_wrap.platform.megatron_core import dataset_helpers
+
+    generator = numpy.random.default_rng(0)
+    for length in (2, 7, 40):
+        for extra in (1, 0):
+            sizes = generator.integers(0, 30, 50).astype(numpy.int32)
+            sizes[-1] = 5
+            documents = numpy.tile(numpy.arange(50, dtype=numpy.int32), 3)
+            arguments = (sizes, documents, length, 3, int(sizes.sum()), True, extra)
+            expected = helpers_cpp.build_sample_idx_int32(*arguments)
+            numpy.testing.assert_array_equal(dataset_helpers.sample_index(*arguments), expected)
+    for ours, name, sizes in (
+        (dataset_helpers.blending_indices, "build_blending_indices", [0.2, 0.5, 0.3]),
+        (dataset_helpers.exhaustive_blending_indices, "build_exhaustive_blending_indices", [70, 11, 319]),
+    ):
+        pairs = [(numpy.zeros(400, numpy.int16), numpy.zeros(400, numpy.int64)) for _ in range(2)]
+        further = (400, False) if sizes[0] < 1 else ()
+        ours(*pairs[0], sizes, 3, *further)
+        getattr(helpers_cpp, name)(*pairs[1], sizes, 3, *further)
+        numpy.testing.assert_array_equal(pairs[0], pairs[1])
+
+
+def wrong_file(folder: Path, case: str) -> tuple[str, list[str]]:
+    """A prefix with a mistake, and what the error contains."""
+    prefix = write_documents(folder / "wrong", random_documents(20, 6))
+    tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    size = tokens.stat().st_size
+    if case == "truncated bin":
+        tokens.write_bytes(tokens.read_bytes()[:-10])
+        return prefix, [f"{prefix}.bin: {size - 10} bytes", f"{size} in all", "truncated"]
+    if case == "truncated idx":
+        index.write_bytes(index.read_bytes()[:-4])
+        return prefix, [f"{prefix}.idx", "truncated"]
+    if case == "another dtype":
+        index.write_bytes(index.read_bytes()[:17] + bytes([4]) + index.read_bytes()[18:])
+        return prefix, [f"{prefix}.bin: 2 bytes", "int32 of 4"]
+    if case == "no index":
+        index.write_bytes(b"PK\x03\x04" + bytes(40))
+        return prefix, [f"{prefix}.idx: not an index"]
+    if case == "missing":
+        return str(folder / "wrnog"), [f"{folder}/wrnog.bin", f"did you mean {prefix}.bin"]
+    if case == "ending":
+        return f"{prefix}.bin", [f"give the prefix {prefix}, without .bin"]
+    write_documents(folder / "wrong", [[] for _ in range(20)])
+    return prefix, ["all 20 documents are empty"]
+
+
+@pytest.mark.parametrize(
+    "case", ["truncated bin", "truncated idx", "another dtype", "no index", "missing", "ending", "empty documents"]
+)
+def test_a_wrong_file_is_one_error(tmp_path, case):
+    prefix, words = wrong_file(tmp_path, case)
+    with pytest.raises(DataError) as error:
+        check_indices(run(f"{DATA}.train={prefix}"))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_split_without_a_token_is_refused(tmp_path):
+    prefix = write_documents(tmp_path / "short", [[5] * 40 for _ in range(10)] + [[]])
+    for split, words in (
+        ("99,0,1", ["short: the test part of", "no document of the 11", "write 0 for it"]),
+        ("949,50,1", ["short: the validation part of", "1 documents, which are empty"]),
+        ("90,0,9", ["the test part", "1 documents, which are empty", "of the 11"]),
+    ):
+        with pytest.raises(DataError) as error:
+            open_indexed(
+                run(f"{DATA}.train={prefix}", f"{DATA}.split={split}", f"{TRAIN}.eval_interval=null"), VOCAB, None
+            )
+        for word in words:
+            assert word in str(error.value)
+    with pytest.raises(DataError, match="40 tokens, less than a window of seq_length \\+ 1 = 65"):
+        check_indices(run(f"{DATA}.train={prefix}", f"{DATA}.split=80,20", f"{TRAIN}.seq_length=64"))
+
+
+def test_tokens_of_another_vocabulary_are_refused(folder, tmp_path):
+    data = open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), 40, None)
+    with pytest.raises(DataError, match=r"/a\.bin window 1: token ids are between .* ids 0 to 39; tokenize"):
+        data.training.read(0)
+
+
+def test_files_of_another_tokenizer_are_refused_before_the_first_window(folder, tmp_path):
+    for end in (".bin", ".idx"):
+        shutil.copy(f"{folder}/a{end}", f"{tmp_path}/x_text_document{end}")
+    record = {"settings": {"json_keys": ["text"]}, "vocabulary": {"tokenizer": "first", "sha256": "other"}}
+    (tmp_path / "x.preprocess.json").write_text(json.dumps(record))
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0}, eos_token_id=0, name_or_path="second")
+    config = run(f"{DATA}.train={tmp_path}/x_text_document", f"{DATA}.cache_dir={tmp_path}")
+    with pytest.raises(DataError, match=r"x_text_document: was tokenized with first, .* tokenizer second; set"):
+        open_indexed(config, VOCAB, tokenizer)
+
+
+def test_documents_need_their_last_token(folder):
+    overrides = (f"{DATA}.train={folder}/a", f"{DATA}.eod_token=null", f"{DATA}.eod_mask_loss=true")
+    with pytest.raises(ConfigError, match=r"data\.eod_mask_loss: true needs the token that ends a document"):
+        open_indexed(run(*overrides), VOCAB, None)
+
+
+def test_documents_without_their_last_token_cannot_be_separated(folder):
+    config = run(f"{DATA}.train={folder}/a", f"{DATA}.eod_token=1", f"{DATA}.eod_mask_loss=true")
+    with pytest.raises(DataError, match=r"/a: none of its first documents ends with token 1.*--append-eod"):
+        open_indexed(config, VOCAB, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train=[{path: a, weight: 0.5}, {path: b, weight: 0.6}]"], ["sum to 1.1", "1 or 100", "a 45.4545, b"]),
+        (["train=[{path: a, weight: 1}, b]"], ["b has no weight"]),
+        (["train=[{path: a, columns: {x: y}}]"], ["a has columns", "path, name, weight"]),
+        (["train=null"], ["data.train", "mock_data: true"]),
+        (["split=0,1,1"], ["not '0,1,1'"]),
+        (["validation=b"], ["95,5,0", "data.validation"]),
+        (["reset_attention_mask=true"], ["flow.packing: true"]),
+        (["shuffle=false"], ["shuffled"]),
+        (["data_key=dataset"], ["split", "no effect with data_key dataset"]),
+    ],
+)
+def test_contradictions(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        run(f"{DATA}.train=a", *(f"{DATA}.{override}" for override in overrides))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_no_line_of_megatron_core_reaches_the_user(folder, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), VOCAB, None)
+    assert [record for record in caplog.records if record.name.startswith("megatron")] == []
+
+
+def test_one_of_several_processes_builds_the_index(folder, tmp_path, monkeypatch):
+    import multiprocessing
+
+    from megatron_wrap.data.indexed import megatron_datasets
+
+    real, log = megatron_datasets.write_cache, tmp_path / "log"
+
+    def slow(made, cache):
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(0.3)
+        real(made, cache)
+
+    monkeypatch.setattr(megatron_datasets, "write_cache", slow)
+    config = run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}/cache")
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def body():
+        queue.put(open_indexed(config, VOCAB, None).training.read(7)["tokens"].tolist())
+
+    processes = [context.Process(target=body) for _ in range(3)]
+    for process in processes:
+        process.start()
+    actual = [queue.get() for _ in processes]
+    for process in processes:
+        process.join()
+    assert actual[0] == actual[1] == actual[2]
+    assert log.read_text() == "built\n"

@@ -1,0 +1,150 @@
+"""Counts and mistakes of samples, with a tokenizer whose tokens are single characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_wrap.data.chat.encode import ChatTokens
+from megatron_wrap.data.inspect.inspection import Inspection, Tokens, histogram, inspect, ordered, segments, tokens_of
+from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks
+from megatron_wrap.data.inspect.samples import ReadSample
+from megatron_wrap.errors import DataError
+
+BOS, EOS = 1, 2
+
+
+class Letters:
+    """Ids from 32 on are characters; like SentencePiece's decoder it drops a space at the beginning."""
+
+    bos_token_id, eos_token_id, unk_token_id, pad_token_id = BOS, EOS, 3, 0
+    all_special_ids = (BOS, EOS)
+    added_tokens_decoder: dict[int, str] = {}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join({BOS: "<s>", EOS: "</s>"}.get(i, chr(i)) for i in ids).removeprefix(" ")
+
+
+def ids_of(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def encoded(prompt: str, answer: str, end: Sequence[int] = (EOS,), begin: Sequence[int] = (BOS,)) -> ChatTokens:
+    prompt_tokens = [*begin, *ids_of(prompt)]
+    ids = [*prompt_tokens, *ids_of(answer), *end]
+    return ChatTokens(ids, [0] * len(prompt_tokens) + [1] * (len(ids) - len(prompt_tokens)))
+
+
+def chat(prompt: str, answer: str, **further: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "encoded": encoded(prompt, answer), **further}
+
+
+def inspected(samples: Sequence[Any], seq_length: int = 20, show: int = 10, **further: Any) -> Inspection:
+    def encode(sample: Any) -> list[Tokens]:
+        tokens = sample["encoded"]
+        weighted = ChatTokens(tokens.input_ids, tokens.loss_mask, sample.get("weight", 1.0))
+        return [tokens_of(weighted, seq_length, further.get("rule", "right"))]
+
+    rows = [ReadSample(partial("data:{}".format, index), "data", sample) for index, sample in enumerate(samples, 1)]
+    checks = Checks(Letters(), all_trained=further.get("all_trained", False))
+    return inspect(rows, encode, checks, seq_length, show, further.get("max_lengths"))
+
+
+def found(samples: Sequence[Any], **further: Any) -> dict[str, list[str]]:
+    return {finding.key: finding.rows for finding in ordered(inspected(samples, **further).findings)}
+
+
+def test_a_sample_without_mistakes_has_none():
+    assert found([chat("ab", "cd"), chat("ab", "ce")]) == {}
+
+
+def test_each_mistake_is_found_in_its_row():
+    good = chat("q", "a")
+    question = {"messages": [{"role": "user", "content": "q"}], "encoded": ChatTokens([BOS, *ids_of("q")], [0, 0])}
+    cases: dict[str, dict[str, Any]] = {
+        "nothing_trained": question,
+        "everything_trained": chat("q", "a") | {"encoded": ChatTokens([BOS, *ids_of("qa"), EOS], [1] * 4)},
+        "double_bos": chat("q", "a") | {"encoded": encoded("q", "a", begin=(BOS, BOS))},
+        "missing_eos": chat("q", "a") | {"encoded": encoded("q", "a", end=())},
+        "empty_answer": chat("q", ""),
+        "dropped_text": chat("q", "thought a") | {"encoded": encoded("q", "a.")},
+        "weight_zero": chat("q", "b", weight=0),
+    }
+    for key, sample in cases.items():
+        assert found([good, sample]) == {key: ["data:2"]}, key
+        assert key in MISTAKES
+
+
+def test_white_space_behind_the_end_token_is_no_mistake():
+    assert found([chat("q", "a") | {"encoded": encoded("q", "a", end=(EOS, 10))}]) == {}
+
+
+def test_tool_calls_are_no_empty_answer():
+    sample = chat("q", "a")
+    sample["messages"].insert(1, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]})
+    assert found([sample]) == {}
+
+
+def test_truncation_is_counted_and_its_tokens_marked():
+    result = inspected([chat("q" * 5, "a" * 30), chat("q", "a")])
+    assert {f.key: f.count for f in ordered(result.findings)} == {"answer_cut": 1, "truncated": 1}
+    [long, _] = result.shown
+    # bos, question, answer, eos; the model reads seq_length tokens and predicts seq_length
+    assert long.sequences[0].kinds == ["other"] * 6 + ["trained"] * 15 + ["cut"] * 16
+    assert long.length == 20
+    assert (result.counts.trained, result.counts.other, result.counts.cut) == (15 + 2, 6 + 2, 16)
+    assert result.lengths == [(20,), (3,)]
+    left = inspected([chat("q" * 5, "a" * 30)], rule="left").shown[0].sequences[0]
+    # the first token that is kept cannot be predicted
+    assert left.kinds == ["cut"] * 16 + ["other"] + ["trained"] * 20
+
+
+def test_all_tokens_trained_on_purpose_are_no_mistake():
+    sample = chat("q", "a") | {"encoded": ChatTokens([BOS, *ids_of("qa"), EOS], [1] * 4)}
+    assert found([sample], all_trained=True) == {}
+
+
+def test_rows_that_cannot_be_used_and_duplicates_are_listed_with_their_reason():
+    samples = [chat("q", "a"), DataError("data:2: not JSON"), chat("r", "a"), chat("q", "a"), chat("long" * 5, "a")]
+    result = inspected(samples, max_lengths={"data": 15})
+    rows = {finding.key: finding.rows for finding in ordered(result.findings)}
+    assert rows == {"refused": ["data:2: not JSON"], "too_long": ["data:5"], "duplicate": ["data:4 is data:1"]}
+    assert (result.counts.samples, result.counts.dropped) == (3, 2)
+    with pytest.raises(DataError, match=r"^data:1: not JSON$"):
+        inspected([DataError("not JSON")])
+
+
+def test_samples_with_mistakes_are_kept_beyond_those_that_are_shown():
+    samples = [chat("q", chr(97 + position)) for position in range(5)] + [chat("q", "") for _ in range(9)]
+    kept = [sample.where() for sample in inspected(samples, show=2).shown]
+    assert kept[:3] == ["data:1", "data:2", "data:6"]
+    assert len(kept) == 2 + 5 + 1  # the five first of both mistakes: empty answers, and their copies
+
+
+def test_segments_decode_to_the_text_with_its_spaces():
+    tokens = tokens_of(encoded("a b", " c d"), 20, "right")
+    assert segments(Letters(), tokens) == [("<s>a b", "other"), (" c d</s>", "trained")]
+    assert segments(None, Tokens([5, 6, 7], ["other", "trained", "trained"], 2)) == [
+        ("5 ", "other"),
+        ("6 7 ", "trained"),
+    ]
+
+
+def test_efficiencies_are_shares_of_real_tokens():
+    samples = [chat("q" * count, "a") for count in (8, 1, 7, 2)]  # the model reads 10, 3, 9 and 4 tokens
+    shares = inspected(samples, seq_length=13).efficiencies(2)
+    assert shares == {
+        "padded to seq_length": 26 / (4 * 13),
+        "padded to the longest of a micro-batch": 26 / (2 * 10 + 2 * 9),
+        "packed": 26 / (2 * 13),
+    }
+
+
+def test_the_histogram_counts_every_length():
+    width, counts = histogram([0, 1, 9, 10, 99], bins=10)
+    assert (width, counts) == (10, [3, 1, 0, 0, 0, 0, 0, 0, 0, 1])
+    assert histogram([]) == (1, [0])

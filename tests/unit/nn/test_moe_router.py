@@ -1,0 +1,101 @@
+"""Auxiliary losses of MoE routers with padding, against transformers and formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megatron_wrap.core import MegatronWrap
+
+pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
+
+EXPERTS, TOPK, COEFFICIENT = 6, 2, 0.25
+LENGTHS = (33, 9, 20, 26)
+
+
+def samples() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(0, 301, (length + 1,), generator=generator).tolist() for length in LENGTHS]
+    return [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in drawn]
+
+
+def step(tmp_path: Path, extra_padding: int = 0, **arch: Any) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
+    """Train a one-layer model for one step with all samples in one micro-batch. Returns the metrics, the router's
+    logits [B, S, experts], and the gradient of the router's weight."""
+    overrides = {
+        "model.arch.num_layers": 1,
+        "model.arch.num_experts": EXPERTS,
+        "model.arch.moe_router_topk": TOPK,
+        "train.common.micro_batch_size": 4,
+        **{f"model.arch.{key}": value for key, value in arch.items()},
+    }
+    texts = [f"megatron_lm.{key}={value}" for key, value in overrides.items()]
+    texts.append(f"megatron_wrap.logger.output_dir={tmp_path}")
+    with MegatronWrap(Path(__file__).parents[1] / "model" / "model.yaml", texts) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        state = wrap.state
+        state.extra_padding = extra_padding
+        router = state.chunks[0].module.decoder.layers[0].mlp.router
+        seen: list[torch.Tensor] = []
+        router.register_forward_hook(lambda module, inputs, outputs: seen.append(module.gating(inputs[0]).detach()))
+        metrics = wrap.train(samples())
+        gradients = [router.weight.main_grad.clone()]
+    return metrics, seen[0].transpose(0, 1), gradients
+
+
+def mask(width: int) -> torch.Tensor:
+    return torch.arange(width)[None] < torch.tensor(LENGTHS)[:, None]
+
+
+def test_load_balancing_loss_equals_transformers(tmp_path: Path):
+    metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT)
+    assert logits.shape[:2] == (4, max(LENGTHS))
+    expected = load_balancing_loss_func((logits.flatten(0, 1),), EXPERTS, TOPK, mask(logits.shape[1]).long())
+    # transformers averages over tokens, Megatron-LM over tokens and their top-k experts
+    assert metrics["load_balancing_loss"] == pytest.approx(expected.item() / TOPK, rel=1e-5)
+
+
+def test_sequence_loss_is_the_mean_over_sequences(tmp_path: Path):
+    metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="seq_aux_loss")
+    by_sequence = [
+        load_balancing_loss_func((row[:length],), EXPERTS, TOPK) / TOPK
+        for row, length in zip(logits, LENGTHS, strict=True)
+    ]
+    assert metrics["seq_load_balancing_loss"] == pytest.approx(sum(by_sequence).item() / 4, rel=1e-5)
+
+
+def test_global_loss_of_one_micro_batch_equals_its_load_balancing_loss(tmp_path: Path):
+    metrics, logits, _ = step(
+        tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="global_aux_loss"
+    )
+    expected = load_balancing_loss_func((logits.flatten(0, 1),), EXPERTS, TOPK, mask(logits.shape[1]).long())
+    assert metrics["global_load_balancing_loss"] == pytest.approx(expected.item() / TOPK, rel=1e-5)
+
+
+def test_z_loss_is_the_mean_square_of_the_logsumexp(tmp_path: Path):
+    metrics, logits, _ = step(tmp_path, moe_z_loss_coeff=COEFFICIENT)
+    squares = logits.logsumexp(dim=-1).square()
+    assert metrics["z_loss"] == pytest.approx(squares[mask(logits.shape[1])].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_padding_changes_no_loss_and_no_gradient(tmp_path: Path, kind: str):
+    losses = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFFICIENT, "moe_z_loss_coeff": 0.1}
+    bias = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": "true"}
+    tight, _, gradients = step(tmp_path, **losses, **bias)
+    padded, logits, padded_gradients = step(tmp_path, extra_padding=17, **losses, **bias)
+    assert logits.shape[1] == max(LENGTHS) + 17
+    for name in tight:
+        if name.endswith("loss") or name == "grad_norm":
+            assert padded[name] == pytest.approx(tight[name], rel=1e-5), name
+    torch.testing.assert_close(padded_gradients, gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_losses_without_coefficient_are_not_reported(tmp_path: Path):
+    metrics, _, _ = step(tmp_path)
+    assert not [name for name in metrics if "balancing" in name or name == "z_loss"]

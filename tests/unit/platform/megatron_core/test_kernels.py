@@ -1,0 +1,70 @@
+"""Kernels in place of Megatron-Core's functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.megatron_core.kernels import LayerKernels, use
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+
+class _OnGPU:
+    """A tensor as far as the choice of the kernel goes."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def platform():
+    platform = choose_platform("cpu")
+    platform.install()
+    return platform
+
+
+def test_kernels_are_called_and_undone(platform):
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
+    from megatron.core.transformer.moe import shared_experts
+
+    replaced = [
+        (mlp, "bias_swiglu_impl"),
+        (shared_experts, "bias_swiglu_impl"),
+        (layers, "_grad_accum_fusion_available"),
+    ]
+    before = [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb]
+    replacements, products = Replacements(), object()
+    use(LayerKernels(swiglu=lambda gates: ("kernel", gates), rotary=len, weight_gradients=products), replacements)
+    try:
+        gates = _OnGPU()
+        assert mlp.bias_swiglu_impl(gates, None) == ("kernel", gates)
+        assert shared_experts.bias_swiglu_impl(gates, None, False) == ("kernel", gates)
+        assert rope_utils.fused_apply_rotary_pos_emb is len
+        assert layers.fused_weight_gradient_mlp_cuda is products
+        assert layers._grad_accum_fusion_available
+    finally:
+        replacements.undo()
+    assert [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb] == before
+
+
+@pytest.mark.parametrize("case", ["cpu", "bias"])
+def test_megatron_core_computes_what_the_kernel_does_not(platform, case):
+    from megatron.core.transformer import mlp
+
+    replacements = Replacements()
+    use(LayerKernels(swiglu=lambda gates: pytest.fail("called")), replacements)
+    try:
+        gates, bias = torch.randn(3, 2, 8), torch.randn(8) if case == "bias" else None
+        gate, linear = (gates if bias is None else gates + bias).chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * linear
+        torch.testing.assert_close(mlp.bias_swiglu_impl(gates, bias), expected)
+    finally:
+        replacements.undo()
+
+
+def test_a_cpu_has_no_kernels():
+    from megatron_wrap.nn.kernels.available import layer_kernels
+
+    assert layer_kernels(torch.device("cpu")) == LayerKernels()

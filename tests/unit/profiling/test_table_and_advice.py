@@ -1,0 +1,156 @@
+"""The table of a profiled step, and the changes that a measurement suggests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.config.checks.run import check_layout, check_values
+from megatron_wrap.config.defaults import choices, with_choices
+from megatron_wrap.config.schema import derived
+from megatron_wrap.platform.base.machine import Machine
+from megatron_wrap.profiling import kernel_kinds as kinds
+from megatron_wrap.profiling.advice import ProfiledRun, promising_changes
+from megatron_wrap.profiling.breakdown import StepBreakdown, Work
+from megatron_wrap.profiling.table import ProfileReport, json_of, text
+
+LLAMA = str(Path(__file__).parents[3] / "scripts" / "benchmark" / "llama-1b.yaml")
+RUN = ProfiledRun(
+    device="NVIDIA H200",
+    transformer_engine_layers=True,
+    has_transformer_engine=True,
+    has_triton=True,
+    can_pack=True,
+    dp_size=1,
+    num_microbatches=8,
+    padding_share=0.0,
+    product_flops=500e12,  # 632 ms at 791 TFLOP/s
+    peak_gib=120.0,
+    total_gib=139.0,
+)
+
+
+def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times: float) -> StepBreakdown:
+    """A step of 1,000 ms; the time that `times` does not use is matrix products."""
+    exposed = exposed or {}
+    named = {name: times.get(name, 0.0) for name in kinds.KINDS} | {kinds.COMMUNICATION: sum(exposed.values())}
+    named[kinds.MATMUL] = 1000.0 - sum(named.values())
+    return StepBreakdown(named, 1000.0, 3, on_gpu, sum(exposed.values()), exposed, 5000, 0.0, ())
+
+
+REDUCED = {"reduce-scatter": 60.0, "all-gather": 40.0}
+PARALLEL, DDP = "megatron_lm.model.parallel", "megatron_lm.misc.ddp"
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, float]]] = {
+    "data": ({"data": 80.0}, {}, [], ("megatron_wrap.data.num_workers=2", 80.0)),
+    "idle": (
+        {"idle": 60.0},
+        {"peak_gib": 50.0, "product_flops": 800e12},
+        [],
+        ("megatron_lm.train.common.micro_batch_size=4", 60.0),
+    ),
+    "small products": (
+        {},
+        {"peak_gib": 50.0},
+        [],
+        ("megatron_lm.train.common.micro_batch_size=4", 1000 - 500e12 / 0.8 / 989e9),
+    ),
+    "reduction": ({"exposed": REDUCED}, {"dp_size": 2}, [], (f"{DDP}.overlap_grad_reduce=true", 60.0)),
+    "gathering": (
+        {"exposed": REDUCED},
+        {"dp_size": 2},
+        [f"{DDP}.overlap_grad_reduce=true", "megatron_lm.train.optimizer.use_distributed_optimizer=true"],
+        (f"{DDP}.overlap_param_gather=true", 40.0),
+    ),
+    "pipeline": (
+        {"idle": 20.0, "exposed": {"send and receive": 100.0}},
+        {},
+        [f"{PARALLEL}.pipeline_model_parallel_size=2"],
+        (f"{PARALLEL}.virtual_pipeline_model_parallel_size=2", 60.0),
+    ),
+    "tensor": (
+        {"exposed": {"all-gather": 200.0}},
+        {"peak_gib": 50.0, "num_microbatches": 1},
+        [f"{PARALLEL}.tensor_model_parallel_size=4", "megatron_lm.train.common.micro_batch_size=16"],
+        (f"{PARALLEL}.tensor_model_parallel_size=2", 100.0),
+    ),
+    "loss": ({"loss": 90.0}, {"has_triton": False}, [], ("pip install triton", 90.0)),
+    "recompute": (
+        {"attention": 200.0, "idle": 200.0},
+        {"peak_gib": 90.0},
+        ["megatron_lm.train.recompute.__select__=full"],
+        ("megatron_lm.train.recompute.__select__=none", 200.0),
+    ),
+    "padding": (
+        {"optimizer": 100.0},
+        {"padding_share": 0.3},
+        [],
+        ("megatron_wrap.flow.packing=true", 270.0),
+    ),
+    "implementation": (
+        {"elementwise": 150.0, "copies": 50.0},
+        {"transformer_engine_layers": False},
+        ["megatron_lm.model.arch.transformer_impl=torch"],
+        ("megatron_lm.model.arch.transformer_impl=transformer_engine", 200.0),
+    ),
+    "optimizer": (
+        {"optimizer": 80.0},
+        {"dp_size": 4},
+        [],
+        ("megatron_lm.train.optimizer.use_distributed_optimizer=true", 60.0),
+    ),
+    "precision": ({"idle": 400.0}, {}, [], ("megatron_lm.train.dtype.fp8=hybrid", 300.0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_change_addresses_what_takes_longest(name: str) -> None:
+    times, facts, overrides, (override, saves_ms) = CASES[name]
+    config = read_run(LLAMA, overrides)
+    step = _step(**times)
+    if name == "precision":  # a loop of two micro-batches in which nothing else applies
+        facts = {"num_microbatches": 1}
+    change = promising_changes(step, config, replace(RUN, **facts))[0]
+    assert (change.override, change.saves_ms) == (override, pytest.approx(saves_ms))
+    if "=" in override:  # a configuration takes it
+        changed = read_run(LLAMA, [*overrides, override])
+        check_values(changed)
+        check_layout(changed, derived.processes_needed(changed))
+
+
+def test_two_changes_the_larger_first_and_new_numbers_last() -> None:
+    step, config = _step(data=30.0, exposed=REDUCED), read_run(LLAMA, [])
+    changes = promising_changes(step, config, replace(RUN, dp_size=2))
+    assert [change.override.rpartition(".")[2] for change in changes] == ["overlap_grad_reduce=true", "num_workers=2"]
+    changes = promising_changes(_step(data=30.0), config, RUN)
+    assert [change.changes_numbers for change in changes] == [False, True]
+    assert promising_changes(_step(data=9.0, on_gpu=False), config, RUN) == []
+
+
+def test_what_the_defaults_chose_is_not_suggested() -> None:
+    run, step = replace(RUN, dp_size=2), _step(exposed={"reduce-scatter": 60.0})
+    config = read_run(LLAMA, [])
+    machine = Machine("cpu", None, triton=False, weight_gradients=None)
+    decided = with_choices(config, choices(config, machine, shards=2))
+    assert promising_changes(step, config, run)[0].override.endswith("overlap_grad_reduce=true")
+    assert not any("overlap_grad_reduce" in change.override for change in promising_changes(step, decided, run))
+
+
+def test_the_table_has_rank_0_and_the_slowest() -> None:
+    work = (Work("my_kernel", kinds.ELEMENTWISE, 2.0, 12.5, recognized=False),)
+    ranks = (_step(idle=100.0), _step(exposed=REDUCED), replace(_step(), work=work))
+    config = read_run(LLAMA, [])
+    changes = tuple(promising_changes(_step(data=50.0), config, RUN))
+    report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, "llama-1b (cuda, tp1 pp1 cp1 dp3)")
+    shown = text(report).splitlines()
+    assert report.slowest == 2
+    assert shown[0] == "llama-1b (cuda, tp1 pp1 cp1 dp3), iterations 6 to 8"
+    assert "rank 2 (slowest)" in shown[1]
+    assert shown[2].split() == ["matrix", "products", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
+    assert any("12.5 ms, such as my_kernel" in line for line in shown)
+    assert any("25% padding" in line for line in shown)
+    assert any("50.0 ms (5.0%)" in line for line in shown)
+    assert json_of(report)["ranks"][1]["exposed_collectives"] == REDUCED
