@@ -21,7 +21,7 @@ esac
 
 scratch=$(mktemp -d)
 set -m # each part is a process group, which the trap ends
-trap 'for group in $(jobs -p); do kill -- "-$group" 2> /dev/null; done; rm -rf "$scratch"' EXIT
+trap 'for group in $(jobs -p); do kill -- "-$group" 2> /dev/null || true; done; rm -rf "$scratch" || true' EXIT
 
 # Ranks wait for each other a third of their time, so two parts at a time end sooner than one after the other. The parts
 # of a command begin in the order of their lengths, longest first, so that both cores are used until the end.
@@ -31,9 +31,11 @@ part() { # NAME COMMAND...: runs it beside at most one other part; the output is
 }
 
 run_part() { # NAME COMMAND...
-  local name=$1 began=$SECONDS
+  local name=$1 began=$SECONDS status=0
   echo "== $name: running" >&2
-  "${@:2}" > "$scratch/$name" 2>&1 || touch "$scratch/.failed"
+  "${@:2}" > "$scratch/$name" 2>&1 || status=$?
+  # A process may crash after its last line, so the exit code is kept beside the output.
+  [ "$status" = 0 ] || echo "FAILED $name: exit code $status" >> "$scratch/.failed"
   echo "== $name: $((SECONDS - began)) s"
   cat "$scratch/$name"
 }
@@ -119,4 +121,5 @@ status=0
 [ ! -e "$scratch/.failed" ] || status=1
 echo
 "$PYTHON" scripts/test_summary.py "$scratch" "$SECONDS" || status=1
+[ ! -e "$scratch/.failed" ] || cat "$scratch/.failed"
 exit "$status"
