@@ -124,18 +124,28 @@ def _fill_normal(
     step = max(1, CHUNK_ELEMENTS[parameter.device.type] // columns)
     for start in range(0, rows, step):
         part = row_index[start : start + step]
-        values = _normal(part[:, None] * full_columns + column_index[None, :], key).mul_(std)
+        values = normal_values(part[:, None] * full_columns + column_index[None, :], key).mul_(std)
         if valid_rows is not None:
             values[part >= valid_rows] = 0.0
         parameter[start : start + step].copy_(values)
 
 
-def _normal(counter: Tensor, key: int) -> Tensor:
+def normal_values(counter: Tensor, key: int) -> Tensor:
     """Standard normal random numbers, fp32, from int64 counters: Box-Muller on the two 32-bit halves of a hash."""
     bits = _splitmix64(counter + key)
-    low = (bits & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    low = _unit_interval(bits)
     high = ((bits >> 32) & 0xFFFFFFFF).to(torch.float32).mul_(2.0 * math.pi * 2.0**-32)
     return low.log_().mul_(-2.0).sqrt_().mul_(high.cos_())
+
+
+def uniform_values(counter: Tensor, key: int) -> Tensor:
+    """Uniform random numbers between 0 and 1, both excluded, fp32, from int64 counters."""
+    return _unit_interval(_splitmix64(counter + key))
+
+
+def _unit_interval(bits: Tensor) -> Tensor:
+    """The low 32 bits as fp32 between 0 and 1, both excluded."""
+    return (bits & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
 
 
 def _splitmix64(value: Tensor) -> Tensor:

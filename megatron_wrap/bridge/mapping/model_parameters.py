@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.bridge.mapping.adapter import ADAPTER
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping, Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
+
+ADAPTER_FACTOR = f"{ADAPTER}.lora_"
+"""In the names of adapters' factors, which Hugging Face's model does not have."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -43,6 +47,8 @@ def mapped_parameters(
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
     for name, parameter in itertools.chain(named, _router_biases(chunk)):
+        if ADAPTER_FACTOR in name:
+            continue
         for fused, separate in _FUSED_NORMS.items():
             name = name.replace(fused, separate)
         if name not in table:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_wrap.config.schema.adapter import AdapterConfig
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig, ProviderConfig
@@ -165,6 +166,7 @@ class RunConfig:
     init: InitConfig
     logger: LoggerConfig
     model_provider: ProviderConfig
+    adapter: AdapterConfig
     models: ModelsConfig
     flow: FlowConfig
     data: DataConfig
@@ -199,6 +201,7 @@ SECTION_PATHS: dict[str, str] = {
     "init": "megatron_wrap.init",
     "logger": "megatron_wrap.logger",
     "model_provider": "megatron_wrap.model_provider",
+    "adapter": "megatron_wrap.adapter",
     "models": "megatron_wrap.models",
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",

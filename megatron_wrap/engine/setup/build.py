@@ -25,11 +25,13 @@ from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.engine.reference.precomputed import sample_preparation
+from megatron_wrap.engine.setup.adapter import add_adapters, layers_with_adapters
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
+from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
 from megatron_wrap.model.request import ModelRequest
@@ -69,6 +71,9 @@ def build_training_state(
     model_config = transformer_config(config, parallel, platform, training)
     weight_folder = starting_weights(config) if from_hugging_face else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder)
+    if layers := layers_with_adapters(config, vocab_size):
+        for chunk in bare:
+            add_adapters(bare_model(chunk), layers, config, parallel)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:
         platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)

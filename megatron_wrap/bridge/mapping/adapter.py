@@ -1,0 +1,161 @@
+"""Which linear layers an adapter of `megatron_wrap.adapter` trains beside, by peft's rules, and the tensors of peft's
+files that its factors are. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
+from megatron_wrap.bridge.mapping.tensors import Run, replicated
+from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.errors import ConfigError, did_you_mean
+
+PEFT_PREFIX = "base_model.model."
+"""Of names in adapter_model.safetensors."""
+ADAPTER = "_adapter"
+"""Ending of the name of an adapter's module, which begins with that of its linear layer."""
+
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?!mlp\.experts\.)(?:.*\.)?linear_\w+)\.weight")
+
+
+@dataclass(frozen=True)
+class TargetModule:
+    """A module of Hugging Face's model that gets an adapter."""
+
+    name: str
+    """Such as model.layers.0.self_attn.q_proj."""
+    rank: int
+    scale: float
+    """alpha / rank, or alpha / sqrt(rank)."""
+
+    @property
+    def key(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer of ours with adapters."""
+
+    name: str
+    """Global name, such as decoder.layers.0.self_attention.linear_qkv."""
+    weight: WeightMapping
+    modules: tuple[TargetModule, ...]
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether tensor parallelism splits the layer's inputs."""
+        return self.weight.split and self.weight.along == 1
+
+    def runs_of(self, module: TargetModule) -> list[tuple[int, tuple[Run, ...]]]:
+        """(index of the part of the layer's weight, the part's runs of this module) where there are any."""
+        name = f"{module.name}.weight"
+        parts = [(index, tuple(run for run in part if run.name == name)) for index, part in enumerate(self.weight.parts)]
+        return [(index, runs) for index, runs in parts if runs]
+
+    def factors(self) -> dict[str, WeightMapping]:
+        """Global name of each factor -> its tensor in peft's file."""
+        table: dict[str, WeightMapping] = {}
+        for module in self.modules:
+            stem = f"{self.name}{ADAPTER}"
+            file_a, file_b = (f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight" for letter in "AB")
+            other, runs = self.weight.other, self.runs_of(module)
+            assert other is not None, "a linear layer's weight has two dimensions"
+            if self.weight.along == 1:
+                length = sum(run.stop - run.start for _, part in runs for run in part)
+                table[f"{stem}.lora_A.{module.key}"] = WeightMapping(
+                    ((Run(file_a, 0, length),),), module.rank, along=1, split=self.weight.split
+                )
+                table[f"{stem}.lora_B.{module.key}"] = replicated(file_b, other, module.rank)
+                continue
+            table[f"{stem}.lora_A.{module.key}"] = replicated(file_a, module.rank, other)
+            for number, (_, part) in enumerate(runs):
+                key = module.key if len(runs) == 1 else f"{module.key}_{number}"
+                renamed = tuple(replace(run, name=file_b) for run in part)
+                table[f"{stem}.lora_B.{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
+        return table
+
+
+def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
+    """The linear layers with adapters, in model order.
+
+    Args:
+        table: the family's, global name of each parameter -> its Hugging Face tensors.
+
+    Raises:
+        ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module.
+    """
+    linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
+    modules = [name for mapping in linear.values() for name in _module_names(mapping)]
+    _refuse_unmatched(config, modules)
+    layers = []
+    for name, mapping in linear.items():
+        targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
+        if targets:
+            layers.append(AdaptedLayer(name, mapping, targets))
+    if not layers:
+        raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
+    return layers
+
+
+def _module_names(mapping: WeightMapping) -> list[str]:
+    names = (run.name.removesuffix(".weight") for part in mapping.parts for run in part)
+    return list(dict.fromkeys(names))
+
+
+def _is_target(module: str, config: AdapterConfig) -> bool:
+    if _matches(module, config.exclude_modules):
+        return False
+    if config.target_modules == "all-linear":
+        return True
+    if not _matches(module, config.target_modules):
+        return False
+    if not config.layers_to_transform:
+        return True
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+    return match is not None and int(match[1]) in config.layers_to_transform
+
+
+def _matches(module: str, patterns: str | Iterable[str]) -> bool:
+    """peft's rule: a string is a regular expression for the whole name, a list has names or their endings."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in patterns)
+
+
+def _target(module: str, config: AdapterConfig) -> TargetModule:
+    rank = _pattern_value(module, config.rank_pattern, config.r)
+    alpha = _pattern_value(module, config.alpha_pattern, config.lora_alpha)
+    return TargetModule(module, rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
+
+
+def _pattern_value(module: str, patterns: Mapping[str, float], default: float) -> int:
+    """peft's rule (utils/other.py, get_pattern_key): the first pattern that matches an ending of the name."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)  # type: ignore[return-value]
+
+
+def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
+    endings = sorted({name.rpartition(".")[2] for name in modules})
+    for key in ("target_modules", "exclude_modules"):
+        patterns = getattr(config, key)
+        if patterns == "all-linear":
+            continue
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = any(_matches(name, pattern if isinstance(patterns, str) else (pattern,)) for name in modules)
+            if not found:
+                raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+                raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
+
+
+def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers are "
+        f"{', '.join(endings)} (the output layer, embeddings and experts get no adapter)"
+    )

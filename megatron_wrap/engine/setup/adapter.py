@@ -1,0 +1,135 @@
+"""Adds the adapters of `megatron_wrap.adapter` to a model chunk, and freezes its other weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, adapted_layers
+from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
+from megatron_wrap.bridge.mapping.tensors import Mapping
+from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.model.initial_weights import global_names, normal_values, uniform_values
+from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
+from megatron_wrap.parallel.state import ParallelState
+
+
+def layers_with_adapters(config: RunConfig, vocab_size: int) -> list[AdaptedLayer]:
+    """The linear layers of the whole model that get adapters, in model order; none without `megatron_wrap.adapter`.
+
+    Raises:
+        UnsupportedModel: no Hugging Face family can express the architecture, so its modules have no names.
+        ConfigError: a pattern matches no module.
+    """
+    if config.adapter.adapter_type == "none":
+        return []
+    hf_format = export_format(config, vocab_size)
+    return adapted_layers(hf_format.family.parameters(hf_format.arch), config.adapter)
+
+
+def add_adapters(
+    chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig, parallel: ParallelState
+) -> None:
+    """Freeze the parameters of a bare model chunk and add adapters with initial factors beside its linear layers. An
+    adapter of `linear_qkv` is its sibling `linear_qkv_adapter`.
+
+    The factors depend only on the seed and their names, so all parallel layouts start equal.
+    """
+    chunk.requires_grad_(False)
+    named = {layer.name: layer for layer in layers}
+    for owner, child_name, child, name in list(_linear_layers(chunk, config)):
+        if name in named:
+            adapter = _adapter(child, named[name], config, parallel)
+            owner.add_module(f"{child_name}{ADAPTER}", adapter)
+    for name, factor, mapping in adapter_parameters(chunk, layers, config):
+        _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None and config.recompute.recompute_granularity is not None:
+        # a recomputed block has gradients only if one of its inputs does (torch.utils.checkpoint, use_reentrant)
+        embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def adapter_parameters(
+    chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig
+) -> Iterator[tuple[str, torch.nn.Parameter, Mapping]]:
+    """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk."""
+    table = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
+    for name, parameter in _global_names(chunk, config):
+        if name in table:
+            yield name, parameter, table[name]
+
+
+def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return global_names(chunk, tied=not config.arch.untie_embeddings_and_output_weights)
+
+
+def _linear_layers(
+    chunk: torch.nn.Module, config: RunConfig
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+    """(owner, name in the owner, layer, global name) of each module with a weight."""
+    names = {id(parameter): name for name, parameter in _global_names(chunk, config)}
+    for owner in chunk.modules():
+        for child_name, child in owner.named_children():
+            name = names.get(id(getattr(child, "weight", None)), "")
+            if name.endswith(".weight"):
+                yield owner, child_name, child, name.removesuffix(".weight")
+
+
+def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: ParallelState) -> LinearAdapter:
+    local_shape = tuple(base.weight.shape)
+    pieces = layer.weight.pieces(local_shape, parallel.tp.rank, parallel.tp.size)
+    whole = not layer.weight.split or local_shape == layer.weight.local_shape(1)
+    modules = []
+    share = local_shape[0] // len(layer.weight.parts)
+    for module in layer.modules:
+        if layer.weight.along == 1:
+            parts: tuple[Tensor, ...] = (torch.arange(local_shape[0]),)
+        else:
+            rows = torch.cat(
+                [torch.arange(*piece.local[0]) for piece in pieces if piece.name == f"{module.name}.weight"]
+            )
+            part = rows // share
+            parts = tuple(rows[part == index] for index, _ in layer.runs_of(module))
+        modules.append(AdaptedModule(module.key, module.rank, module.scale, parts))
+    kind = "row" if layer.is_row_parallel else "column"
+    if whole and parallel.tp.size > 1:
+        kind = "replicated"
+    return LinearAdapter(
+        base,
+        kind,  # type: ignore[arg-type]
+        modules,
+        dropout=config.adapter.lora_dropout,
+        sequence_parallel=config.parallel.sequence_parallel and parallel.tp.size > 1,
+    )
+
+
+@torch.no_grad()
+def _fill(
+    name: str, factor: Tensor, mapping: Mapping, adapter: AdapterConfig, seed: int, parallel: ParallelState
+) -> None:
+    """Set the initial values of a factor, as peft's LoraLayer.reset_lora_parameters: of A, uniform within 1 / sqrt(its
+    columns), which is kaiming_uniform_ with a = sqrt(5), or normal; of B zero."""
+    is_b = ".lora_B." in name
+    if is_b and adapter.init_lora_weights is not False:
+        factor.zero_()
+        return
+    digest = hashlib.sha256(f"{seed}\0{next(iter(mapping.shapes()))}".encode()).digest()
+    key = int.from_bytes(digest[:8], "little", signed=True)
+    (columns,) = {shape[1] for shape in mapping.shapes().values()}
+    for piece in local_pieces(name, factor, mapping, parallel):
+        (first_row, last_row), (first, last) = piece.region
+        rows = torch.arange(first_row, last_row, device=factor.device)
+        index = rows[:, None] * columns + torch.arange(first, last, device=factor.device)[None, :]
+        if adapter.init_lora_weights == "gaussian":
+            rank = factor.shape[0]
+            values = normal_values(index, key) / rank
+        else:
+            values = (2 * uniform_values(index, key) - 1) / math.sqrt(columns)
+        view_of(factor, piece, piece.region).copy_(values)

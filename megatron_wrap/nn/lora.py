@@ -1,0 +1,185 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) beside a linear layer of Megatron-Core.
+
+One factor is whole and the other is sharded, so the rank need not be a multiple of the tensor-parallel size, and each
+factor is one tensor of peft's files. The rule: an adapter's output is in the same parallel state as its base's output.
+
+| base | A | product of A and the input | B | output |
+|---|---|---|---|---|
+| column-parallel | whole | gathered over the sequence under sequence parallelism | rows | a rank's columns |
+| row-parallel | columns | summed over ranks, scattered over the sequence | whole | whole |
+| replicated | whole | | whole | whole |
+
+Under sequence parallelism the exchanged product has width r, and a whole factor has seen only this rank's tokens, so
+its attribute `sequence_parallel` makes Megatron-Core add up the ranks' gradients (finalize_model_grads.py).
+Import this module only after the platform is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+ParallelKind = Literal["column", "row", "replicated"]
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """One module of Hugging Face's model that is adapted, a part of a linear layer of ours."""
+
+    name: str
+    """Key of its factors, such as q_proj."""
+    rank: int
+    scale: float
+    """The product of the factors is multiplied by it."""
+    parts: tuple[Tensor, ...]
+    """Of B's rows on this rank, the rows of the base's local weight that they are added to, int64 [rows]; several parts
+    where the base's shard is a concatenation of slices (gate and up), each with a B of its own."""
+
+    @property
+    def b_names(self) -> tuple[str, ...]:
+        """Keys of `lora_B`, one for each part."""
+        if len(self.parts) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}_{number}" for number in range(len(self.parts)))
+
+
+class LinearAdapter(torch.nn.Module):
+    """The adapters of the modules of one linear layer; their factors are `lora_A[name]` and `lora_B[name]`.
+
+    Several modules of a fused layer are computed as one product: their A stacked, their B placed in the rows of the
+    base that belong to each.
+
+    Args:
+        base: the linear layer; its `weight` is [outputs, inputs] on this rank.
+        kind: how the base's weight is sharded over tensor-parallel ranks.
+        modules: at least one.
+        dropout: probability of dropping an input in training.
+        sequence_parallel: the layer's replicated inputs or outputs are scattered along the first dimension.
+    """
+
+    def __init__(
+        self,
+        base: torch.nn.Module,
+        kind: ParallelKind,
+        modules: Sequence[AdaptedModule],
+        dropout: float,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        weight: Any = base.weight
+        self.kind = kind
+        self.modules_of = tuple(modules)
+        self.dropout = dropout
+        self.sequence_parallel = sequence_parallel
+        self.enabled = True
+        self._outputs = weight.shape[0]
+        self.lora_A = torch.nn.ParameterDict()
+        self.lora_B = torch.nn.ParameterDict()
+        for module in self.modules_of:
+            new = {"dtype": weight.dtype, "device": weight.device}
+            self.lora_A[module.name] = torch.nn.Parameter(torch.empty(module.rank, weight.shape[1], **new))
+            for name, rows in zip(module.b_names, module.parts, strict=True):
+                self.lora_B[name] = torch.nn.Parameter(torch.empty(len(rows), module.rank, **new))
+                self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
+        for factor, dim in ((self.lora_A, self.sharded_dim("lora_A")), (self.lora_B, self.sharded_dim("lora_B"))):
+            for parameter in factor.values():
+                set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+                parameter.sequence_parallel = sequence_parallel and dim is None
+        base.register_forward_hook(self._add_to_output)
+
+    def sharded_dim(self, factor: str) -> int | None:
+        """Dimension of `lora_A` or `lora_B` that is sharded over tensor-parallel ranks; None: it is whole."""
+        return {("column", "lora_B"): 0, ("row", "lora_A"): 1}.get((self.kind, factor))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The adapters' output for the base's input, in the parallel state of the base's output."""
+        product = self._times_a(inputs)
+        if self.kind == "column":
+            if self.sequence_parallel:
+                product = gather_from_sequence_parallel_region(product)
+            else:
+                product = copy_to_tensor_model_parallel_region(product)
+        elif self.kind == "row":
+            if self.sequence_parallel:
+                product = reduce_scatter_to_sequence_parallel_region(product)
+            else:
+                product = reduce_from_tensor_model_parallel_region(product)
+        return torch.nn.functional.linear(product, self._placed_b())
+
+    def delta(self) -> Tensor:
+        """The sum of the scaled products B A, as the base's weight [outputs, inputs] on this rank, in fp32."""
+        first = torch.cat([self.lora_A[module.name].float() for module in self.modules_of])
+        return self._placed_b(torch.float32) @ first
+
+    def _times_a(self, inputs: Tensor) -> Tensor:
+        """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
+        factors = [self.lora_A[module.name] for module in self.modules_of]
+        if not (self.training and self.dropout):
+            stacked = factors[0] if len(factors) == 1 else torch.cat(factors)
+            return torch.nn.functional.linear(inputs, stacked)
+        # inputs that differ between tensor-parallel ranks take random numbers that differ, others the same ones
+        differs = self.kind == "row" or self.sequence_parallel
+        with get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
+            dropped = [torch.nn.functional.dropout(inputs, self.dropout) for _ in factors]
+        pairs = zip(dropped, factors, strict=True)
+        return torch.cat([torch.nn.functional.linear(values, factor) for values, factor in pairs], dim=-1)
+
+    def _placed_b(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
+        columns = []
+        for module in self.modules_of:
+            factors = [self.lora_B[name].to(dtype or self.lora_B[name].dtype) * module.scale for name in module.b_names]
+            if len(self.modules_of) == len(factors) == 1 and len(factors[0]) == self._outputs:
+                return factors[0]
+            placed = factors[0].new_zeros(self._outputs, module.rank)
+            for name, factor in zip(module.b_names, factors, strict=True):
+                placed = placed.index_copy(0, self.get_buffer(f"rows_of_{name}"), factor)
+            columns.append(placed)
+        return torch.cat(columns, dim=1)
+
+    def _add_to_output(self, _base: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if not self.enabled:
+            return output
+        if isinstance(output, tuple):
+            return output[0] + self(inputs[0]), *output[1:]
+        return output + self(inputs[0])
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Megatron-Core's description of the factors for checkpoints."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        axes = {name: self.sharded_dim(name.partition(".")[0]) for name in state}
+        sharded = {name: axis for name, axis in axes.items() if axis is not None}
+        return make_sharded_tensors_for_checkpoint(state, prefix, sharded, sharded_offsets)
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:
+    """The adapters in a process's model chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter)]
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within the context the model computes its base, bit for bit."""
+    adapters = adapters_of(chunks)
+    before = [adapter.enabled for adapter in adapters]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter, enabled in zip(adapters, before, strict=True):
+            adapter.enabled = enabled
