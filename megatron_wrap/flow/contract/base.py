@@ -104,11 +104,6 @@ class MegatronWrapFlowConfig:
     """Concatenate the sequences of a micro-batch to one row without padding; attention and positions stay within each
     sequence."""
 
-    def _require(self, name: str, valid: bool, rule: str) -> None:
-        """Raise ValueError with the value of the key `name` and the rule that it breaks, unless it is valid."""
-        if not valid:
-            raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
-
 
 class FlowOptions:
     """The options of a flow without a `Config`, as in its file of the configuration tree: `self.flow_config.KEY`."""
