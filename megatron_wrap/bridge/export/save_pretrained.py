@@ -72,15 +72,12 @@ def save_pretrained(
         failure: OSError | None = None
         for number, (name, members) in enumerate(split.filename_to_tensors.items()):
             writer = number % world
-            if writer == rank and failure is None:
-                try:
-                    writers[number] = _ShardWriter(target / name, [tensors[member] for member in members])
-                except OSError as error:
-                    failure = error
             for member in members:
                 for _, block in stream.blocks(tensors[member], writer):
                     if block is not None and failure is None:
                         try:
+                            if number not in writers:
+                                writers[number] = _ShardWriter(target / name, [tensors[member] for member in members])
                             writers[number].write(block)
                         except OSError as error:
                             failure = error
