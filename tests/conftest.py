@@ -4,6 +4,7 @@ a process group; and `--fast`, the tests that need neither transformers nor a pr
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -101,6 +102,7 @@ def _in_process(body: Callable[[], None]) -> None:
 
     def child() -> None:
         torch.set_num_threads(1)
+        gc.freeze()  # the collections of a run skip what this process has from its parent
         failure, skipped = "", ""
         try:
             body()
