@@ -117,9 +117,10 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
             continue  # null is resolved later; a difference then shows in the tensor shapes, which the ranks compare
         if key == "max_position_embeddings" and config.arch.position_embedding_type != "learned_absolute":
             continue  # no parameter depends on it
+        origin = config.origins.get(f"{section}.{key}")
         raise CheckpointError(
             f"the checkpoint is from another model, which differs from parameter {parameter} on: {section}.{key} was "
-            f"{before} when it was saved and is {now} here{_origin(config, f'{section}.{key}')}; use the architecture "
+            f"{before} when it was saved and is {now} here{f' ({origin})' if origin else ''}; use the architecture "
             f"of the checkpoint ({RESOLVED} in its folder), or another load or save folder"
         )
 
@@ -156,24 +157,17 @@ def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
         )
 
 
-def _origin(config: RunConfig, path: str) -> str:
-    origin = config.origins.get(path)
-    return f" ({origin})" if origin else ""
-
-
 def _validated(checkpoint: Path) -> Path:
-    missing = missing_part(checkpoint)
-    if missing is not None:
+    problem, backend = missing_part(checkpoint), None
+    if problem is None:
+        try:
+            backend = json.loads((checkpoint / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
+        except (OSError, ValueError) as error:
+            problem = f"metadata.json cannot be read: {error}"
+    if problem is not None:
         raise CheckpointError(
-            f"checkpoint {checkpoint} is incomplete: {missing}; copy it again, or use an older checkpoint"
+            f"checkpoint {checkpoint} is incomplete: {problem}; copy it again, or use an older checkpoint"
         )
-    try:
-        backend = json.loads((checkpoint / "metadata.json").read_text(encoding="utf-8")).get("sharded_backend")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is incomplete: metadata.json cannot be read: {error}; copy it again, or use an "
-            "older checkpoint"
-        ) from error
     if backend != "torch_dist":
         raise CheckpointError(
             f"checkpoint {checkpoint} has the format {backend}, which is not supported; load and save it in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def publish(
         on_rank_0(lambda: _finish(state, store, iteration, partial), message, FAILURES)
     except BaseException:
         if state.parallel.world.rank == 0:
-            store.abandon(iteration)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -173,7 +174,7 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
         "layout": content.layout_facts(state.parallel, state.platform.name),
         "consumed_samples": state.progress.consumed_samples,
     }
-    store.commit(iteration, facts)
+    store.commit(partial, iteration, facts)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class CheckpointStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
-        self._partials: dict[int, Path] = {}
 
     def folder_of(self, iteration: int) -> Path:
         """Path of the checkpoint of `iteration`, whether it exists or not."""
@@ -99,11 +98,10 @@ class CheckpointStore:
         self._clean()
         partial = self._hidden_name(iteration, "partial")
         partial.mkdir()
-        self._partials[iteration] = partial
         return partial
 
-    def commit(self, iteration: int, facts: Mapping[str, Any]) -> Path:
-        """Flush the folder from `begin` to disk, publish it as the checkpoint of `iteration`, and update the tracker.
+    def commit(self, partial: Path, iteration: int, facts: Mapping[str, Any]) -> Path:
+        """Flush a folder from `begin` to disk, publish it as the checkpoint of `iteration`, and update the tracker.
 
         An older checkpoint of the same iteration stays valid until the new one is renamed.
 
@@ -113,26 +111,20 @@ class CheckpointStore:
         Raises:
             OSError: a write failed; earlier checkpoints are unchanged.
         """
-        partial, final = self._partials[iteration], self.folder_of(iteration)
-        sizes = {name: _make_durable(partial / name) for name in sorted(_files(partial))}
+        final, content = self.folder_of(iteration), sorted(partial.rglob("*"))
+        sizes = {str(path.relative_to(partial)): _make_durable(path) for path in content if path.is_file()}
         write_atomically(partial / MANIFEST, json.dumps({**facts, "iteration": iteration, "files": sizes}, indent=1))
-        _make_folders_durable(partial)
+        for folder in (partial, *(path for path in content if path.is_dir())):
+            _make_durable(folder)
         replaced = self._hidden_name(iteration, "replaced") if final.exists() else None
         if replaced is not None:
             final.rename(replaced)
         partial.rename(final)
-        del self._partials[iteration]
         _make_durable(self.folder)
         self._replace(TRACKER, iteration)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         return final
-
-    def abandon(self, iteration: int) -> None:
-        """Remove the folder from `begin`."""
-        partial = self._partials.pop(iteration, None)
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def record_best(self, iteration: int) -> None:
         """Write that the checkpoint of `iteration` has the best evaluation.
@@ -237,26 +229,13 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def _files(folder: Path) -> Iterator[str]:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            yield os.path.relpath(os.path.join(root, name), folder)
-
-
 def _make_durable(path: Path) -> int:
     """Flush a file or folder to disk; returns its size in bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if path.is_dir():
-            with contextlib.suppress(OSError):  # some network file systems do not support fsync of a folder
-                os.fsync(descriptor)
-        else:
+        # some network file systems do not support fsync of a folder
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
             os.fsync(descriptor)
         return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
-
-
-def _make_folders_durable(folder: Path) -> None:
-    for root, _, _ in os.walk(folder):
-        _make_durable(Path(root))

@@ -10,12 +10,8 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.metric_loggers import (
-    MetricLoggerContext,
-    MetricLoggers,
-    SampleTexts,
-    build_metric_loggers,
-)
+from megatron_wrap.utils.json_lines_logger import SampleTexts
+from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
 from megatron_wrap.utils.progress import ProgressBar, format_step
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a run computes without changing its state: evaluations, outputs of samples, completions."""
+"""Evaluations of a run: when they are due, their sets, and their records."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from megatron_wrap.core.records import RunRecords
-from megatron_wrap.engine import evaluation
-from megatron_wrap.engine.generation.generate import Completion, generate, sample_texts
-from megatron_wrap.engine.generation.sampling import SamplingRule
+from megatron_wrap.data.chat.prompts import prompt_token_ids
+from megatron_wrap.engine.evaluation import evaluate
+from megatron_wrap.engine.generation.generate import sample_texts
 from megatron_wrap.engine.state.state import TrainingState
 
 _LARGEST_LOGARITHM = 20.0
@@ -37,6 +35,8 @@ class RunEvaluation:
     ) -> None:
         self._state, self._tokenizer, self._records = state, tokenizer, records
         self._evaluation_sets = evaluation_sets
+        for prompt in state.config.train.sample_prompts or ():  # a mistake is found before the first step
+            prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)
 
     @property
     def is_due(self) -> bool:
@@ -51,7 +51,7 @@ class RunEvaluation:
         for name, samples in (self._evaluation_sets() if sets is None else sets).items():
             if train.eval_iters and samples is not None:
                 samples = samples[: train.eval_iters * train.global_batch_size]
-            of_set = evaluation.evaluate(state, name, samples)
+            of_set = evaluate(state, name, samples)
             if state.flow.reports_perplexity:
                 of_set["perplexity"] = math.exp(min(of_set["loss"], _LARGEST_LOGARITHM))
             metrics |= {f"eval/{name}/{key}": value for key, value in of_set.items()}
@@ -61,27 +61,3 @@ class RunEvaluation:
             texts = sample_texts(state, self._tokenizer, train.sample_prompts)
             self._records.sample_texts(state.progress.iteration, texts)
         return metrics
-
-    def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
-        """Outputs of each sample."""
-        return evaluation.forward(self._state, samples)
-
-    def generate(
-        self,
-        prompts: Sequence[Any] | None,
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float | None,
-        top_k: int | None,
-        seed: int | None,
-        stop: str | Sequence[str | int],
-        batch_size: int,
-        n: int,
-        log_probs: bool,
-    ) -> list[Completion]:
-        """Completions of prompts."""
-        rule = SamplingRule(temperature, top_k, top_p)
-        seed = self._state.config.train.seed if seed is None else seed
-        return generate(
-            self._state, self._tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n, log_probs
-        )

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.session import LoggerSession
+from megatron_wrap.utils.session import logger_session
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ class MegatronWrap:
         self._reference_config = validate(self.given_config)
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
-        self._session: LoggerSession | None = None
+        self._session = ExitStack()
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
@@ -94,12 +95,12 @@ class MegatronWrap:
         from megatron_wrap.parallel import launch
 
         settings = self.config.logger
-        self._session = LoggerSession(
+        self._session = logger_session(
             rank=launch.environment_rank(),
             patch_print=settings.patch_print,
             remove_logging=settings.remove_logging,
             ignore_warning=settings.ignore_warning,
-        ).open()
+        )
         try:
             self._start()
         except BaseException:
@@ -181,9 +182,7 @@ class MegatronWrap:
             launch.stop(self._processes)
             self._processes = None
         self.platform.uninstall()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -343,7 +342,9 @@ class MegatronWrap:
         Returns:
             For each sample, in order, a dictionary of CPU tensors; the same on every rank.
         """
-        return self._ready().evaluation.forward(samples)
+        from megatron_wrap.engine.evaluation import forward
+
+        return forward(self.state, samples)
 
     def generate(
         self,
@@ -384,9 +385,12 @@ class MegatronWrap:
         Raises:
             DataError: a prompt or an argument is wrong.
         """
-        return self._ready().evaluation.generate(
-            prompts, max_new_tokens, temperature, top_p, top_k, seed, stop, batch_size, n, log_probs
-        )
+        from megatron_wrap.engine.generation.generate import generate
+        from megatron_wrap.engine.generation.sampling import SamplingRule
+
+        rule = SamplingRule(temperature, top_k, top_p)
+        seed = self.config.train.seed if seed is None else seed
+        return generate(self.state, self.tokenizer, prompts, max_new_tokens, rule, seed, stop, batch_size, n, log_probs)
 
     # ---- checkpoints ----
 

@@ -165,14 +165,14 @@ def _check_parts(state: TrainingState, sizes: list[int]) -> None:
         return
     multiple = state.micro_batching.num_microbatches_multiple
     unit = state.flow.micro_batch_size * state.parallel.dp.size * multiple
-    wrong = [(number, size) for number, size in enumerate(sizes, 1) if size % unit]
-    if wrong:
-        number, size = wrong[0]
-        raise DataError(
-            f"wrap.count_weights: part {number} has {size} samples, which is not a multiple of {unit} "
-            f"(micro_batch_size {state.flow.micro_batch_size} x data-parallel size {state.parallel.dp.size}"
-            f"{f' x {multiple} of the interleaved pipeline' if multiple > 1 else ''}); split the batch at other samples"
-        )
+    for number, size in enumerate(sizes, 1):
+        if size % unit:
+            of_pipeline = f" x {multiple} of the interleaved pipeline" if multiple > 1 else ""
+            raise DataError(
+                f"wrap.count_weights: part {number} has {size} samples, which is not a multiple of {unit} "
+                f"(micro_batch_size {state.flow.micro_batch_size} x data-parallel size {state.parallel.dp.size}"
+                f"{of_pipeline}); split the batch at other samples"
+            )
 
 
 def _check_weights(state: TrainingState, step: OpenStep | None, weights: Any) -> None:

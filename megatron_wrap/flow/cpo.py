@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, rewards_and_log_probs
 from megatron_wrap.flow.shared.preference_losses import smoothed
@@ -36,24 +37,20 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
         loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
         """Loss of a pair: sigmoid (CPO), hinge, ipo or simpo. ipo and simpo take the mean log-probability over the
         tokens of an answer, sigmoid and hinge the sum, as trl does."""
-        beta: float = 0.1
-        """Factor of the difference between log-probabilities; above 0. SimPO's paper has 2 to 10."""
-        label_smoothing: float = 0.0
-        """Probability that a pair's labels are swapped, with sigmoid and simpo; at least 0 and below 0.5."""
-        cpo_alpha: float = 1.0
+        beta: float = key(0.1, above=0)
+        """Factor of the difference between log-probabilities. SimPO's paper has 2 to 10."""
+        label_smoothing: float = key(0.0, at_least=0, below=0.5)
+        """Probability that a pair's labels are swapped, with sigmoid and simpo."""
+        cpo_alpha: float = key(1.0, at_least=0)
         """Coefficient of the chosen answers' negative log-likelihood, a mean over the tokens of the step; 0 for SimPO
-        alone. At least 0."""
-        simpo_gamma: float = 0.5
-        """Target margin of simpo, after the factor beta; at least 0."""
+        alone."""
+        simpo_gamma: float = key(0.5, at_least=0)
+        """Target margin of simpo, after the factor beta."""
         alpha: float = 0.0
         """AlphaPO's transformation of log-probabilities; 0: none. SimPO with alpha is AlphaPO."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self._require("beta", self.beta > 0, "larger than 0")
-            self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "at least 0 and less than 0.5")
-            self._require("cpo_alpha", self.cpo_alpha >= 0, "at least 0")
-            self._require("simpo_gamma", self.simpo_gamma >= 0, "at least 0")
             if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
                 raise ValueError(
                     f"label_smoothing is {self.label_smoothing}, but loss_type {self.loss_type} has none; set it to 0, "

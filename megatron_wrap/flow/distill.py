@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.next_token import MegatronWrapGPTModelNextTokenFlow
@@ -37,21 +38,15 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
     class Config(MegatronWrapGPTModelTextFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
-        beta: float = 0.0
+        beta: float = key(0.0, at_least=0, at_most=1)
         """The teacher's share of the mixture: 0 is the forward KL, 1 the reverse KL (trl's GKDConfig.beta)."""
-        temperature: float = 1.0
+        temperature: float = key(1.0, above=0)
         """Divides the logits of both models; the loss is not multiplied by its square."""
-        label_weight: float = 0.0
+        label_weight: float = key(0.0, at_least=0)
         """Coefficient of the cross-entropy of the labels, which is added."""
-        top_k: int | None = None
+        top_k: int | None = key(None, at_least=1)
         """Take only the teacher's K largest logits of each token, as a distribution over these ids; null: all, which
         are in memory for a whole step."""
-
-        def __post_init__(self) -> None:
-            self._require("beta", 0 <= self.beta <= 1, "from 0 to 1")
-            self._require("temperature", self.temperature > 0, "larger than 0")
-            self._require("label_weight", self.label_weight >= 0, "at least 0")
-            self._require("top_k", self.top_k is None or self.top_k >= 1, "at least 1")
 
     supports_packing = True
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
 from megatron_wrap.flow.shared.pairs import (
@@ -52,46 +53,47 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     class Config(MegatronWrapGPTModelPairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
-        beta: float = 0.1
-        """Strength of the penalty for deviating from the reference model; above 0."""
+        beta: float = key(0.1, above=0)
+        """Strength of the penalty for deviating from the reference model."""
         loss_type: str | list[str] = "sigmoid"
         """One loss, or a list for their weighted sum: sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair,
         bco_pair, sppo_hard, apo_zero, apo_down, discopop, aot, aot_unpaired (both sort over the whole step) or sft
         (a mean over the step's chosen tokens)."""
         loss_weights: tuple[float, ...] = ()
         """Factor of each loss of loss_type, in its order; []: 1 each."""
-        label_smoothing: float = 0.0
-        """Probability that a pair's labels are swapped; at least 0 and below 0.5. Used by sigmoid (not in trl 1.x),
-        robust, exo_pair (above 0), aot and aot_unpaired."""
+        label_smoothing: float = key(0.0, at_least=0, below=0.5)
+        """Probability that a pair's labels are swapped. Used by sigmoid (not in trl 1.x), robust, exo_pair (above 0),
+        aot and aot_unpaired."""
         f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
         """Divergence from the reference that the losses of a difference of scores penalize."""
         f_alpha_divergence_coef: float = 0.5
         """Alpha of the alpha divergence."""
-        ld_alpha: float = 1.0
-        """Factor from 0 to 1 of log-probabilities of an answer's tokens beyond the length of the shorter answer
+        ld_alpha: float = key(1.0, at_least=0, at_most=1)
+        """Factor of log-probabilities of an answer's tokens beyond the length of the shorter answer
         (LD-DPO, arXiv:2409.06411)."""
         use_weighting: bool = False
         """Multiply each pair's loss by the policy's probabilities of both answers (WPO, arXiv:2406.11827)."""
         rpo_alpha: float = 0.0
         """Factor of the negative log-likelihood of the chosen answers that is added (arXiv:2404.19733), as a mean over
         the step's chosen tokens, not per answer as in the paper. trl 1.x has sft in loss_type instead."""
-        discopop_tau: float = 0.05
-        """Temperature of discopop's share of the exponential loss; above 0."""
+        discopop_tau: float = key(0.05, above=0)
+        """Temperature of discopop's share of the exponential loss."""
 
         def __post_init__(self) -> None:
-            self._require("beta", self.beta > 0, "larger than 0")
-            self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "at least 0 and less than 0.5")
             super().__post_init__()
-            self._require("ld_alpha", 0 <= self.ld_alpha <= 1, "from 0 to 1")
-            self._require("discopop_tau", self.discopop_tau > 0, "larger than 0")
-            names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
-            check_losses(names, self.loss_weights, self.f_divergence_type, self.use_weighting, self.label_smoothing)
+            check_losses(
+                self.names, self.loss_weights, self.f_divergence_type, self.use_weighting, self.label_smoothing
+            )
+
+        @property
+        def names(self) -> list[str]:
+            """The losses of `loss_type`."""
+            return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
 
         @property
         def losses(self) -> dict[str, float]:
             """Loss -> its factor; `rpo_alpha` is a factor of sft."""
-            names = self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
-            losses = dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+            losses = dict(zip(self.names, self.loss_weights or [1.0] * len(self.names), strict=True))
             if self.rpo_alpha:
                 losses[NLL] = losses.get(NLL, 0.0) + self.rpo_alpha
             return losses

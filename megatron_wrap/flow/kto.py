@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.data.chat.encode import ChatTokens, encode_sample
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
@@ -43,19 +44,14 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     class Config(MegatronWrapGPTModelTextFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
-        beta: float = 0.1
-        """Strength of the penalty for deviating from the reference model; above 0."""
+        beta: float = key(0.1, above=0)
+        """Strength of the penalty for deviating from the reference model."""
         loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
         """kto, or APO-zero of single answers (arXiv:2408.06266), whose z is 0."""
-        desirable_weight: float = 1.0
-        """Factor of the loss of desirable answers; at least 0. It is no weight in the mean."""
-        undesirable_weight: float = 1.0
-        """Factor of the loss of undesirable answers; at least 0. It is no weight in the mean."""
-
-        def __post_init__(self) -> None:
-            self._require("beta", self.beta > 0, "larger than 0")
-            self._require("desirable_weight", self.desirable_weight >= 0, "at least 0")
-            self._require("undesirable_weight", self.undesirable_weight >= 0, "at least 0")
+        desirable_weight: float = key(1.0, at_least=0)
+        """Factor of the loss of desirable answers. It is no weight in the mean."""
+        undesirable_weight: float = key(1.0, at_least=0)
+        """Factor of the loss of undesirable answers. It is no weight in the mean."""
 
     supports_packing = True
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, rewards_and_log_probs
 from megatron_wrap.flow.shared.reference_free import NLL, PREFERENCE, ReferenceFreeFlow
@@ -26,12 +27,8 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
     class Config(MegatronWrapGPTModelPairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
-        beta: float = 0.1
-        """Coefficient of the odds ratio's loss, the paper's lambda; above 0."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self._require("beta", self.beta > 0, "larger than 0")
+        beta: float = key(0.1, above=0)
+        """Coefficient of the odds ratio's loss, the paper's lambda."""
 
     supports_packing = True
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, truncate
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow.contract.base import LossOutput
@@ -33,13 +34,8 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
     class Config(MegatronWrapGPTModelPairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
-        center_rewards_coefficient: float = 0.0
-        """Coefficient of the mean squared sum of a pair's scores, which keeps scores around 0; at least 0. 0.01 is
-        usual."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self._require("center_rewards_coefficient", self.center_rewards_coefficient >= 0, "at least 0")
+        center_rewards_coefficient: float = key(0.0, at_least=0)
+        """Coefficient of the mean squared sum of a pair's scores, which keeps scores around 0. 0.01 is usual."""
 
     supports_packing = True
 

@@ -46,7 +46,9 @@ class _Entropy(torch.autograd.Function):
         normalizer = log_normalizer(logits, dtype, 1.0, group)
         result = torch.empty_like(normalizer)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * dtype.itemsize):
-            result[block] = _partial_entropy(block_log_probs(logits[block], normalizer[block], 1.0))
+            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
+            result[block] = log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
+            del log_probs  # free the memory before the next block
         reduce_in_place(result, "sum", group)
         ctx.save_for_backward(logits, normalizer, result)
         return result
@@ -57,20 +59,11 @@ class _Entropy(torch.autograd.Function):
         logits, normalizer, result = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for block in token_blocks(result.shape, _BUFFERS * logits.shape[-1] * normalizer.dtype.itemsize):
-            gradient = _entropy_gradient(block_log_probs(logits[block], normalizer[block], 1.0), result[block])
-            grad[block] = gradient.mul_(grad_outputs[0][block].unsqueeze(-1))
-            del gradient  # free the memory before the next block
+            log_probs = block_log_probs(logits[block], normalizer[block], 1.0)
+            gradient = log_probs.exp().mul_(log_probs.add_(result[block].unsqueeze(-1)))
+            grad[block] = gradient.mul_(-grad_outputs[0][block].unsqueeze(-1))
+            del log_probs, gradient  # free the memory before the next block
         return grad, None
-
-
-def _partial_entropy(log_probs: Tensor) -> Tensor:
-    """This rank's part of the entropy, [n, C] -> [n]."""
-    return log_probs.exp().mul_(log_probs).sum(dim=-1).neg_()
-
-
-def _entropy_gradient(log_probs: Tensor, value: Tensor) -> Tensor:
-    """-p (log p + entropy), [n, C] and [n] -> [n, C]; overwrites its input."""
-    return log_probs.exp().mul_(log_probs.add_(value.unsqueeze(-1))).neg_()
 
 
 def collision_entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:

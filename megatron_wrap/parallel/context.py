@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_wrap.errors import LayoutError
 
@@ -93,6 +94,5 @@ def pad_to(tensor: Tensor, dim: int, length: int, value: float = 0) -> Tensor:
         raise LayoutError(f"a tensor of length {tensor.shape[dim]} along dimension {dim} cannot be padded to {length}")
     if missing == 0:
         return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+    later_dims = tensor.dim() - 1 - dim % tensor.dim()
+    return functional.pad(tensor, [0, 0] * later_dims + [0, missing], value=value)

@@ -1,7 +1,7 @@
 """Text logging for distributed runs, with loguru: `logger.info_rank_0("...")`, `logger.debug_all_ranks("...")`.
 
 Importing this module does not change loguru's sinks. An entry point calls `configure_console`, usually through
-`megatron_wrap.utils.session.LoggerSession`; before that, messages go to the sinks of the host program.
+`megatron_wrap.utils.session.logger_session`; before that, messages go to the sinks of the host program.
 """
 
 import os

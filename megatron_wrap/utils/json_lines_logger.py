@@ -12,7 +12,7 @@ from megatron_wrap.utils.logger_errors import refuse_unwritable
 
 
 class _JsonLinesFile:
-    """A file of the run with one strict JSON object per line, which a resumed run continues.
+    """A file of the run with one strict JSON object per line, which a resumed run continues. Only rank 0 writes.
 
     Args:
         output_dir: created if missing.
@@ -20,7 +20,6 @@ class _JsonLinesFile:
             later iterations and an incomplete last line; existing objects of `resume_from` itself are not written
             again. None: a new run; an existing file is renamed: `metrics.jsonl` to `metrics.1.jsonl` (or the next free
             number).
-        rank: global rank; only rank 0 writes. Default: `logger.rank`.
 
     Raises:
         ConfigError: the folder or the file cannot be written.
@@ -28,12 +27,12 @@ class _JsonLinesFile:
 
     file_name: ClassVar[str]
 
-    def __init__(self, output_dir: str | Path, resume_from: int | None = None, rank: int | None = None) -> None:
+    def __init__(self, output_dir: str | Path, resume_from: int | None = None) -> None:
         self.path = Path(output_dir) / self.file_name
         self._resume_from = resume_from
         self._known: set[str] = set()  # keys of the objects of `resume_from` in the file
         self._file: IO[str] | None = None
-        if (logger.rank if rank is None else rank) != 0:
+        if logger.rank != 0:
             return
         with refuse_unwritable("metrics", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,14 +111,12 @@ def _remove_after(path: Path, iteration: int) -> set[str]:
     for line in content.splitlines():
         try:
             entry = json.loads(line)
-            written_at = entry["iteration"]
-            later = written_at > iteration
+            if entry["iteration"] > iteration:
+                continue
         except (ValueError, KeyError, TypeError):
             invalid += 1
             continue
-        if later:
-            continue
-        if written_at == iteration:
+        if entry["iteration"] == iteration:
             known.update(entry)
         kept.append(line + b"\n")
     if invalid:

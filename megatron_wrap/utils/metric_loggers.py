@@ -21,21 +21,9 @@ from typing import Any, Protocol, runtime_checkable
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.registry import Registry
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.json_lines_logger import JsonLinesLogger, SampleTexts
+from megatron_wrap.utils.json_lines_logger import JsonLinesLogger
 from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
 from megatron_wrap.utils.wandb_logger import WandbLogger
-
-__all__ = [
-    "JsonLinesLogger",
-    "MetricLogger",
-    "MetricLoggerContext",
-    "MetricLoggerEntry",
-    "MetricLoggers",
-    "SampleTexts",
-    "TensorBoardLogger",
-    "WandbLogger",
-    "build_metric_loggers",
-]
 
 
 @runtime_checkable
@@ -115,22 +103,20 @@ def build_metric_loggers(
         ConfigError: an unknown key, unknown options, or an error of the logger itself. Loggers that were already built
             are closed.
     """
-    if logger.rank != 0:
-        return MetricLoggers([])
     built = MetricLoggers([])
+    if logger.rank != 0:
+        return built
     try:
         for key, options in selected.items():
-            factory = MetricLoggerEntry.resolve(key)
-            built.loggers.append(_build(key, factory, context, dict(options or {})))
+            built.loggers.append(_build(key, context, options or {}))
     except BaseException:
         built.close()
         raise
     return built
 
 
-def _build(
-    key: str, factory: MetricLoggerFactory, context: MetricLoggerContext, options: dict[str, Any]
-) -> MetricLogger:
+def _build(key: str, context: MetricLoggerContext, options: Mapping[str, Any]) -> MetricLogger:
+    factory = MetricLoggerEntry.resolve(key)
     try:
         inspect.signature(factory).bind(context, **options)
     except TypeError as error:

@@ -1,4 +1,7 @@
-"""Optional, reversible changes of the host program: `patch_print`, `remove_logging`, `ignore_warning`."""
+"""Optional changes of the host program: `patch_print`, `remove_logging`, `ignore_warning`.
+
+Each function applies one and returns the function that reverts it and keeps what others have added since.
+"""
 
 import builtins
 import logging
@@ -6,63 +9,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_wrap.platform.megatron_core.replacements import Replacements
 from megatron_wrap.utils.dist_logger import logger
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class HostPatches:
-    """Changes of the host process that take effect in `apply` and are reverted by `undo`.
-
-    Both can be called twice; `with HostPatches(...):` calls them.
-
-    Args:
-        patch_print: redirect the builtin `print` to `logger.debug_all_ranks`, except `print` to a file other than the
-            process's stdout or inside `contextlib.redirect_stdout`.
-        remove_logging: remove the handlers of `logging`'s root logger.
-        ignore_warning: hide FutureWarning and UserWarning.
-    """
-
-    def __init__(self, patch_print: bool = False, remove_logging: bool = False, ignore_warning: bool = False) -> None:
-        self._steps: list[Callable[[], Callable[[], None]]] = []
-        if patch_print:
-            self._steps.append(_send_print_to_logger)
-        if remove_logging:
-            self._steps.append(_remove_root_handlers)
-        if ignore_warning:
-            self._steps.append(_hide_warnings)
-        self._undo: list[Callable[[], None]] | None = None
-
-    def apply(self) -> None:
-        """Apply the changes; a second call does nothing."""
-        if self._undo is None:
-            self._undo = [step() for step in self._steps]
-
-    def undo(self) -> None:
-        """Restore the state before `apply`, and keep what others have added since."""
-        steps, self._undo = self._undo or [], None
-        for step in reversed(steps):
-            step()
-
-    def __enter__(self) -> "Self":
-        self.apply()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
-
-
-class _InSink(threading.local):
-    """Whether this thread is inside a sink of the logger."""
-
-    active = False
 
 
 class _PrintToLogger:
@@ -73,7 +23,7 @@ class _PrintToLogger:
         self.active = True
         self._stdout = sys.stdout
         self._incomplete: dict[int, str] = {}
-        self._in_sink = _InSink()
+        self._in_sink = threading.local()
 
     def __call__(
         self,
@@ -85,7 +35,7 @@ class _PrintToLogger:
     ) -> None:
         target = sys.stdout if file is None else file
         # If a sink prints, use the real print: loguru cannot log inside a sink.
-        if not self.active or target is not self._stdout or self._in_sink.active:
+        if not self.active or target is not self._stdout or getattr(self._in_sink, "active", False):
             self.real_print(*values, sep=sep, end=end, file=file, flush=flush)
             return
         ending = "\n" if end is None else end
@@ -114,7 +64,8 @@ class _PrintToLogger:
             self._in_sink.active = False
 
 
-def _send_print_to_logger() -> Callable[[], None]:
+def send_print_to_logger() -> Callable[[], None]:
+    """Redirect the builtin `print` to `logger.debug_all_ranks`."""
     redirected = _PrintToLogger(builtins.print)
     replacements = Replacements()
     replacements.set(builtins, "print", redirected)
@@ -128,7 +79,8 @@ def _send_print_to_logger() -> Callable[[], None]:
     return undo
 
 
-def _remove_root_handlers() -> Callable[[], None]:
+def remove_root_handlers() -> Callable[[], None]:
+    """Remove the handlers of `logging`'s root logger."""
     root = logging.getLogger()
     removed = root.handlers[:]
     for handler in removed:
@@ -144,7 +96,8 @@ def _remove_root_handlers() -> Callable[[], None]:
     return undo
 
 
-def _hide_warnings() -> Callable[[], None]:
+def hide_warnings() -> Callable[[], None]:
+    """Hide FutureWarning and UserWarning."""
     before = list(warnings.filters)
     for category in (FutureWarning, UserWarning):
         warnings.simplefilter("ignore", category)

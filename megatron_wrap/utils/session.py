@@ -1,65 +1,46 @@
 """All changes of a run to the process's logging, applied by `initialize()` or a command and reverted afterwards."""
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+from contextlib import ExitStack
+
+from megatron_wrap.utils import patches
 from megatron_wrap.utils.dist_logger import configure_console, logger
-from megatron_wrap.utils.patches import HostPatches
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
-class LoggerSession:
-    """Combines `configure_console`, the logger's rank and `HostPatches`; reverts them in `close`.
+def logger_session(
+    level: str | None = None,
+    rank: int | None = None,
+    patch_print: bool = False,
+    remove_logging: bool = False,
+    ignore_warning: bool = False,
+) -> ExitStack:
+    """Configure the console and the logger's rank, and change the host program.
 
     Args:
         level: lowest level on the console; default: CONSOLE_LOG_LEVEL, else INFO.
         rank: global rank of this process; default: torchrun's RANK, else 0.
-        patch_print, remove_logging, ignore_warning: see `HostPatches`.
+        patch_print: redirect the builtin `print` to `logger.debug_all_ranks`, except `print` to a file other than the
+            process's stdout or inside `contextlib.redirect_stdout`.
+        remove_logging: remove the handlers of `logging`'s root logger.
+        ignore_warning: hide FutureWarning and UserWarning.
+
+    Returns:
+        A context manager that reverts all changes at its end or in `close`, and keeps what others have added since.
+
+    Raises:
+        ConfigError: unknown level; nothing is changed.
     """
-
-    def __init__(
-        self,
-        level: str | None = None,
-        rank: int | None = None,
-        patch_print: bool = False,
-        remove_logging: bool = False,
-        ignore_warning: bool = False,
-    ) -> None:
-        self._level = level
-        self._rank = rank
-        self._patches = HostPatches(patch_print, remove_logging, ignore_warning)
-        self._undo_console: Callable[[], None] | None = None
-        self._previous_rank: int | None = None
-
-    def open(self) -> "Self":
-        """Apply all changes; a second call does nothing.
-
-        Raises:
-            ConfigError: unknown level; nothing is changed.
-        """
-        if self._undo_console is None:
-            self._undo_console = configure_console(self._level)
-            self._previous_rank = logger._rank
-            if self._rank is not None:
-                logger.set_rank(self._rank)
-            self._patches.apply()
-        return self
-
-    def close(self) -> None:
-        """Revert all changes in reverse order; a second call does nothing."""
-        if self._undo_console is not None:
-            undo, self._undo_console = self._undo_console, None
-            self._patches.undo()
-            logger.set_rank(self._previous_rank)
-            undo()
-
-    def __enter__(self) -> "Self":
-        return self.open()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    with ExitStack() as undo:
+        undo.callback(configure_console(level))
+        undo.callback(logger.set_rank, logger._rank)
+        if rank is not None:
+            logger.set_rank(rank)
+        for wanted, apply in (
+            (patch_print, patches.send_print_to_logger),
+            (remove_logging, patches.remove_root_handlers),
+            (ignore_warning, patches.hide_warnings),
+        ):
+            if wanted:
+                undo.callback(apply())
+        return undo.pop_all()

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
 
 
@@ -15,7 +13,6 @@ class TensorBoardLogger:
         folder: of the events; created if missing.
         resume_from: iteration of the checkpoint from which the run resumes; TensorBoard discards later points. None: a
             new run; TensorBoard discards all points of earlier runs in this folder.
-        rank: global rank; only rank 0 writes. Default: `logger.rank`.
         log_interval: steps are written every `log_interval` iterations, evaluations always.
         queue_size: largest number of points in memory; more are written.
 
@@ -27,14 +24,10 @@ class TensorBoardLogger:
         self,
         folder: str | Path,
         resume_from: int | None = None,
-        rank: int | None = None,
         log_interval: int = 1,
         queue_size: int = 1000,
     ) -> None:
-        self._writer: Any = None
         self._log_interval = log_interval
-        if (logger.rank if rank is None else rank) != 0:
-            return
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -47,8 +40,6 @@ class TensorBoardLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one point per metric; `iteration` is the x axis, not a metric."""
-        if self._writer is None:
-            return
         of_training = not all(name.startswith("eval/") for name in metrics if name != "iteration")
         if of_training and step % self._log_interval:
             return
@@ -58,6 +49,4 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         """Flush and close the event file; a second call does nothing."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()

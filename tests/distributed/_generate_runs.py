@@ -164,7 +164,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
     forward pass over the full sequence; on the ranks of the last pipeline stage."""
     import torch
 
-    from megatron_wrap.engine.generation.cached_model import cached_model
+    from megatron_wrap.engine.generation.cached_model import CachedModel
     from megatron_wrap.engine.logits import sequence_logits
     from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
     from megatron_wrap.platform.megatron_core.generation import whole_sequences
@@ -179,7 +179,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
         with (
             evaluation_mode(wrap.state),
             whole_sequences(wrap.state.chunks),
-            cached_model(wrap.state, padding, length) as model,
+            CachedModel(wrap.state, padding, length) as model,
         ):
             for start, stop in [(0, prefilled), *((index, index + 1) for index in range(prefilled, length))]:
                 actual = model.next_logits(tokens[:, start:stop].to(wrap.platform.device))

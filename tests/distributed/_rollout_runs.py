@@ -43,7 +43,7 @@ def in_file_order(folder: Path) -> dict[str, Tensor]:
 
     files = sorted(folder.glob("*.safetensors"))
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    names = [name for file in files for name, _ in stored_tensors(file)]
+    names = [name for file in files for name in stored_tensors(file)]
     assert sorted(names) == sorted(loaded)
     return {name: loaded[name] for name in names}
 

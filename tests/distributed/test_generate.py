@@ -202,12 +202,12 @@ def test_texts_and_messages_are_completed_as_in_transformers_and_end_before_a_st
 @pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
 def test_an_evaluation_logs_completions_of_the_sample_prompts(layout, with_text, ranks, tmp_path):
     world_size, overrides = runs.LAYOUTS[layout]
-    prompts = ["It was", "Once upon a time"]
+    prompts = ["It was", [{"role": "user", "content": "hello"}]]
     lines, completions = ranks(world_size).run(
         runs.samples_at_evaluation, str(with_text), overrides, str(tmp_path), prompts
     )[0]
     assert len(lines) == 2
-    for line, prompt, completion in zip(lines, prompts, completions, strict=True):
+    for line, prompt, completion in zip(lines, ["It was", "user: hello"], completions, strict=True):
         assert f"iteration 0, sample of {prompt!r}: {completion['text']!r}" in line
 
 

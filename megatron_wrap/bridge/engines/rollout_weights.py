@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.export.weight_stream import WeightStream, dtype_name
+from megatron_wrap.bridge.export.weight_stream import WeightMetadata, WeightStream
 from megatron_wrap.errors import CheckpointError, ConfigError
 
 BUCKET_BYTES = 2**30
 """Default size limit of a bucket, in bytes: that of vLLM's packed buffers."""
-
-
-@dataclass(frozen=True)
-class WeightMetadata:
-    """One Hugging Face tensor, before it is gathered."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the dtype without the module, such as "bfloat16"."""
-        return dtype_name(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class RolloutWeights:

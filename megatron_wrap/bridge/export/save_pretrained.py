@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megatron_wrap.bridge.export.export_format import ExportFormat
@@ -55,26 +56,28 @@ def save_pretrained(
     target = Path(folder).expanduser()
     original = None if hf_format.original is None else hf_format.original.folder
     values = hf_format.config_json(dtype_name(stream.dtype))
-    shards = _shards(stream, _size(max_shard_size))
+    tensors = {tensor.name: tensor for tensor in stream.tensors}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_size(max_shard_size),
+    )
     rank, world = parallel.world.rank, parallel.world.size
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         _prepare(target, original)
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         failure: OSError | None = None
-        for number, (name, tensors) in enumerate(zip(names, shards, strict=True)):
+        for number, (name, members) in enumerate(split.filename_to_tensors.items()):
             writer = number % world
-            if writer == rank and failure is None:
-                try:
-                    writers[number] = _ShardWriter(target / name, tensors)
-                except OSError as error:
-                    failure = error
-            for tensor in tensors:
-                for _, block in stream.blocks(tensor, writer):
+            for member in members:
+                for _, block in stream.blocks(tensors[member], writer):
                     if block is not None and failure is None:
                         try:
+                            if number not in writers:
+                                writers[number] = _ShardWriter(target / name, [tensors[member] for member in members])
                             writers[number].write(block)
                         except OSError as error:
                             failure = error
@@ -84,7 +87,7 @@ def save_pretrained(
             open_writer.close()
     with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
         if rank == 0:
-            _finish(target, names, shards, values, tokenizer, original)
+            _finish(target, split, values, tokenizer, original)
     return target
 
 
@@ -124,22 +127,6 @@ class _ShardWriter:
         self._open.close()
 
 
-def _shards(stream: WeightStream, limit: int) -> list[list[WholeTensor]]:
-    shards: list[list[WholeTensor]] = [[]]
-    size = 0
-    for tensor in stream.tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
@@ -153,23 +140,14 @@ def _prepare(target: Path, original: Path | None) -> None:
     target.mkdir(parents=True, exist_ok=True)
 
 
-def _finish(
-    target: Path,
-    names: list[str],
-    shards: list[list[WholeTensor]],
-    values: dict[str, Any],
-    tokenizer: Any,
-    original: Path | None,
-) -> None:
+def _finish(target: Path, split: Any, values: dict[str, Any], tokenizer: Any, original: Path | None) -> None:
     """The last part of an export, on rank 0 when all shards are written: index, tokenizer and configuration files."""
     for old in target.iterdir():  # an earlier export with another number of shards
         stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX)
-        if stale and old.name not in names:
+        if stale and old.name not in split.filename_to_tensors:
             old.unlink()
-    if len(names) > 1:
-        total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
-        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if split.is_sharded:
+        _write_json(target / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     if tokenizer is not None:
         tokenizer.save_pretrained(str(target))
     _write_json(target / "generation_config.json", generation_config(original, values, tokenizer))

@@ -39,14 +39,18 @@ class OwnedPiece:
     piece: Piece
 
 
-@dataclass
-class WholeTensor:
-    """One Hugging Face tensor and the ranks that provide its parts; the same on every rank."""
+@dataclass(frozen=True)
+class WeightMetadata:
+    """One Hugging Face tensor, before it is gathered."""
 
     name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[OwnedPiece] = field(default_factory=list)
+    shape: tuple[int, ...]
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype without the module, such as "bfloat16"."""
+        return dtype_name(self.dtype)
 
     @property
     def numel(self) -> int:
@@ -57,6 +61,13 @@ class WholeTensor:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WholeTensor(WeightMetadata):
+    """One Hugging Face tensor and the ranks that provide its parts; the same on every rank."""
+
+    parts: list[OwnedPiece] = field(default_factory=list)
 
 
 class WeightStream:
@@ -191,7 +202,7 @@ def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dt
     """
     fp32 = {name for mapping in family.parameters(arch).values() if mapping.fp32 for name in mapping.shapes()}
     whole = {
-        name: WholeTensor(name, shape, torch.float32 if name in fp32 else dtype)
+        name: WholeTensor(name, torch.float32 if name in fp32 else dtype, shape)
         for name, shape in family.shapes(arch).items()
     }
     seen: set[tuple[str, Region]] = set()

@@ -1,4 +1,5 @@
-"""Shared by the families: sizes, the common keys of config.json, and the weight table of a Llama-like decoder."""
+"""Shared by the families: sizes, the common keys of config.json, and the weight table of a Llama-like decoder, dense or
+with experts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
-from megatron_wrap.config.schema.derived import ffn_hidden_size, kv_channels, num_query_groups
+from megatron_wrap.config.schema.derived import (
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    moe_layer_pattern,
+    num_query_groups,
+)
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
@@ -41,6 +48,19 @@ PLAIN: dict[str, Any] = {
 }
 """Values of a Llama-like decoder; a family overrides those that differ. Every key that affects the model's function is
 here or in `decoder_values`, so no default of the configuration tree is used."""
+
+ROUTER: dict[str, Any] = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_group_score_experts": None,
+    "moe_router_enable_expert_bias": False,
+}
+"""Values of a router with a softmax over the chosen experts; a family overrides those that differ."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +250,50 @@ def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) 
     return table
 
 
+def experts_table(
+    arch: ArchConfig,
+    sizes: Sizes,
+    ours: str,
+    theirs: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_expert",
+) -> Table:
+    """The MLP of an MoE layer: router, experts, and shared experts if there are any.
+
+    Args:
+        ours, theirs: prefixes of the MLP in Megatron-Core and Hugging Face.
+        names: of an expert's gate, up and down projections.
+        shared: name of the shared experts; their gate is `{shared}_gate`.
+    """
+    assert arch.num_experts is not None
+    table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}
+    if arch.moe_router_enable_expert_bias:
+        bias = weights.replicated(theirs + "gate.e_score_correction_bias", arch.num_experts)
+        table[ours + "router.expert_bias"] = weights.in_fp32(bias)
+    ffn = moe_ffn_hidden_size(arch)
+    for number in range(arch.num_experts):
+        gate, up, down = (f"{theirs}experts.{number}.{name}.weight" for name in names)
+        mine = f"{ours}experts.{number}."
+        table[mine + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
+        table[mine + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
+    shared_ffn = arch.moe_shared_expert_intermediate_size
+    if shared_ffn is not None:
+        table |= mlp_table(shared_ffn, arch, sizes, ours + "shared_experts.", f"{theirs}{shared}.")
+        if arch.moe_shared_expert_gate:
+            gate = f"{theirs}{shared}_gate.weight"
+            table[ours + "shared_experts.gate_weight"] = weights.replicated(gate, 1, sizes.hidden)
+    return table
+
+
+def mlp_of_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, shared: str = "shared_expert") -> Table:
+    """The MLP of the layer with the prefixes `ours` and `theirs`, dense or MoE; `shared` as for `experts_table`."""
+    ours_mlp, theirs_mlp = ours + "mlp.", theirs + "mlp."
+    if moe_layer_pattern(arch)[int(ours.split(".")[2])]:
+        return experts_table(arch, sizes, ours_mlp, theirs_mlp, shared=shared)
+    return mlp_table(sizes.ffn, arch, sizes, ours_mlp, theirs_mlp)
+
+
 def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
     """The two norms of a layer."""
     return {
@@ -239,13 +303,13 @@ def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
 
 
 def llama_table(arch: ArchConfig) -> Table:
-    """The weight table of Llama, Qwen2, Qwen3 and Mistral."""
+    """The weight table of Llama, Mistral and Qwen."""
 
     def layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
         return {
             **norm_table(sizes, ours, theirs),
             **attention_table(arch, sizes, ours, theirs),
-            **mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp."),
+            **mlp_of_layer(arch, sizes, ours, theirs),
         }
 
     return decoder_table(arch, layer)

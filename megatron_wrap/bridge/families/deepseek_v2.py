@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.experts import ROUTER, experts_table
+from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import moe_layer_pattern
@@ -134,9 +133,7 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
             attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
         ),
     }
-    if moe_layer_pattern(arch)[int(ours.split(".")[2])]:
-        return {**table, **experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.", shared="shared_experts")}
-    return {**table, **decoder.mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")}
+    return {**table, **decoder.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts")}
 
 
 def latent_table(arch: ArchConfig) -> Table:

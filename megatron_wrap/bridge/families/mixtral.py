@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.experts import ROUTER, experts_table
+from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -36,7 +35,7 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     return {
         **decoder.norm_table(sizes, ours, theirs),
         **decoder.attention_table(arch, sizes, ours, theirs),
-        **experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=names),
+        **decoder.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=names),
     }
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, need, refuse_unless
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table, need, refuse_unless
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
-from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config, qwen_table
+from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -28,4 +28,4 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {**decoder_config(arch), **qwen_experts_config(arch), **shared, "qkv_bias": True}
 
 
-FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _arch_values, _config_values, qwen_table)
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", _arch_values, _config_values, llama_table)

@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.experts import ROUTER, experts_table
+from megatron_wrap.bridge.families.decoder import (
+    ROUTER,
+    decoder_config,
+    decoder_values,
+    llama_table,
+    need,
+    refuse_unless,
+)
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import moe_layer_pattern
@@ -40,30 +45,15 @@ def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def qwen_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    """One layer, dense or MoE."""
-    number = int(ours.split(".")[2])
-    if moe_layer_pattern(arch)[number]:
-        mlp = experts_table(arch, sizes, ours + "mlp.", theirs + "mlp.")
-    else:
-        mlp = decoder.mlp_table(sizes.ffn, arch, sizes, ours + "mlp.", theirs + "mlp.")
-    return {**decoder.norm_table(sizes, ours, theirs), **decoder.attention_table(arch, sizes, ours, theirs), **mlp}
-
-
-def qwen_table(arch: ArchConfig) -> Table:
-    """The weight table of Qwen's MoE families."""
-    return decoder.decoder_table(arch, qwen_layer)
-
-
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_windows(config)
     refuse_unless(config, attention_bias=False)
-    values = decoder.decoder_values(config, tied=False)
+    values = decoder_values(config, tied=False)
     return {**values, **qwen_experts(config, values["num_layers"]), "qk_layernorm": True}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
-    return {**decoder.decoder_config(arch), **qwen_experts_config(arch), "attention_bias": False}
+    return {**decoder_config(arch), **qwen_experts_config(arch), "attention_bias": False}
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _arch_values, _config_values, qwen_table)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _arch_values, _config_values, llama_table)

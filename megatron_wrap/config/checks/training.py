@@ -248,7 +248,11 @@ def _check_best_metric(config: RunConfig) -> None:
 
 def _check_sample_prompts(config: RunConfig) -> None:
     key, prompts = ["train.sample_prompts"], config.train.sample_prompts
-    if not prompts or "" in prompts:
-        refuse(config, key, f"{prompts} must be a list of non-empty texts; null logs no sample")
+    if not prompts or not all(prompts):
+        refuse(config, key, f"{prompts} must be a list of non-empty texts or lists of messages; null logs no sample")
+    messages = [message for prompt in prompts if not isinstance(prompt, str) for message in prompt]
+    incomplete = [message for message in messages if not {"role", "content"} <= message.keys()]
+    if incomplete:
+        refuse(config, key, f"the message {incomplete[0]} lacks role or content; write {{role: user, content: ...}}")
     if config.data.tokenizer is None:
-        refuse(config, key, f"texts need a tokenizer; set {SECTION_PATHS['data']}.tokenizer, or write null")
+        refuse(config, key, f"prompts need a tokenizer; set {SECTION_PATHS['data']}.tokenizer, or write null")

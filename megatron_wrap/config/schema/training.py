@@ -43,8 +43,9 @@ class TrainConfig:
     """`wrap.evaluation_due` is true every N iterations, and before the first; null: never."""
     eval_iters: int | None = key(None, at_least=1, null_means_off=True)
     """Global batches taken from each evaluation set; null: the whole set."""
-    sample_prompts: list[str] | None = None
-    """Texts that `wrap.evaluate` completes greedily, up to 64 tokens each, and logs; null: none."""
+    sample_prompts: list[str | list[dict[str, Any]]] | None = None
+    """Prompts that `wrap.evaluate` completes greedily, up to 64 tokens each, and logs: texts, or lists of messages such
+    as [{role: user, content: Hello}], which are rendered with the chat template. null: none."""
     early_stop_patience: int | None = key(None, at_least=1, null_means_off=True)
     """`wrap.fit` ends the run after N evaluations in a row without a better checkpoint.best_metric; null: never."""
     save: str | None = None

@@ -11,6 +11,13 @@ from megatron_wrap.errors import DataError
 KINDS = "a text, a list of messages or a list of token ids"
 
 
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt for people to read: a text as it is, messages as one line `role: content` each."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
 def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
     """The token ids of one prompt.
 

@@ -3,10 +3,11 @@ context-parallel ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -53,10 +54,7 @@ class BatchLoader:
         self._flow, self._preparation = flow, of_sample
         self._micro_batching, self._localization = micro_batching, localization
         self._stream, self._stored = stream, stored
-        self._receiver: ThreadPoolExecutor | None = None
-        self._coming: Future[PreparedBatch] | None = None
-        self._workers: Workers | None = None
-        self._here: Iterator[PreparedBatch] | None = None
+        self._loading: Generator[PreparedBatch] | None = None
         self._next: Cursor | None = None
         self._shown = 0
         multiple = localization.parallel.dp.size * micro_batching.num_microbatches_multiple
@@ -77,10 +75,10 @@ class BatchLoader:
             DataError: a row cannot be used; the message begins with file and row.
             TrainingError: a worker process has died.
         """
-        if cursor != self._next:
+        if self._loading is None or cursor != self._next:
             self.close()
-            self._start(cursor)
-        batch: PreparedBatch = next(self._here) if self._here is not None else self._received()
+            self._loading = self._batches_from(cursor)
+        batch = next(self._loading)
         self._next = batch.after
         for text in batch.bad_rows[: _SHOWN_BAD_ROWS - self._shown]:
             logger.warning_rank_0(f"left out (megatron_wrap.data.on_bad_sample: skip): {text}")
@@ -89,42 +87,33 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._workers is not None:
-            self._workers.close()
-        if self._receiver is not None:
-            self._receiver.shutdown()  # after the workers' end, for which it may be waiting
-        self._receiver = self._coming = None
-        self._workers = self._here = self._next = None
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
 
-    def _start(self, cursor: Cursor) -> None:
+    def _batches_from(self, cursor: Cursor) -> Generator[PreparedBatch]:
         count = self._config.data.num_workers
         if count == 0:
-            self._here = (PreparedBatch(*parts) for parts in self._batches(cursor, 0, 1))
+            for parts in self._batches(cursor, 0, 1):
+                yield PreparedBatch(*parts)
             return
-        self._workers = Workers(
+        device = self._localization.device
+        # page-locked memory is allocated on the current device of the thread
+        select = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        workers = Workers(
             lambda worker, workers: self._batches(cursor, worker, workers),
             count,
             self._config.data.prefetch_batches,
-            pin_memory=self._localization.device.type == "cuda",
+            pin_memory=device.type == "cuda",
         )
-
-    def _received(self) -> PreparedBatch:
-        """The next batch, which a thread has received during the step before: copying it takes milliseconds, in which
-        the device would wait."""
-        if self._receiver is None:
-            device = self._localization.device
-            # page-locked memory is allocated on the current device of the thread
-            select = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-            self._receiver = ThreadPoolExecutor(1, "batches", initializer=select)
-            self._coming = self._receiver.submit(self._from_workers)
-        assert self._coming is not None
-        batch = self._coming.result()
-        self._coming = self._receiver.submit(self._from_workers)
-        return batch
-
-    def _from_workers(self) -> PreparedBatch:
-        assert self._workers is not None
-        return PreparedBatch(*self._workers.next())
+        # the thread receives a batch during the step before: copying it takes milliseconds, in which the device would
+        # wait; it may wait for a worker, so the workers end first
+        with ThreadPoolExecutor(1, "batches", initializer=select) as thread, contextlib.closing(workers):
+            coming = thread.submit(lambda: PreparedBatch(*workers.next()))
+            while True:
+                batch = coming.result()
+                coming = thread.submit(lambda: PreparedBatch(*workers.next()))
+                yield batch
 
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:
         """Every `workers`-th batch, beginning with batch `worker` after `cursor`."""

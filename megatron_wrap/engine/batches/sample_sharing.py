@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
 from megatron_wrap.errors import DataError
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
 from megatron_wrap.parallel.state import Axis, ParallelState
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Which ranks pass samples to one call."""
-
-    passes_samples: bool
-    """Whether this rank passes samples."""
-    broadcast: bool
-    """Whether only global rank 0 passes samples, and broadcasts them."""
 
 
 class SampleSharing:
@@ -34,7 +23,8 @@ class SampleSharing:
 
     def __init__(self, world: Axis) -> None:
         self._world = world
-        self._sources: dict[str, _Source] = {}
+        self._passing: dict[str, list[bool]] = {}
+        """Call -> whether each rank passes samples to it: all of them, or only global rank 0, which broadcasts."""
 
     def share(self, batch: Sequence[Any] | None, caller: str) -> Sequence[Any]:
         """The batch, on every rank. Collective.
@@ -51,16 +41,16 @@ class SampleSharing:
             if batch is None:
                 raise DataError(f"wrap.{caller}: samples are None, and this is the only process; pass samples")
             return batch
-        if caller not in self._sources:
-            self._sources[caller] = _agreed_source(passes_samples, caller)
-        source = self._sources[caller]
-        if passes_samples != source.passes_samples:
+        if caller not in self._passing:
+            self._passing[caller] = _passing_ranks(passes_samples, caller)
+        passing = self._passing[caller]
+        if passes_samples != passing[self._world.rank]:
             passed = "samples" if passes_samples else "None"
             raise DataError(
                 f"wrap.{caller}: rank {self._world.rank} passes {passed}, unlike in its first call; pass samples on "
                 "the same ranks in the whole run"
             )
-        if source.broadcast:
+        if not all(passing):
             if batch is not None and not isinstance(batch, PreparedBatch):
                 batch = list(batch)
             batch = broadcast_object(batch, source_rank=0)
@@ -68,15 +58,15 @@ class SampleSharing:
         return batch
 
 
-def _agreed_source(passes_samples: bool, caller: str) -> _Source:
-    everywhere = gather_objects(passes_samples)
-    if not everywhere[0] or len(set(everywhere[1:])) > 1:
-        without = [rank for rank, has in enumerate(everywhere) if not has]
+def _passing_ranks(passes_samples: bool, caller: str) -> list[bool]:
+    passing = gather_objects(passes_samples)
+    if not passing[0] or len(set(passing[1:])) > 1:
+        without = [rank for rank, has in enumerate(passing) if not has]
         raise DataError(
             f"wrap.{caller}: rank(s) {without} pass None; pass the samples on every rank, or on global rank 0 "
             "only, with None on all others"
         )
-    return _Source(passes_samples, broadcast=not all(everywhere))
+    return passing
 
 
 def micro_batch_indices(num_samples: int, micro_batch_size: int, dp: Axis) -> list[range]:

@@ -85,13 +85,10 @@ def cached_samples(
         key = {"source": source_key, **flow_key}
         skip_bad = config.data.on_bad_sample == "skip"
         rows = functools.partial(open_source, source)
-        caches.append(open_cache(folder, key, rows, preparation, skip_bad, _processes()))
+        # these processes tokenize while the other ranks of the node wait
+        processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        caches.append(open_cache(folder, key, rows, preparation, skip_bad, processes))
     return CachedSamples(stream, caches)
-
-
-def _processes() -> int:
-    """Processes that tokenize while the other ranks of the node wait."""
-    return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def _source_key(source: SourceConfig) -> dict[str, Any] | None:

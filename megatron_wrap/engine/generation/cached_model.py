@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,41 +21,29 @@ MIN_RECORDED_PASSES = 8
 """Recording a CUDA graph takes as long as some passes without one, so fewer passes than this are not recorded."""
 
 
-@contextlib.contextmanager
-def cached_model(
-    state: TrainingState, padding: Sequence[int], max_length: int, sources: Sequence[int] | None = None
-) -> Iterator[CachedModel]:
-    """The model with an empty KV cache for one batch; use it inside evaluation mode and `whole_sequences`.
+class CachedModel(contextlib.ExitStack):
+    """Incremental decoding of a batch of left-padded sequences on one replica, with an empty KV cache; a context
+    manager, which restores the model, for use inside evaluation mode and `whole_sequences`. The first call of
+    `next_logits` processes the padded prompts, each further call one token per sequence.
+
+    Pipeline stages, and the virtual stages of an interleaved pipeline, run one after another while the others wait. All
+    context-parallel processes compute the same. Where `_constant_shapes` allows it, the passes after the first are a
+    CUDA graph.
 
     Args:
         padding: number of padding slots on the left of each prompt, the same on every process of the replica.
         max_length: slots of each sequence in the cache, padding and new tokens included.
         sources: for each sequence the index of its prompt; None: one sequence for each prompt.
     """
-    with contextlib.ExitStack() as changes:
-        yield CachedModel(state, padding, max_length, range(len(padding)) if sources is None else sources, changes)
-
-
-class CachedModel:
-    """Incremental decoding of a batch of left-padded sequences on one replica. The first call processes the padded
-    prompts, each further call one token per sequence. Created by `cached_model`.
-
-    Pipeline stages, and the virtual stages of an interleaved pipeline, run one after another while the others wait. All
-    context-parallel processes compute the same. Where `_constant_shapes` allows it, the passes after the first are a
-    CUDA graph.
-    """
 
     def __init__(
-        self,
-        state: TrainingState,
-        padding: Sequence[int],
-        max_length: int,
-        sources: Sequence[int],
-        changes: contextlib.ExitStack,
+        self, state: TrainingState, padding: Sequence[int], max_length: int, sources: Sequence[int] | None = None
     ) -> None:
         from megatron.core.inference.contexts import StaticInferenceContext
 
-        self._state, self._changes = state, changes
+        super().__init__()
+        self._state = state
+        sources = range(len(padding)) if sources is None else sources
         self._padding = torch.tensor(padding, device=state.platform.device)
         self._sources = torch.tensor(sources, device=state.platform.device)
         self._max_length = max_length
@@ -64,7 +52,7 @@ class CachedModel:
         self._cache = KeyValueCache(self._length, self._sources)
         self._context = StaticInferenceContext(len(sources), self._length)
         self._decoding: ConstantShapeDecoding | None = None
-        changes.enter_context(with_cache(state.chunks, self._cache.update))
+        self.enter_context(with_cache(state.chunks, self._cache.update))
 
     def next_logits(self, token_ids: Tensor) -> Tensor | None:
         """Process the next tokens of each sequence and extend the KV cache. Collective over the replica.
@@ -89,7 +77,7 @@ class CachedModel:
         if start == 0:
             logits = None if logits is None else logits[self._sources]
             self._padding = self._padding[self._sources]
-            self._changes.enter_context(self._left_padded())
+            self.enter_context(self._left_padded())
             self._decode_with_constant_shapes()
         return logits
 
@@ -128,7 +116,7 @@ class CachedModel:
         if self._max_length - start < MIN_RECORDED_PASSES or not _constant_shapes(self._state):
             return
         masked = torch.empty(len(self._padding), self._length, dtype=torch.bool, device=self._padding.device)
-        self._changes.enter_context(masked_slots(self._state.chunks, masked, TorchCoreAttention.masked))
+        self.enter_context(masked_slots(self._state.chunks, masked, TorchCoreAttention.masked))
         self._decoding = ConstantShapeDecoding(self._logits, self._cache, masked, self._padding, start)
         if self._padding.is_cuda:
             self._decoding.capture()

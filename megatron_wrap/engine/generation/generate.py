@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.data.chat.prompts import prompt_token_ids
-from megatron_wrap.engine.generation.cached_model import cached_model
+from megatron_wrap.data.chat.prompts import prompt_text, prompt_token_ids
+from megatron_wrap.engine.generation.cached_model import CachedModel
 from megatron_wrap.engine.generation.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
@@ -143,10 +143,10 @@ def generate(
 
 
 def sample_texts(
-    state: TrainingState, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 64
+    state: TrainingState, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int = 64
 ) -> list[tuple[str, str]]:
-    """(prompt, greedy completion) for each prompt; `max_new_tokens` is lowered to fit the model's learned positions.
-    Collective."""
+    """(`prompt_text`, greedy completion) for each prompt, a text or messages; `max_new_tokens` is lowered to fit the
+    model's learned positions. Collective."""
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     if limit is not None:
         longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
@@ -155,7 +155,10 @@ def sample_texts(
     completions = generate(
         state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller=caller
     )
-    return [(prompt, completion["text"] or "") for prompt, completion in zip(prompts, completions, strict=True)]
+    return [
+        (prompt_text(prompt), completion["text"] or "")
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 def _complete(
@@ -181,7 +184,7 @@ def _complete(
         [[0] * slots + prompt for slots, prompt in zip(padding, prompts, strict=True)], device=state.platform.device
     )
     of_chosen: list[Tensor] = []
-    with cached_model(state, padding, longest + ends.max_new_tokens - 1, sources) as model:
+    with CachedModel(state, padding, longest + ends.max_new_tokens - 1, sources) as model:
         for _ in range(ends.max_new_tokens):
             logits = model.next_logits(fed)
             of_rank_0 = None if logits is None or state.parallel.tp.rank else _choose(logits, rows, rule)

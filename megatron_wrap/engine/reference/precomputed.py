@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, sample_hash
 from megatron_wrap.data.chat.tokenizer import fingerprint
 from megatron_wrap.errors import ConfigError, DataError
@@ -33,27 +33,12 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
                 f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
                 f"configuration, or set {name} back"
             )
-    return _with_outputs(stored, flow.prepare_sample, config.models)
-
-
-def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
-    """What stored outputs depend on, besides the sample and the model."""
-    return {
-        "flow_key": config.flow.flow_key,
-        "seq_length": config.train.seq_length,
-        "tokenizer": None if flow.context.tokenizer is None else fingerprint(flow.context.tokenizer, "samples"),
-    }
-
-
-def _with_outputs(
-    stored: PrecomputedOutputs, prepare: Callable[[Any], Any], models: ModelsConfig
-) -> Callable[[Any], Any]:
-    """`prepare` for samples to which the stored outputs are added."""
+    models = config.models
 
     def prepare_with_outputs(sample: Any) -> Any:
         outputs = stored.get(sample_hash(sample))
         if outputs is None:
-            prepare(sample)  # a mistake of the sample comes first
+            flow.prepare_sample(sample)  # a mistake of the sample comes first
             raise DataError(
                 f"{stored.folder} has no output of the {models.role} model for the sample {_shown(sample)}; run "
                 "megatron-wrap precompute with the data of this run"
@@ -64,9 +49,18 @@ def _with_outputs(
                 f"the sample contains {', '.join(both)}, which {models.path}.precomputed adds; remove them from the "
                 f"samples, or set {models.path} to null"
             )
-        return prepare({**sample, **{name: _value(value) for name, value in outputs.items()}})
+        return flow.prepare_sample({**sample, **{name: _value(value) for name, value in outputs.items()}})
 
     return prepare_with_outputs
+
+
+def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
+    """What stored outputs depend on, besides the sample and the model."""
+    return {
+        "flow_key": config.flow.flow_key,
+        "seq_length": config.train.seq_length,
+        "tokenizer": None if flow.context.tokenizer is None else fingerprint(flow.context.tokenizer, "samples"),
+    }
 
 
 def _value(value: Any) -> Any:

@@ -104,11 +104,6 @@ class MegatronWrapFlowConfig:
     """Concatenate the sequences of a micro-batch to one row without padding; attention and positions stay within each
     sequence."""
 
-    def _require(self, name: str, valid: bool, rule: str) -> None:
-        """Raise ValueError with the value of the key `name` and the rule that it breaks, unless it is valid."""
-        if not valid:
-            raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
-
 
 class FlowOptions:
     """The options of a flow without a `Config`, as in its file of the configuration tree: `self.flow_config.KEY`."""
@@ -154,15 +149,6 @@ class MegatronWrapTrainingFlowBase(ABC):
         self.context = context
         self.seq_length = context.seq_length
         self.vocab_size = context.vocab_size
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        defined, old, new = vars(cls), "calculate_second_model_outputs", "calculate_reference_outputs"
-        if old in defined and new not in defined:
-            warnings.warn(f"{cls.__name__}.{old} is deprecated; rename it to {new}", DeprecationWarning, stacklevel=2)
-            setattr(cls, new, defined[old])
-        elif new in defined and old not in defined:  # for super().calculate_second_model_outputs in a class below
-            setattr(cls, old, defined[new])
 
     @property
     def micro_batch_size(self) -> int:
@@ -254,8 +240,6 @@ class MegatronWrapTrainingFlowBase(ABC):
         this micro-batch, as this rank's shards, without a graph. Default: `calculate_outputs`, which `precompute`
         stores."""
         return self.calculate_outputs(loss_inputs, model_forward_output)
-
-    calculate_second_model_outputs = calculate_reference_outputs  # the deprecated name, see __init_subclass__
 
     def get_step_samples(self, samples: Sequence[Any]) -> Sequence[Any] | None:
         """The prepared samples that `calculate_step_values` gets, collated like others: as many as the batch contains,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.reading.yaml_nodes import describe
+from megatron_wrap.config.schema.keys import key_range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import ConfigError, FlowError, did_you_mean
@@ -23,9 +24,9 @@ def decode_flow_config(
     """The value of `self.flow_config`: an instance of the flow's `Config`, or `FlowOptions` if it declares none.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a missing key, or a value that `Config` rejects (ValueError in its
-            `__post_init__`), or `packing` of a flow that does not support it; the message names file, line and dotted
-            path.
+        ConfigError: an unknown key, a wrong type, a value out of range, a missing key, values that `Config` rejects
+            (ValueError in its `__post_init__`), or `packing` of a flow that does not support it; the message names
+            file, line and dotted path.
         FlowError: `Config` is not a dataclass derived from `MegatronWrapFlowConfig`.
     """
     if config.flow.packing:
@@ -51,6 +52,9 @@ def decode_flow_config(
         except Mismatch as mismatch:
             raise ConfigError(f"{_where(config, key)}: {mismatch}, not {describe(value)}") from None
     for field in dataclasses.fields(declared):
+        allowed, value = key_range(field), values.get(field.name)
+        if allowed is not None and value is not None and not allowed.holds(value):
+            raise ConfigError(f"{_where(config, field.name)}: must be {allowed}, not {value}")
         needs = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and field.init
         if needs and field.name in hints and field.name not in values:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -23,23 +24,23 @@ class GRPOConfig(MegatronWrapGPTModelTextFlow.Config):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratios of single tokens, or one ratio of the whole response: the geometric mean over its tokens (GSPO,
     arXiv:2507.18071)."""
-    epsilon: float = 0.2
-    """A ratio is clipped below 1 - epsilon; from 0 to 1."""
-    epsilon_high: float | None = None
+    epsilon: float = key(0.2, at_least=0, at_most=1)
+    """A ratio is clipped below 1 - epsilon."""
+    epsilon_high: float | None = key(None, at_least=0)
     """A ratio is clipped above 1 + epsilon_high; null: epsilon. For cispo see cispo_range."""
     delta: float | None = None
     """Upper limit of the ratio that is not clipped, for negative advantages; above 1 + epsilon_high. null: none."""
-    clip_ratio_c: float | None = None
-    """Dual clip: where the advantage A is negative, the loss is at most -clip_ratio_c * A; above 1. null: none."""
+    clip_ratio_c: float | None = key(None, above=1)
+    """Dual clip: where the advantage A is negative, the loss is at most -clip_ratio_c * A. null: none."""
     cispo_range: Literal["cap", "interval"] = "cap"
     """Range of cispo's weights: cap, up to epsilon_high itself (trl, which must be set); interval, from 1 - epsilon to
     1 + epsilon_high (verl, NeMo-RL)."""
-    sapo_temperature_pos: float = 1.0
-    """Temperature of sapo's gate for positive advantages; above 0."""
-    sapo_temperature_neg: float = 1.05
-    """Temperature of sapo's gate for other advantages; above 0."""
-    beta: float = 0.0
-    """Factor of the KL divergence from the reference model; at least 0. Above 0 it needs models.reference, or
+    sapo_temperature_pos: float = key(1.0, above=0)
+    """Temperature of sapo's gate for positive advantages."""
+    sapo_temperature_neg: float = key(1.05, above=0)
+    """Temperature of sapo's gate for other advantages."""
+    beta: float = key(0.0, at_least=0)
+    """Factor of the KL divergence from the reference model. Above 0 it needs models.reference, or
     reference_log_probs in the samples."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the KL divergence from the sampled tokens (docs/policy.md)."""
@@ -49,28 +50,33 @@ class GRPOConfig(MegatronWrapGPTModelTextFlow.Config):
     """Multiply the KL divergence by the ratio, so that its gradient is unbiased (arXiv:2512.02556)."""
     entropy_coefficient: float = 0.0
     """Factor of the mean entropy over tokens in nats, which is subtracted from the loss."""
-    top_entropy_quantile: float = 1.0
-    """Share of the step's tokens, those of highest entropy, that have a policy loss (arXiv:2506.01939); above 0. Below
-    1 it takes one more forward pass."""
+    top_entropy_quantile: float = key(1.0, above=0, at_most=1)
+    """Share of the step's tokens, those of highest entropy, that have a policy loss (arXiv:2506.01939). Below 1 it
+    takes one more forward pass."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Advantages from rewards: the difference from the group's mean, divided by the standard deviation of the group or
     of the step, or not divided."""
     mask_truncated_completions: bool = False
     """Truncated responses have no loss; they stay part of the number of sequences."""
-    max_completion_length: int | None = None
+    max_completion_length: int | None = key(None, above=0)
     """Tokens of the longest response, for dr_grpo's denominator, which needs it."""
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Weight of the policy loss by the probability at the start of the update divided by the rollout's, of a token or
     of the response: truncated to the range below, or 0 outside of it."""
-    rollout_correction_threshold: float = 3.0
-    """Upper end of the range of the rollout's weights; above 0."""
-    rollout_correction_minimum: float = 0.0
+    rollout_correction_threshold: float = key(3.0, above=0)
+    """Upper end of the range of the rollout's weights."""
+    rollout_correction_minimum: float = key(0.0, at_least=0)
     """Lower end of the range of the rollout's weights."""
     rollout_correction_of_kl: bool = False
     """Apply the rollout's weight to the KL divergence as well (ms-swift); trl and verl weight the policy loss alone."""
 
     def __post_init__(self) -> None:
-        self._check_ranges()
+        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= upper:
+            raise ValueError(f"delta is {self.delta}; it must be larger than {upper}, the end of the clipped range")
+        low, high = self.rollout_correction_minimum, self.rollout_correction_threshold
+        if low >= high:
+            raise ValueError(f"rollout_correction_minimum is {low}; it must be below the threshold, {high}")
         if self.loss_on == "all":
             raise ValueError("loss_on is all; only tokens that the policy generated are trained, assistant")
         if self.loss_type == "cispo" and self.cispo_range == "cap" and self.epsilon_high is None:
@@ -91,21 +97,6 @@ class GRPOConfig(MegatronWrapGPTModelTextFlow.Config):
             )
         if self.rollout_correction_of_kl and (self.rollout_correction == "none" or not self.beta):
             raise ValueError("rollout_correction_of_kl needs a rollout_correction and beta above 0")
-
-    def _check_ranges(self) -> None:
-        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        low, high = self.rollout_correction_minimum, self.rollout_correction_threshold
-        self._require("epsilon", 0 <= self.epsilon <= 1, "from 0 to 1")
-        self._require("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "at least 0")
-        rule = f"larger than {upper}, the end of the clipped range"
-        self._require("delta", self.delta is None or self.delta > upper, rule)
-        self._require("clip_ratio_c", self.clip_ratio_c is None or self.clip_ratio_c > 1, "larger than 1")
-        self._require("sapo_temperature_pos", self.sapo_temperature_pos > 0, "larger than 0")
-        self._require("sapo_temperature_neg", self.sapo_temperature_neg > 0, "larger than 0")
-        self._require("beta", self.beta >= 0, "at least 0")
-        self._require("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "larger than 0 and at most 1")
-        self._require("max_completion_length", (self.max_completion_length or 1) > 0, "larger than 0")
-        self._require("rollout_correction_minimum", 0 <= low < high, f"from 0 to the threshold, {high}")
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_wrap.data.chat.encode import ChatTokens, LossOn, encode_sample
@@ -93,13 +94,15 @@ def encode_rollout(
             "the prompt of a sample has no tokens, so the response's first token has no probability; add one"
         )
     tokens = _with_response_mask(tokens, first, sample.get("response_mask"))
-    aligned = _Alignment(tokens, first, min(kept_length, len(tokens)), cut_left)
-    per_token = {name: aligned.values(name, sample[name]) for name in LOG_PROBS if sample.get(name) is not None}
+    aligned = partial(
+        _aligned, tokens=tokens, first=first, kept_length=min(kept_length, len(tokens)), cut_left=cut_left
+    )
+    per_token = {name: aligned(name, sample[name]) for name in LOG_PROBS if sample.get(name) is not None}
     advantage, reward = sample.get(ADVANTAGE), sample.get(REWARD)
     if isinstance(advantage, int | float):
         advantage = [advantage] * (len(tokens) - first)
     if advantage is not None:
-        per_token[ADVANTAGE] = aligned.values(ADVANTAGE, advantage)
+        per_token[ADVANTAGE] = aligned(ADVANTAGE, advantage)
     elif reward is None:
         raise DataError('a sample has neither "reward" nor "advantage"; gpt_grpo needs one of them')
     return Rollout(
@@ -158,49 +161,40 @@ def _with_response_mask(tokens: ChatTokens, first: int, mask: Sequence[Any] | No
     return replace(tokens, loss_mask=[0] * first + trained)
 
 
-@dataclass(frozen=True)
-class _Alignment:
-    """Where the values of a sample's tokens belong in its sequence."""
+def _aligned(
+    name: str, of_sample: Any, tokens: ChatTokens, first: int, kept_length: int, cut_left: bool
+) -> list[float]:
+    """One value for each token of the sequence, 0 on tokens without a loss. `first` is the index of the response's
+    first token.
 
-    tokens: ChatTokens
-    first: int
-    """Index of the response's first token."""
-    kept_length: int
-    cut_left: bool
-
-    def values(self, name: str, of_sample: Any) -> list[float]:
-        """One value for each token of the sequence, 0 on tokens without a loss.
-
-        Raises:
-            DataError: a wrong number of values, or the value of a token with a loss is not finite.
-        """
-        listed = of_sample.tolist() if hasattr(of_sample, "tolist") else of_sample
-        if not isinstance(listed, Sequence) or isinstance(listed, str):
-            raise DataError(f'"{name}" is {of_sample!r}; give one number for each token of the response')
-        values = [math.nan if value is None else float(value) for value in listed]
-        total, response = len(self.tokens), len(self.tokens) - self.first
-        if len(values) == response:
-            aligned = [0.0] * self.first + values
-        elif len(values) == total - 1:
-            aligned = [0.0, *values]
-        elif len(values) == self.kept_length - 1:  # of a sequence that `wrap.forward` truncated
-            rest = [0.0] * (total - self.kept_length)
-            aligned = [*rest, 0.0, *values] if self.cut_left else [0.0, *values, *rest]
-        else:
-            raise DataError(
-                f'"{name}" has {len(values)} values for a response of {response} tokens; give one for each token of '
-                f"the response, or the {total - 1} that wrap.forward returns for the sequence"
-            )
-        trained = self.tokens.loss_mask
-        if name != ROLLOUT:
-            for index, (value, counts) in enumerate(zip(aligned, trained, strict=True)):
-                if counts and not math.isfinite(value):
-                    raise DataError(
-                        f'"{name}" is {value} for token {index - self.first} of the response; it must be finite'
-                    )
-        elif any(value == math.inf for value in aligned):
-            raise DataError(f'"{name}" contains inf; write null for a log-probability that is not known')
-        return [value if counts else 0.0 for value, counts in zip(aligned, trained, strict=True)]
+    Raises:
+        DataError: a wrong number of values, or the value of a token with a loss is not finite.
+    """
+    listed = of_sample.tolist() if hasattr(of_sample, "tolist") else of_sample
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise DataError(f'"{name}" is {of_sample!r}; give one number for each token of the response')
+    values = [math.nan if value is None else float(value) for value in listed]
+    total, response = len(tokens), len(tokens) - first
+    if len(values) == response:
+        aligned = [0.0] * first + values
+    elif len(values) == total - 1:
+        aligned = [0.0, *values]
+    elif len(values) == kept_length - 1:  # of a sequence that `wrap.forward` truncated
+        rest = [0.0] * (total - kept_length)
+        aligned = [*rest, 0.0, *values] if cut_left else [0.0, *values, *rest]
+    else:
+        raise DataError(
+            f'"{name}" has {len(values)} values for a response of {response} tokens; give one for each token of '
+            f"the response, or the {total - 1} that wrap.forward returns for the sequence"
+        )
+    trained = tokens.loss_mask
+    if name != ROLLOUT:
+        for index, (value, counts) in enumerate(zip(aligned, trained, strict=True)):
+            if counts and not math.isfinite(value):
+                raise DataError(f'"{name}" is {value} for token {index - first} of the response; it must be finite')
+    elif any(value == math.inf for value in aligned):
+        raise DataError(f'"{name}" contains inf; write null for a log-probability that is not known')
+    return [value if counts else 0.0 for value, counts in zip(aligned, trained, strict=True)]
 
 
 def _finite(name: str, value: Any) -> float:

@@ -140,8 +140,11 @@ def _split_rotary_kernel(
                 _store_parts(q, k, v, q_start, kv_start, other, is_q, is_k, is_v, within, x)
 
 
-def _block(heads: int) -> int:
-    return min(MAX_HEADS, triton.next_power_of_2(heads))
+def _constants(width: int, half: int, heads: int) -> dict[str, int]:
+    """Compile-time sizes of both kernels for heads of `width` entries, the first 2 * `half` of which are rotated."""
+    rest = triton.next_power_of_2(width - 2 * half) if width > 2 * half else 0
+    block = min(MAX_HEADS, triton.next_power_of_2(heads))
+    return {"pairs": triton.next_power_of_2(half), "rest": rest, "block": block, "num_warps": 4}
 
 
 def _rotate(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
@@ -170,10 +173,7 @@ def _rotate(tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse
         *tensor.stride()[:3],
         -1.0 if inverse else 1.0,
         interleaved=interleaved,
-        pairs=triton.next_power_of_2(half),
-        rest=triton.next_power_of_2(width - 2 * half) if width > 2 * half else 0,
-        block=_block(heads),
-        num_warps=4,
+        **_constants(width, half, heads),
     )
     return out
 
@@ -205,10 +205,7 @@ def _launch_split(
         half,
         interleaved=interleaved,
         backward=backward,
-        pairs=triton.next_power_of_2(half),
-        rest=triton.next_power_of_2(width - 2 * half) if width > 2 * half else 0,
-        block=_block(groups * (queries + 2)),
-        num_warps=4,
+        **_constants(width, half, groups * (queries + 2)),
     )
 
 

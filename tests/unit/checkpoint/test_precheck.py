@@ -25,7 +25,7 @@ def save(folder: Path, iteration: int, backend: str = "torch_dist") -> Path:
     partial = store.begin(iteration)
     (partial / ".metadata").write_text("tensor metadata")
     (partial / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
-    return store.commit(iteration, {})
+    return store.commit(partial, iteration, {})
 
 
 def test_newest_checkpoint_of_a_run(tmp_path: Path) -> None:

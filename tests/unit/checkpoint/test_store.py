@@ -12,16 +12,16 @@ import pytest
 from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
 
 
-def fill(folder: Path, text: str = "tensors") -> None:
-    """The files of a Megatron-Core checkpoint that a store checks."""
+def fill(folder: Path, text: str = "tensors") -> Path:
+    """Write the files of a Megatron-Core checkpoint that a store checks."""
     (folder / "__0_0.distcp").write_text(text)
     (folder / ".metadata").write_text("tensor metadata")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return folder
 
 
 def save(store: CheckpointStore, iteration: int, text: str = "tensors") -> Path:
-    fill(store.begin(iteration), text)
-    return store.commit(iteration, {"layout": {"tp": 1}})
+    return store.commit(fill(store.begin(iteration), text), iteration, {"layout": {"tp": 1}})
 
 
 @pytest.fixture
@@ -44,12 +44,11 @@ def test_names_are_megatron_lms(store: CheckpointStore) -> None:
 
 def test_nothing_is_visible_before_commit(store: CheckpointStore) -> None:
     save(store, 1)
-    partial = store.begin(2)
-    fill(partial)
+    partial = fill(store.begin(2))
     assert store.latest() == 1
     assert partial.parent == store.folder
     assert partial.name.startswith(".iter_0000002.partial")
-    store.commit(2, {})
+    store.commit(partial, 2, {})
     assert store.latest() == 2
     assert not partial.exists()
 
@@ -71,13 +70,6 @@ def test_stale_partial_folders_are_removed_at_the_next_save(store: CheckpointSto
 
 def test_a_new_partial_folder_has_a_new_name(store: CheckpointStore) -> None:
     assert store.begin(1) != store.begin(1)
-
-
-def test_abandon_keeps_earlier_checkpoints(store: CheckpointStore) -> None:
-    save(store, 1)
-    store.begin(2)
-    store.abandon(2)
-    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
 
 
 @pytest.mark.parametrize("damage", ["missing folder", "missing file", "short file", "no metadata", "garbled tracker"])
@@ -123,7 +115,7 @@ def test_a_kill_while_replacing_keeps_the_older_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = save(store, 1, "old")
-    fill(store.begin(1), "new")
+    partial = fill(store.begin(1), "new")
     renames = []
 
     def die_at_the_second(self: Path, target: Path) -> Path:
@@ -136,7 +128,7 @@ def test_a_kill_while_replacing_keeps_the_older_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", die_at_the_second)
         with pytest.raises(KeyboardInterrupt):
-            store.commit(1, {})
+            store.commit(partial, 1, {})
     assert not final.exists()
     survivor = CheckpointStore(store.folder)
     result = survivor.find(1)
@@ -188,7 +180,7 @@ def test_prune_after_a_set_back_tracker_keeps_the_last_save(store: CheckpointSto
 
 def test_a_failed_write_keeps_the_earlier_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
-    fill(store.begin(2))
+    partial = fill(store.begin(2))
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -196,10 +188,10 @@ def test_a_failed_write_keeps_the_earlier_checkpoint(store: CheckpointStore, mon
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            store.commit(2, {})
-    store.abandon(2)
+            store.commit(partial, 2, {})
     assert store.latest() == 1
-    assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000001", TRACKER]
+    store.begin(3)
+    assert not partial.exists()
 
 
 def test_a_megatron_lm_folder_without_manifest_is_complete(store: CheckpointStore) -> None:

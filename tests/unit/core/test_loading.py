@@ -17,6 +17,8 @@ import pytest
 
 from megatron_wrap.checkpoint.content import saved_progress
 from megatron_wrap.core import MegatronWrap
+from megatron_wrap.data.order.workers import Workers
+from megatron_wrap.engine.batches import loader
 from megatron_wrap.errors import ConfigError, DataError, MegatronWrapError, TrainingError
 from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
@@ -198,21 +200,29 @@ def test_batches_go_on_behind_steps_on_samples_of_the_caller():
 # ---- workers and the run ----
 
 
-def test_workers_end_with_the_run_and_their_death_is_one_error():
+def test_workers_end_with_the_run_and_their_death_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     write(22)
+    process_ids: list[int] = []
+
+    class Recorded(Workers):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            process_ids[:] = [worker.process_id for worker in self._workers]
+
+    monkeypatch.setattr(loader, "Workers", Recorded)
     with started(f"{DATA}.num_workers=2") as wrap:
         batches = wrap.batches()
         wrap.train(next(batches))
-        processes = [worker.process_id for worker in wrap._run.data.loaders[0]._workers._workers]
         begun = time.monotonic()
     assert time.monotonic() - begun < 10
-    for process in processes:
+    assert len(process_ids) == 2
+    for process_id in process_ids:
         with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+            os.kill(process_id, 0)
     with started(f"{DATA}.num_workers=1") as wrap:
         batches = wrap.batches()
         wrap.train(next(batches))
-        os.kill(wrap._run.data.loaders[0]._workers._workers[0].process_id, signal.SIGKILL)
+        os.kill(process_ids[0], signal.SIGKILL)
         with pytest.raises(TrainingError, match=r"worker process \d+ .*SIGKILL"):
             [wrap.train(batch) for batch in batches]
 

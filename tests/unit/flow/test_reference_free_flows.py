@@ -192,10 +192,6 @@ def test_log_odds_are_exact_near_0_and_near_1():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"beta": 0.0}, "beta"),
-        ({"cpo_alpha": -1.0}, "cpo_alpha"),
-        ({"simpo_gamma": -1.0}, "simpo_gamma"),
-        ({"label_smoothing": 0.5}, "label_smoothing"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "loss_type ipo"),
         ({"loss_on": "all"}, "loss_on"),
     ],

@@ -9,7 +9,7 @@ from loguru import logger as loguru_logger
 
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.dist_logger import configure_console, logger
-from megatron_wrap.utils.session import LoggerSession
+from megatron_wrap.utils.session import logger_session
 
 TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -40,7 +40,7 @@ def test_import_adds_no_sink_and_loads_no_heavy_package():
     done = run_python(
         "import sys, loguru\n"
         "before = repr(loguru.logger)\n"
-        "from megatron_wrap.utils import logger\n"
+        "from megatron_wrap.utils.dist_logger import logger\n"
         "import megatron_wrap.utils.dist_logger as module\n"
         "import megatron_wrap.utils.patches, megatron_wrap.utils.session, megatron_wrap.utils.progress\n"
         "import megatron_wrap.utils.metric_loggers, megatron_wrap.utils.wandb_logger\n"
@@ -56,7 +56,7 @@ def test_import_adds_no_sink_and_loads_no_heavy_package():
 def test_console_replaces_the_default_sink_until_undo():
     done = run_python(
         "import sys, loguru\n"
-        "from megatron_wrap.utils import logger\n"
+        "from megatron_wrap.utils.dist_logger import logger\n"
         "from megatron_wrap.utils.dist_logger import configure_console\n"
         "host = []\n"
         "loguru.logger.add(host.append, format='{message}')\n"
@@ -76,8 +76,8 @@ def test_default_sink_is_not_restored_if_the_host_removed_it():
     done = run_python(
         "import loguru\n"
         "loguru.logger.remove()\n"
-        "from megatron_wrap.utils.session import LoggerSession\n"
-        "with LoggerSession() as session:\n"
+        "from megatron_wrap.utils.session import logger_session\n"
+        "with logger_session() as session:\n"
         "    loguru.logger.info('from the host')\n"
         "loguru.logger.info('not logged')\n"
     )
@@ -102,7 +102,7 @@ def test_every_level_on_rank_0_and_on_all_ranks(stderr, level):
 
 
 def test_debug_lines_name_their_source_line(stderr):
-    with LoggerSession(level="DEBUG", patch_print=True):
+    with logger_session(level="DEBUG", patch_print=True):
         logger.info_rank_0("here")
         loguru_logger.info("plain")
         print("printed")
@@ -129,7 +129,7 @@ def test_unknown_level_is_refused(monkeypatch):
 def test_rank_is_read_from_torchrun_unless_set(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     assert logger.rank == 5
-    with LoggerSession(rank=2):
+    with logger_session(rank=2):
         assert logger.rank == 2
     assert logger.rank == 5
 
@@ -147,7 +147,7 @@ def test_nested_consoles_write_each_line_once(stderr):
 
 
 def test_exception_is_logged_with_its_traceback(stderr):
-    with LoggerSession():
+    with logger_session():
         try:
             1 / 0  # noqa: B018
         except ZeroDivisionError:
@@ -167,7 +167,7 @@ def test_color_is_used_only_on_a_terminal(monkeypatch):
     for kind in (Terminal, io.StringIO):
         stream = kind()
         monkeypatch.setattr(sys, "stderr", stream)
-        with LoggerSession():
+        with logger_session():
             logger.info_rank_0("text")
         shown[kind] = stream.getvalue()
     assert "\x1b[" in shown[Terminal]

@@ -5,15 +5,9 @@ import sys
 import pytest
 
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.utils.metric_loggers import (
-    JsonLinesLogger,
-    MetricLogger,
-    MetricLoggerContext,
-    MetricLoggers,
-    SampleTexts,
-    TensorBoardLogger,
-    build_metric_loggers,
-)
+from megatron_wrap.utils.json_lines_logger import JsonLinesLogger, SampleTexts
+from megatron_wrap.utils.metric_loggers import MetricLogger, MetricLoggerContext, MetricLoggers, build_metric_loggers
+from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
 
 
 def refuse(name):
@@ -27,7 +21,7 @@ def read(path):
 def test_each_step_is_written_and_flushed_as_one_object(tmp_path):
     import torch
 
-    metrics_logger = JsonLinesLogger(tmp_path / "new" / "folder", rank=0)
+    metrics_logger = JsonLinesLogger(tmp_path / "new" / "folder")
     metrics_logger.log(1, {"iteration": 1, "loss": torch.tensor(0.5), "skipped_iterations": 0})
     metrics_logger.log(2, {"loss": float("nan"), "grad_norm": float("inf")})
     assert isinstance(metrics_logger, MetricLogger)
@@ -40,7 +34,7 @@ def test_each_step_is_written_and_flushed_as_one_object(tmp_path):
 
 
 def test_resume_keeps_earlier_steps_and_removes_later_ones(tmp_path):
-    first = JsonLinesLogger(tmp_path, rank=0)
+    first = JsonLinesLogger(tmp_path)
     first.log(0, {"eval/validation/loss": 9.0})
     for step in (1, 2, 3):
         first.log(step, {"loss": 10.0 - step})
@@ -50,7 +44,7 @@ def test_resume_keeps_earlier_steps_and_removes_later_ones(tmp_path):
         file.write('{"iteration": 4, "lo')  # killed while writing a line
     before = read_lines(first.path)
 
-    second = JsonLinesLogger(tmp_path, resume_from=2, rank=0)
+    second = JsonLinesLogger(tmp_path, resume_from=2)
     assert read_lines(first.path) == before[:5]
     second.log(2, {"eval/validation/loss": 7.0, "eval/other/loss": 1.0})  # exists: not written again
     second.log(2, {"eval/third/loss": 3.0})  # new: written
@@ -71,14 +65,14 @@ def read_lines(path):
 
 def test_complete_last_line_without_newline_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}')
-    metrics_logger = JsonLinesLogger(tmp_path, resume_from=1, rank=0)
+    metrics_logger = JsonLinesLogger(tmp_path, resume_from=1)
     metrics_logger.log(2, {"loss": 1.0})
     metrics_logger.close()
     assert read(metrics_logger.path) == [{"iteration": 1, "loss": 2.0}, {"iteration": 2, "loss": 1.0}]
 
 
 def test_resume_without_a_file_creates_one(tmp_path):
-    metrics_logger = JsonLinesLogger(tmp_path, resume_from=5, rank=0)
+    metrics_logger = JsonLinesLogger(tmp_path, resume_from=5)
     metrics_logger.log(6, {"loss": 1.0})
     metrics_logger.close()
     assert read(metrics_logger.path) == [{"iteration": 6, "loss": 1.0}]
@@ -86,7 +80,7 @@ def test_resume_without_a_file_creates_one(tmp_path):
 
 def test_new_run_renames_the_file_of_an_earlier_run(tmp_path):
     for loss in (3.0, 2.0, 1.0):
-        metrics_logger = JsonLinesLogger(tmp_path, rank=0)
+        metrics_logger = JsonLinesLogger(tmp_path)
         metrics_logger.log(1, {"loss": loss})
         metrics_logger.close()
     result = {path.name: read(path)[0]["loss"] for path in tmp_path.iterdir()}
@@ -95,10 +89,10 @@ def test_new_run_renames_the_file_of_an_earlier_run(tmp_path):
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    for make in (JsonLinesLogger, TensorBoardLogger):
-        metrics_logger = make(tmp_path / "out")
-        metrics_logger.log(1, {"loss": 1.0})
-        metrics_logger.close()
+    for make, values in ((JsonLinesLogger, {"loss": 1.0}), (SampleTexts, [("prompt", "text")])):
+        file = make(tmp_path / "out")
+        file.log(1, values)
+        file.close()
     assert build_metric_loggers({"json_lines": None}, MetricLoggerContext(tmp_path / "out")).loggers == []
     assert not (tmp_path / "out").exists()
 
@@ -107,17 +101,17 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
 def test_unwritable_folder_is_refused(tmp_path, make):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"file/out.*: Not a directory; set megatron_wrap\.logger\.output_dir"):
-        make(tmp_path / "file" / "out", rank=0)
+        make(tmp_path / "file" / "out")
 
 
 def test_tensorboard_discards_steps_that_a_resumed_run_repeats(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = TensorBoardLogger(tmp_path, rank=0)
+    first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3):
         first.log(step, {"iteration": step, "loss": float(step)})
     first.close()
-    second = TensorBoardLogger(tmp_path, resume_from=2, rank=0)
+    second = TensorBoardLogger(tmp_path, resume_from=2)
     second.log(3, {"loss": 30.0, "eval/validation/loss": 0.5})
     second.close()
     second.close()
@@ -143,11 +137,11 @@ def test_tensorboard_writes_steps_at_its_interval_and_every_evaluation(tmp_path,
 
 
 def test_texts_of_iterations_after_the_checkpoint_are_removed(tmp_path):
-    first = SampleTexts(tmp_path, rank=0)
+    first = SampleTexts(tmp_path)
     for step in (0, 2, 4):
         first.log(step, [("Say", f"{step}"), ("Ask", "é")])
     first.close()
-    second = SampleTexts(tmp_path, resume_from=2, rank=0)
+    second = SampleTexts(tmp_path, resume_from=2)
     second.log(2, [("Say", "again")])  # exists: not written again
     second.log(4, [("Say", "new")])
     second.close()
@@ -162,7 +156,7 @@ def test_missing_tensorboard_package_is_reported_with_its_install_command(tmp_pa
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match="`pip install tensorboard`"):
-        TensorBoardLogger(tmp_path, rank=0)
+        TensorBoardLogger(tmp_path)
 
 
 class UserLogger:

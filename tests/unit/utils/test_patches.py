@@ -9,7 +9,7 @@ import warnings
 import pytest
 from loguru import logger as loguru_logger
 
-from megatron_wrap.utils.patches import HostPatches
+from megatron_wrap.utils.session import logger_session
 
 
 @pytest.fixture
@@ -23,9 +23,7 @@ def records():
 
 def test_print_is_redirected_to_the_log_until_undo(records, capsys):
     real = builtins.print
-    patches = HostPatches(patch_print=True)
-    patches.apply()
-    patches.apply()
+    patches = logger_session(patch_print=True)
     print("loss", 0.5, {"a": 1}, sep=" = ")
     print("{not a field} <red>")
     print()
@@ -34,8 +32,8 @@ def test_print_is_redirected_to_the_log_until_undo(records, capsys):
     print(" 1", end=", ")
     print("done", flush=True)
     print("never ended", end="")
-    patches.undo()
-    patches.undo()
+    patches.close()
+    patches.close()
     assert builtins.print is real
     print("after")
     assert records == [
@@ -49,7 +47,7 @@ def test_print_is_redirected_to_the_log_until_undo(records, capsys):
 
 
 def test_print_to_another_file_is_unchanged(records, capsys, tmp_path):
-    with HostPatches(patch_print=True):
+    with logger_session(patch_print=True):
         print("to stderr", file=sys.stderr)
         with open(tmp_path / "out.txt", "w") as file:
             print("to", "file", sep="-", end="!", file=file)
@@ -64,7 +62,7 @@ def test_print_to_another_file_is_unchanged(records, capsys, tmp_path):
 
 def test_print_inside_a_sink_is_not_redirected(capsys):
     sink = loguru_logger.add(lambda message: print("sink:", message.record["message"]))
-    with HostPatches(patch_print=True):
+    with logger_session(patch_print=True):
         print("hello")
     loguru_logger.remove(sink)
     assert capsys.readouterr().out == "sink: hello\n"
@@ -75,7 +73,7 @@ def test_incomplete_lines_of_threads_are_separate(records):
         print("other", end=" ")
         print("thread")
 
-    with HostPatches(patch_print=True):
+    with logger_session(patch_print=True):
         print("main", end=" ")
         thread = threading.Thread(target=other)
         thread.start()
@@ -86,12 +84,11 @@ def test_incomplete_lines_of_threads_are_separate(records):
 
 def test_wrapper_of_the_redirected_print_is_kept(records, capsys):
     real = builtins.print
-    patches = HostPatches(patch_print=True)
-    patches.apply()
+    patches = logger_session(patch_print=True)
     redirected = builtins.print
     builtins.print = wrapper = lambda *values: redirected("wrapped", *values)
     try:
-        patches.undo()
+        patches.close()
         assert builtins.print is wrapper
         print("text")
     finally:
@@ -107,13 +104,11 @@ def test_root_handlers_are_removed_and_restored_in_order():
     root.addHandler(first)
     root.addHandler(second)
     try:
-        patches = HostPatches(remove_logging=True)
-        patches.apply()
-        patches.apply()
+        patches = logger_session(remove_logging=True)
         assert root.handlers == []
         root.addHandler(later)
-        patches.undo()
-        patches.undo()
+        patches.close()
+        patches.close()
         assert root.handlers == [*before, first, second, later]
     finally:
         for handler in (first, second, later):
@@ -131,14 +126,12 @@ def test_future_and_user_warnings_are_hidden_until_undo():
         warnings.simplefilter("always")
         filters, before = warnings.filters, list(warnings.filters)
         assert shown_categories() == [FutureWarning, UserWarning, RuntimeWarning]
-        patches = HostPatches(ignore_warning=True)
-        patches.apply()
-        patches.apply()
+        patches = logger_session(ignore_warning=True)
         assert shown_categories() == [RuntimeWarning]
         warnings.filterwarnings("ignore", message="added by a library")
         added = warnings.filters[0]
-        patches.undo()
-        patches.undo()
+        patches.close()
+        patches.close()
         assert shown_categories() == [FutureWarning, UserWarning, RuntimeWarning]
         assert warnings.filters is filters
         assert list(filters) == [added, *before]
@@ -149,12 +142,12 @@ def test_existing_warning_filters_are_kept():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("error", RuntimeWarning)
         before = list(warnings.filters)
-        with HostPatches(ignore_warning=True):
+        with logger_session(ignore_warning=True):
             pass
         assert list(warnings.filters) == before
 
 
 def test_default_arguments_change_nothing():
     state = (builtins.print, logging.getLogger().handlers[:], list(warnings.filters))
-    with HostPatches():
+    with logger_session():
         assert (builtins.print, logging.getLogger().handlers[:], list(warnings.filters)) == state

@@ -104,10 +104,10 @@ def render(text):
 
 def test_log_lines_appear_above_the_bar_on_a_terminal():
     code = (
-        "from megatron_wrap.utils import logger\n"
-        "from megatron_wrap.utils.session import LoggerSession\n"
+        "from megatron_wrap.utils.dist_logger import logger\n"
+        "from megatron_wrap.utils.session import logger_session\n"
         "from megatron_wrap.utils.progress import ProgressBar\n"
-        "with LoggerSession(), ProgressBar(6, initial=2) as bar:\n"
+        "with logger_session(), ProgressBar(6, initial=2) as bar:\n"
         "    for iteration in range(3, 7):\n"
         "        bar.update(iteration, {'loss': 0.5})\n"
         "        logger.info_rank_0(f'line {iteration}')\n"

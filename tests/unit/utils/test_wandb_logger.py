@@ -8,7 +8,7 @@ import wandb
 
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils import wandb_logger
-from megatron_wrap.utils.session import LoggerSession
+from megatron_wrap.utils.session import logger_session
 from megatron_wrap.utils.wandb_logger import WandbLogger, has_key
 
 
@@ -74,7 +74,7 @@ def test_unreachable_server_logs_a_warning_and_records_offline(tmp_path, monkeyp
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for resume_from in (None, 1):
         folder = tmp_path / str(resume_from)
-        with LoggerSession():
+        with logger_session():
             run = WandbLogger("project", None, {}, folder, resume_from=resume_from, rank=0)
         run.log(2, {"loss": 2.0})
         run.close()

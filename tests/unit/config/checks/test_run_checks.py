@@ -112,8 +112,12 @@ VALUES = [
     ("train.eval_interval=0", ConfigError, "train.eval_interval: must be at least 1, not 0; null leaves it out"),
     ("train.sample_prompts=[]", ConfigError, "train.sample_prompts: [] must be a list of texts, none of them empty; "
      "null logs no sample"),
-    ("train.sample_prompts=[It was]", ConfigError, "train.sample_prompts: texts need a tokenizer; give "
+    ("train.sample_prompts=[It was]", ConfigError, "train.sample_prompts: prompts need a tokenizer; give "
      "megatron_wrap.data.tokenizer, or write null"),
+    ("train.sample_prompts=[[]]", ConfigError, "train.sample_prompts: [[]] must be a list of texts or lists of "
+     "messages, none of them empty; null logs no sample"),
+    ("train.sample_prompts=[[{role: user}]]", ConfigError, "train.sample_prompts: the message {'role': 'user'} lacks "
+     "role or content; write {role: user, content: ...}"),
     ("train.save_interval=5", ConfigError, "train.save_interval: 5 has no effect without "
      "megatron_lm.train.common.save"),
     ("profile.steps=[2,99]", ConfigError, "profile.steps: [2, 99] contains 99, but the last is train_iters 10"),
@@ -406,6 +410,7 @@ def test_what_is_refused_together(write_run: Write, overrides: list[str], messag
         ],
         ["arch.vocab_size=null", "data.tokenizer=folder"],
         ["train.sample_prompts=[It was, Once]", "data.tokenizer=folder"],
+        ["train.sample_prompts=[[{role: user, content: Hello}], Once]", "data.tokenizer=folder"],
         ["train.eval_interval=5"],  # the caller gives wrap.evaluate its samples
     ],
     ids=lambda overrides: overrides[-1],

@@ -123,6 +123,24 @@ def test_the_error_of_a_wrong_section_has_file_and_line(read: Read, lines: list[
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("flow", "line", "rule"),
+    [
+        ("gpt_distill", "beta: 1.5", "at least 0 and at most 1, not 1.5"),
+        ("gpt_distill", "top_k: 0", "at least 1, not 0"),
+        ("gpt_cpo", "simpo_gamma: -1", "at least 0, not -1.0"),
+        ("gpt_dpo", "label_smoothing: 0.5", "at least 0 and below 0.5, not 0.5"),
+        ("gpt_kto", "desirable_weight: -1", "at least 0, not -1.0"),
+        ("gpt_grpo", "clip_ratio_c: 1", "above 1, not 1.0"),
+        ("gpt_reward", "center_rewards_coefficient: -0.1", "at least 0, not -0.1"),
+        ("gpt_orpo", "beta: 0", "above 0, not 0.0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_at_its_line(read: Read, flow: str, line: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^run\.yaml:12 megatron_wrap\.flow\.{line.split(':')[0]}: must be {rule}"):
+        read(flow, line, select=flow)
+
+
 def test_the_error_of_an_override_names_the_command_line(read: Read) -> None:
     with pytest.raises(ConfigError, match=r"^command line megatron_wrap\.flow\.exponent: must be a number"):
         read(HERE + "Focal", overrides=("megatron_wrap.flow.exponent=x",))

@@ -210,30 +210,6 @@ def test_the_micro_batch_size_is_that_of_the_collation_and_is_not_assigned():
         flow.micro_batch_size = 5
 
 
-def test_the_older_name_of_the_reference_s_outputs_is_called_with_one_warning():
-    with pytest.warns(DeprecationWarning, match="Old.calculate_second_model_outputs.*calculate_reference_outputs") as w:
-
-        class Old(MegatronWrapMinimalMockFlow):
-            def calculate_second_model_outputs(self, loss_inputs, model_forward_output):
-                return {"old": model_forward_output}
-
-    assert len(w) == 1
-
-    class Older(Old):
-        def calculate_reference_outputs(self, loss_inputs, model_forward_output):
-            return super().calculate_second_model_outputs(loss_inputs, model_forward_output)
-
-    with pytest.warns(DeprecationWarning, match="Oldest"):
-
-        class Oldest(Older):
-            def calculate_second_model_outputs(self, loss_inputs, model_forward_output):
-                return super().calculate_second_model_outputs(loss_inputs, model_forward_output)
-
-    for flow_class in (Old, Older, Oldest):
-        flow = flow_class(FlowOptions("old", {}), context())
-        assert flow.calculate_reference_outputs({}, torch.ones(1)) == {"old": torch.ones(1)}
-
-
 def test_the_former_path_of_the_contract_warns(monkeypatch):
     monkeypatch.delitem(sys.modules, "megatron_wrap.flow.base", raising=False)
     with pytest.warns(DeprecationWarning, match=r"megatron_wrap\.flow\.base .*megatron_wrap\.core\.flow"):
