@@ -12,10 +12,14 @@ from torch import Tensor
 
 from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
+from megatron_wrap.bridge.export.save_adapter import save_adapter
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
+from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config
+from megatron_wrap.config.schema.derived import has_value_head
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.setup.adapter import layers_with_adapters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError
@@ -39,12 +43,28 @@ class RunExport:
         max_shard_size: str | int = "5GB",
         dtype: str | torch.dtype | None = None,
         family: str | None = None,
+        merge: bool = False,
     ) -> Path:
-        """Write a Hugging Face folder."""
+        """Write a Hugging Face folder, or the run's adapter as a folder of peft."""
         state, hf_format = self._state, self._format(family)
+        if state.config.adapter.adapter_type != "none" and not merge:
+            return self._save_adapter(folder, hf_format, dtype)
         stream = self._stream(hf_format, dtype)
         target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size)
         logger.info_rank_0(f"Hugging Face folder of iteration {state.progress.iteration}: {target}")
+        return target
+
+    def _save_adapter(
+        self, folder: str | os.PathLike[str], hf_format: ExportFormat, dtype: str | torch.dtype | None
+    ) -> Path:
+        state = self._state
+        config = state.config
+        layers = layers_with_adapters(config, state.shape.vocab_size)
+        task = "SEQ_CLS" if has_value_head(config) else "CAUSAL_LM"
+        values = peft_config(layers, config.adapter, config.model_provider.hf_path, task)
+        stream = self._stream(hf_format, dtype, adapter=True)
+        target = save_adapter(stream, values, state.parallel, folder, self._tokenizer)
+        logger.info_rank_0(f"adapter of iteration {state.progress.iteration}: {target}")
         return target
 
     def save_beside(self, checkpoint: Path) -> None:
@@ -54,14 +74,16 @@ class RunExport:
         self.save_pretrained(checkpoint.parent / f"hf_{state.progress.iteration:07d}")
         prune_exports(checkpoint.parent, state.config.checkpoint.keep, state.parallel, state.best.iteration)
 
-    def export_weights(self, dtype: str | torch.dtype | None, family: str | None) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of each weight."""
-        yield from self._stream(self._format(family), dtype)
+    def export_weights(
+        self, dtype: str | torch.dtype | None, family: str | None, adapter: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of each weight, or of each factor of the adapter."""
+        yield from self._stream(self._format(family), dtype, adapter)
 
-    def weight_source(self, dtype: str | torch.dtype | None, family: str | None) -> RolloutWeights:
+    def weight_source(self, dtype: str | torch.dtype | None, family: str | None, adapter: bool) -> RolloutWeights:
         """The weights for a rollout engine."""
         hf_format, is_sender = self._format(family), self._state.parallel.world.rank == 0
-        return RolloutWeights(lambda: self._stream(hf_format, dtype), is_sender)
+        return RolloutWeights(lambda: self._stream(hf_format, dtype, adapter), is_sender)
 
     def upload(self, folder: Path, repo_id: str, private: bool | None, commit_message: str | None) -> str:
         """Upload a folder of `save_pretrained` to the hub, and return the URL of the commit."""
@@ -86,10 +108,15 @@ class RunExport:
         # vocab_size of the configuration may be null; the state has the tokenizer's
         return export_format(self._state.config, self._state.shape.vocab_size, family)
 
-    def _stream(self, hf_format: ExportFormat, dtype: str | torch.dtype | None) -> WeightStream:
+    def _stream(
+        self, hf_format: ExportFormat, dtype: str | torch.dtype | None, adapter: bool = False
+    ) -> WeightStream:
         state = self._state
         overlapped = bool(state.config.ddp.overlap_param_gather) and state.optimizer is not None
         synchronize_parameters(state.chunks, overlapped)
+        family = hf_format.family
+        if adapter:
+            family = adapter_family(family, layers_with_adapters(state.config, state.shape.vocab_size))
         return WeightStream(
-            state.chunks, hf_format.family, hf_format.arch, state.parallel, state.platform.device, dtype
+            state.chunks, family, hf_format.arch, state.parallel, state.platform.device, dtype, merge=not adapter
         )

@@ -427,9 +427,13 @@ class MegatronWrap:
         max_shard_size: str | int = "5GB",
         dtype: str | torch.dtype | None = None,
         family: str | None = None,
+        merge: bool = False,
     ) -> Path:
         """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
         `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. Collective.
+
+        A run with an adapter writes adapter_config.json and adapter_model.safetensors, which peft's
+        `PeftModel.from_pretrained` loads, or with `merge` the whole model.
 
         Args:
             folder: on a file system that all ranks share.
@@ -437,22 +441,30 @@ class MegatronWrap:
             dtype: "float32", "bfloat16" or "float16"; None: that of the parameters.
             family: a model_type of transformers; None: that of hf_path, else the first that can express the
                 architecture.
+            merge: add the adapter's products to the weights; no effect without an adapter.
 
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
         """
-        return self._ready().export.save_pretrained(folder, max_shard_size, dtype, family)
+        return self._ready().export.save_pretrained(folder, max_shard_size, dtype, family, merge)
 
     def export_weights(
-        self, dtype: str | torch.dtype | None = None, family: str | None = None
+        self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of each weight, on every rank and on its device, one at a time.
 
         Collective: every rank must iterate over all of them. For example to update an inference engine during training.
-        """
-        return self._ready().export.export_weights(dtype, family)
 
-    def weight_source(self, dtype: str | torch.dtype | None = None, family: str | None = None) -> RolloutWeights:
+        Args:
+            dtype: as for `save_pretrained`.
+            family: as for `save_pretrained`.
+            adapter: only the factors of the adapter, with peft's names; otherwise they are added to the weights.
+        """
+        return self._ready().export.export_weights(dtype, family, adapter)
+
+    def weight_source(
+        self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
+    ) -> RolloutWeights:
         """The weights for a rollout engine: their names, dtypes and shapes, and passes over the tensors, as
         `save_pretrained` would write them. Collective.
 
@@ -462,11 +474,12 @@ class MegatronWrap:
         Args:
             dtype: as for `save_pretrained`.
             family: as for `save_pretrained`.
+            adapter: as for `export_weights`.
 
         Raises:
             UnsupportedModel: no family can express the architecture.
         """
-        return self._ready().export.weight_source(dtype, family)
+        return self._ready().export.weight_source(dtype, family, adapter)
 
     def push_to_hub(
         self,

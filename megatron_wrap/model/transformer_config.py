@@ -89,6 +89,7 @@ def transformer_config(
         ),
         **_kernels(config.arch, platform, transformer_engine),
         **config.arch.upstream,
+        **_frozen(config),
         "fp8": None if fp8 is None else fp8.format,
         "fp8_param": fp8 is not None and fp8.param_gather,
     }
@@ -99,6 +100,12 @@ def transformer_config(
         return config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise PlatformError(f"Megatron-Core rejects the model's configuration: {error}") from error
+
+
+def _frozen(config: RunConfig) -> dict[str, Any]:
+    """Settings that keep the base of an adapter as it is: steps update the routers' expert biases without gradients."""
+    frozen = config.adapter.adapter_type != "none" and config.arch.num_experts is not None
+    return {"moe_router_bias_update_rate": 0.0} if frozen else {}
 
 
 def same_named(section: Any, target: type) -> dict[str, Any]:

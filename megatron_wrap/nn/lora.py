@@ -87,6 +87,7 @@ class LinearAdapter(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.enabled = True
         self._outputs = weight.shape[0]
+        self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice
         self.lora_A = torch.nn.ParameterDict()
         self.lora_B = torch.nn.ParameterDict()
         for module in self.modules_of:
@@ -169,6 +170,11 @@ class LinearAdapter(torch.nn.Module):
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:
     """The adapters in a process's model chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter)]
+
+
+def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter]:
+    """id of a base's weight -> its adapter."""
+    return {id(module.base_weight()): module for module in model.modules() if isinstance(module, LinearAdapter)}
 
 
 @contextlib.contextmanager

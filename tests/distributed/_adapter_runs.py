@@ -22,6 +22,8 @@ SETTINGS = (
     "megatron_lm.train.optimizer.clip_grad=1.0",
     "megatron_lm.train.optimizer.adam_beta2=0.95",
     "megatron_lm.train.optimizer.adam_eps=1e-8",
+    "megatron_lm.model.arch.hidden_dropout=0.0",  # GPT-2's folder has 0.1
+    "megatron_lm.model.arch.attention_dropout=0.0",
 )
 
 
@@ -45,11 +47,11 @@ def overrides_of(adapter: dict[str, Any]) -> tuple[str, ...]:
 
 def factors_of(wrap: Any) -> dict[str, Any]:
     """peft's name -> whole factor, on every rank."""
-    return {name: tensor.numpy().copy() for name, tensor in wrap.export_adapter()}
+    return {name: tensor.numpy().copy() for name, tensor in wrap.export_weights(adapter=True)}
 
 
 def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """(loss, gradient norm) of each step, factors after them, logits [2, 64, V], and whether the base is unchanged."""
+    """(loss, gradient norm) of each step, factors before and after them, logits [2, 64, V], and whether the base is unchanged."""
     import torch
 
     from megatron_wrap.core import MegatronWrap
@@ -62,6 +64,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         frozen = [(p, p.detach().clone()) for c in wrap.state.chunks for p in c.parameters() if not p.requires_grad]
+        initial = factors_of(wrap)
         steps = []
         for step in range(STEPS):
             metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
@@ -74,13 +77,46 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         wrap.save_pretrained(f"{outputs}/adapter")
         wrap.save_pretrained(f"{outputs}/merged", merge=True)
         if wrap.state.parallel.world.rank == 0:
-            return steps, factors, stack(logits), stack(base), unchanged
+            return steps, initial, factors, stack(logits), stack(base), unchanged
     return None
 
 
 def stack(logits: Any) -> Any:
     """[2, 64, V] of sequences' logits."""
     return numpy.stack([row.numpy() for row in logits])
+
+
+def train_peft(peft: Any) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of the same steps by peft and torch's AdamW."""
+    import torch
+    from test_hf_training import their_loss
+
+    trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    batches = samples(STEPS * BATCH)
+    steps = []
+    for step in range(STEPS):
+        loss = their_loss(peft, batches[step * BATCH : (step + 1) * BATCH])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), norm.item()))
+    return steps
+
+
+def peft_factors(peft: Any) -> dict[str, Any]:
+    """Name in peft's files -> trained parameter."""
+    named = ((name.replace(".default.", "."), value) for name, value in peft.named_parameters() if value.requires_grad)
+    return {name: value.detach().numpy() for name, value in named}
+
+
+def peft_logits(peft: Any) -> Any:
+    """[2, 64, V] of `_bridge_runs.token_ids`."""
+    import torch
+
+    with torch.no_grad():
+        return peft(torch.tensor(bridge.token_ids())).logits.numpy()
 
 
 def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | None = None) -> Any:
@@ -93,9 +129,8 @@ def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | 
     options = {"target_modules": "all-linear", **adapter}
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out="gpt2" in str(folder), **options))
     if factors is not None:
-        own = {name.replace(".default.weight", ".weight"): value for name, value in peft.named_parameters()}
-        trained = {name for name, value in own.items() if value.requires_grad}
-        assert trained == factors.keys(), trained ^ factors.keys()
+        own = {name.replace(".default.", "."): value for name, value in peft.named_parameters() if value.requires_grad}
+        assert own.keys() == factors.keys(), own.keys() ^ factors.keys()
         with torch.no_grad():
             for name, value in factors.items():
                 own[name].copy_(torch.from_numpy(value))

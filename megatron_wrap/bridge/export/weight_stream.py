@@ -22,6 +22,7 @@ from megatron_wrap.model.initial_weights import is_expert
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:
+    from megatron_wrap.nn.lora import LinearAdapter
     from megatron_wrap.parallel.state import ParallelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,6 +78,7 @@ class WeightStream:
         chunks: this process's model chunks, with or without Megatron-Core's wrappers.
         arch: with all sizes set.
         dtype: of the tensors, such as "bfloat16"; None: that of the parameters.
+        merge: add the products of adapters to the weights beside which they were trained.
 
     Raises:
         CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
@@ -91,20 +93,28 @@ class WeightStream:
         parallel: ParallelState,
         device: torch.device,
         dtype: str | torch.dtype | None = None,
+        merge: bool = False,
     ) -> None:
+        from megatron_wrap.nn.lora import adapters_by_weight
+
         self._rank = parallel.world.rank
         self._device = device
         self._parameters: dict[str, Tensor] = {}
+        self._adapters: dict[str, LinearAdapter] = {}
+        self._merged: tuple[str, Tensor] | None = None
         mine: list[OwnedPiece] = []
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
+            adapters = adapters_by_weight(model) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
                 if replica or not (mapping.split or parallel.tp.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
+                if id(parameter) in adapters:
+                    self._adapters[key] = adapters[id(parameter)]
                 pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
         everywhere = gather_objects((mine, kinds))
@@ -151,8 +161,18 @@ class WeightStream:
         return result
 
     def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
-        values = in_high_precision(self._parameters[owned.parameter])
+        values = self._value(owned.parameter)
         return view_of(values, owned.piece, part).to(dtype).contiguous()
+
+    def _value(self, key: str) -> Tensor:
+        """A local parameter, with its adapter's product added; one sum is kept, since blocks come in their order."""
+        values = in_high_precision(self._parameters[key])
+        if key not in self._adapters:
+            return values
+        if self._merged is None or self._merged[0] != key:
+            with torch.no_grad():
+                self._merged = key, values.float() + self._adapters[key].delta()
+        return self._merged[1]
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)

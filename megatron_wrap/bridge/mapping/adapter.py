@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
 from megatron_wrap.config.schema.adapter import AdapterConfig
@@ -18,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 ADAPTER = "_adapter"
 """Ending of the name of an adapter's module, which begins with that of its linear layer."""
 
-_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?!mlp\.experts\.)(?:.*\.)?linear_\w+)\.weight")
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
         ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module.
     """
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
+    if any(".mlp.experts." in name for name in linear):
+        # peft 0.21 takes the names of an MLP's modules in such a model as those of all of its experts, which
+        # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
+        linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
     _refuse_unmatched(config, modules)
     layers = []
@@ -100,6 +106,40 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
     return layers
+
+
+def adapter_family(family: Family, layers: Sequence[AdaptedLayer]) -> Family:
+    """The family of peft's folders for these layers: its parameters are the adapters' factors."""
+    factors = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
+    return replace(
+        family, parameters=lambda arch: factors, base_prefix=PEFT_PREFIX, ignored=(), new_if_missing=(), is_adapter=True
+    )
+
+
+def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str) -> dict[str, Any]:
+    """Content of adapter_config.json, from which peft.PeftModel builds the same adapters.
+
+    Args:
+        base: folder or hub id of the base model; None: unknown.
+        task: peft's task type, such as CAUSAL_LM.
+    """
+    modules = [module.name for layer in layers for module in layer.modules]
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": modules,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "use_rslora": config.use_rslora,
+        "init_lora_weights": config.init_lora_weights,
+        "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
+        "bias": "none",
+    }
 
 
 def _module_names(mapping: WeightMapping) -> list[str]:
@@ -157,5 +197,5 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
         f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers are "
-        f"{', '.join(endings)} (the output layer, embeddings and experts get no adapter)"
+        f"{', '.join(endings)} (the output layer, embeddings and, in a mixture of experts, MLPs get no adapter)"
     )

@@ -38,6 +38,9 @@ class Family:
     exported_values: Mapping[str, Any] = field(default_factory=dict)
     """Values of an exported config.json that replace those of the original."""
 
+    is_adapter: bool = False
+    """The files contain an adapter, so the parameters of the base are not among them."""
+
     def shapes(self, arch: ArchConfig) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every Hugging Face tensor of the architecture, in model order."""
         shapes: dict[str, tuple[int, ...]] = {}

@@ -24,7 +24,7 @@ BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
 
 ADAPTER_FACTOR = f"{ADAPTER}.lora_"
-"""In the names of adapters' factors, which Hugging Face's model does not have."""
+"""In the names of adapters' factors, which a base's family does not have."""
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -39,7 +39,7 @@ def mapped_parameters(
     chunk: torch.nn.Module, family: Family, arch: ArchConfig
 ) -> Iterator[tuple[str, Tensor, Mapping]]:
     """Global name, tensor and mapping of each parameter of a bare model chunk and of each router's expert bias, which
-    is a buffer. The output layer of a tied model has the embedding's name.
+    is a buffer; of an adapter's family, each factor. The output layer of a tied model has the embedding's name.
 
     Raises:
         CheckpointError: the family lacks a parameter, because the provider builds another model.
@@ -47,10 +47,10 @@ def mapped_parameters(
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
     for name, parameter in itertools.chain(named, _router_biases(chunk)):
-        if ADAPTER_FACTOR in name:
-            continue
         for fused, separate in _FUSED_NORMS.items():
             name = name.replace(fused, separate)
+        if name not in table and (family.is_adapter or ADAPTER_FACTOR in name):
+            continue
         if name not in table:
             raise CheckpointError(
                 f"the parameter {name} of this model does not exist in Hugging Face's {family.model_type}; check that "

@@ -14,6 +14,7 @@ from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, adapted_layers
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.adapter import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.initial_weights import global_names, normal_values, uniform_values
@@ -106,7 +107,7 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
         kind,  # type: ignore[arg-type]
         modules,
         dropout=config.adapter.lora_dropout,
-        sequence_parallel=config.parallel.sequence_parallel and parallel.tp.size > 1,
+        sequence_parallel=derived.sequence_parallel(config.parallel) and parallel.tp.size > 1,
     )
 
 

@@ -1,0 +1,94 @@
+"""Adapters (LoRA) against peft: five training steps, logits, files in both directions, merged weights; and every
+layout against one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import _adapter_runs as runs
+import _bridge_runs as bridge
+import numpy
+import pytest
+from _covering import covering
+
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8}
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", PLAIN),
+    "query-value": ("qwen3", {**PLAIN, "target_modules": ["q_proj", "v_proj"]}),
+    "patterns": (
+        "qwen2-tied",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": r".*\.(q_proj|o_proj|up_proj|down_proj)",
+            "exclude_modules": [r"layers.1.self_attn.o_proj"],
+            "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.up_proj": 5},
+            "alpha_pattern": {"down_proj": 16},
+            "use_rslora": True,
+        },
+    ),
+    "gpt2": ("gpt2", PLAIN),
+    "phi3": ("phi3", PLAIN),
+    "deepseek-v3": (
+        "deepseek-v3",
+        {**PLAIN, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    ),
+    "mixtral": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """folder_of(family) -> a random transformers model, made once."""
+    return bridge.made_once(tmp_path_factory, lambda folder: None)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks, folder_of, tmp_path_factory):
+    """on_one_rank(name) -> folder, settings, results of five steps, and their output folder; each run once."""
+    made: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in made:
+            family, adapter = ADAPTERS[name]
+            folder, outputs = folder_of(family)[0], tmp_path_factory.mktemp(name)
+            result = ranks(1).run(runs.train, str(folder), runs.overrides_of(adapter), str(outputs))[0]
+            made[name] = folder, adapter, result, outputs
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", covering(ADAPTERS))
+def test_it_trains_as_peft_does(name, on_one_rank):
+    folder, adapter, (steps, initial, factors, logits, base, unchanged), _ = on_one_rank(name)
+    assert unchanged
+    assert numpy.abs(logits - base).max() > 1e-3
+    assert numpy.abs(base - bridge.expected_logits(folder)).max() <= 1e-4
+    peft = runs.peft_model(folder, adapter, initial)
+    numpy.testing.assert_allclose(steps, runs.train_peft(peft), rtol=1e-4)
+    for factor, expected in runs.peft_factors(peft).items():
+        assert numpy.linalg.norm(factors[factor] - expected) <= 1e-4 * numpy.linalg.norm(expected), factor
+    assert numpy.abs(logits - runs.peft_logits(peft)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", covering(ADAPTERS))
+def test_files_are_peft_s(name, on_one_rank):
+    """peft loads what we write, and merges to what we merge."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, _, (_, _, factors, logits, _, _), outputs = on_one_rank(name)
+
+    def base(path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    peft = PeftModel.from_pretrained(base(folder), outputs / "adapter", is_trainable=True)
+    loaded = runs.peft_factors(peft)
+    assert loaded.keys() == factors.keys()
+    assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
+    assert numpy.abs(logits - runs.peft_logits(peft)).max() <= 1e-5
+    merged, ours = peft.merge_and_unload().state_dict(), base(outputs / "merged").state_dict()
+    for weight, expected in merged.items():
+        assert torch.allclose(ours[weight], expected, rtol=0, atol=1e-6), weight
