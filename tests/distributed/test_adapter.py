@@ -92,3 +92,55 @@ def test_files_are_peft_s(name, on_one_rank):
     merged, ours = peft.merge_and_unload().state_dict(), base(outputs / "merged").state_dict()
     for weight, expected in merged.items():
         assert torch.allclose(ours[weight], expected, rtol=0, atol=1e-6), weight
+
+
+P = bridge.PARALLEL
+TP2, PP2 = f"{P}tensor_model_parallel_size=2", f"{P}pipeline_model_parallel_size=2"
+SP, CP2 = f"{P}sequence_parallel=true", f"{P}context_parallel_size=2"
+DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp2": (2, (TP2, f"{P}sequence_parallel=false")),
+    "tp2-sp": (2, (TP2, SP)),
+    "pp2": (2, (PP2,)),
+    "pp2-vpp2": (2, (PP2, f"{P}virtual_pipeline_model_parallel_size=2")),
+    "cp2-packed": (2, (CP2, "megatron_wrap.flow.packing=true")),
+    "dp2-distributed": (2, (DISTRIBUTED,)),
+    "tp2-sp-pp2": (4, (TP2, SP, PP2)),
+    "tp2-sp-recompute": (
+        2,
+        (
+            TP2,
+            SP,
+            "megatron_lm.train.recompute.recompute_granularity=full",
+            "megatron_lm.train.recompute.recompute_method=uniform",
+            "megatron_lm.train.recompute.recompute_num_layers=1",
+        ),
+    ),
+    "ep2": (2, (f"{P}expert_model_parallel_size=2",)),
+    "tp2-sp-ep2": (2, (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=1")),
+}
+ON_LAYOUTS = [
+    *(("llama", layout) for layout in LAYOUTS if "vpp" not in layout and "ep2" not in layout),
+    ("query-value", "tp2-sp"),
+    ("four-layers", "pp2-vpp2"),
+    ("gpt2", "tp2-sp-pp2"),
+    ("phi3", "tp2-sp"),
+    ("mixtral", "ep2"),
+    ("mixtral", "tp2-sp-ep2"),
+    ("deepseek-v3", "tp2-sp"),
+]
+ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)
+
+
+@pytest.mark.parametrize(("name", "layout"), covering(ON_LAYOUTS, lambda case: {case[0], *case[1].split("-")}))
+def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_path):
+    folder, adapter, (steps, initial, factors, logits, base, _), _ = on_one_rank(name)
+    world_size, overrides = LAYOUTS[layout]
+    settings = (*runs.overrides_of(adapter), *overrides)
+    measured = ranks(world_size).run(runs.train, str(folder), settings, str(tmp_path))[0]
+    numpy.testing.assert_allclose(measured[0], steps, rtol=1e-5)
+    assert all(numpy.array_equal(measured[1][factor], initial[factor]) for factor in initial)
+    for factor, expected in factors.items():
+        assert numpy.linalg.norm(measured[2][factor] - expected) <= 1e-4 * numpy.linalg.norm(expected), factor
+    assert numpy.abs(measured[3] - logits).max() <= 1e-4
+    assert measured[5]
