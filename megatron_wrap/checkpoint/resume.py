@@ -25,7 +25,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods are collective over all ranks.
+    """The checkpoints of one run. All methods but `interrupted` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -168,6 +168,22 @@ class RunCheckpoints:
         checkpoint = CheckpointStore(self._folder()).folder_of(iteration)
         is_saved_here = self._saved == (checkpoint, iteration)
         return checkpoint if is_saved_here and on_rank_0(lambda: missing_part(checkpoint) is None) else None
+
+    def interrupted(self) -> str:
+        """A sentence for a run that Ctrl-C has ended: its iteration, its newest checkpoint, and how to continue. No
+        communication."""
+        config, iteration = self._state.config, self._state.progress.iteration
+        ended = f"interrupted after iteration {iteration} of {derived.train_iters(config)}"
+        if config.train.save is None:
+            return f"{ended}; nothing was saved, because megatron_lm.train.common.save is null"
+        store = CheckpointStore(config.train.save)
+        newest = store.latest()
+        if newest is None:
+            return f"{ended}; there is no checkpoint yet, so the same command starts again"
+        resumes = "the same command resumes from it"
+        if config.checkpoint.resume == "never":
+            resumes = "to resume from it, set megatron_wrap.checkpoint.resume=auto"
+        return f"{ended}; newest checkpoint: {store.find(newest)}; {resumes}"
 
     def record_best(self) -> None:
         """Write beside the checkpoints that the one of the current iteration has the best evaluation.

@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronWrapError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of stdout (head, less) has exited
         sys.stderr.close()
         return 0

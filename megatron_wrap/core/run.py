@@ -83,6 +83,10 @@ class Run:
         self.records.open(state.progress.iteration, self._resumed_from, profiler)
         write_run_facts(state, output_dir, self._resumed_from)
 
+    def interrupted(self) -> str:
+        """A sentence for a run that Ctrl-C has ended: where it stands, and how to continue."""
+        return "interrupted" if self.training is None else self.checkpoints.interrupted()
+
     def close(self) -> None:
         """End the processes that load data, and close the loggers."""
         self.data.close()

@@ -190,6 +190,13 @@ class MegatronWrap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (self._run.interrupted() if self._run is not None else "interrupted before the run began",)
+            if self._processes is not None and self._processes.world_size > 1:
+                # the end of a process group would wait for ranks that have ended
+                if self._run is not None:
+                    self._run.close()
+                return
         self.close()
 
     # ---- training ----
