@@ -35,6 +35,8 @@ class RunCheckpoints:
         self._state = state
         self._saved: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that contains the current state."""
+        self.loaded: tuple[Path, int] | None = None
+        """Folder and iteration of the checkpoint that was loaded last."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
 
@@ -115,6 +117,7 @@ class RunCheckpoints:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
+        self.loaded = report.path, report.iteration
         reference = state.reference
         with_reference = False
         if reference is not None and is_saved(reference) and not weights_only:
@@ -147,8 +150,7 @@ class RunCheckpoints:
             self._saved = (checkpoint, iteration)
             if state.reference is not None and state.reference.settings.update_interval is not None:
                 prune_references(state, folder, keep)
-        metrics = f"{derived.output_dir(state.config)}/metrics.jsonl"
-        logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint} | metrics: {metrics}")
+            logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
         return checkpoint
 
     def _save_reference(self, folder: str) -> None:

@@ -62,10 +62,10 @@ class Run:
         self.checkpoints = RunCheckpoints(self.state)
         self._resumed_from = self.checkpoints.restore(weights_only=not training)
         self._must_verify = from_hugging_face and config.model_provider.verify_hf
-        self.records = RunRecords(config)
+        self.records = RunRecords(config, self.state.flow.console_metrics)
         self.data = RunData(config, tokenizer)
         self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
-        self.export = RunExport(self.state, tokenizer)
+        self.export = RunExport(self.state, tokenizer, self.checkpoints, self.records)
         self.training = RunTraining(self.state, self.records, save) if training else None
         self.best = BestCheckpoint(self.state, self.checkpoints, save)
 

@@ -436,7 +436,8 @@ class MegatronWrap:
         family: str | None = None,
     ) -> Path:
         """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
-        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. Collective.
+        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. A trained
+        model gets a model card, README.md. Collective.
 
         Args:
             folder: on a file system that all ranks share.
