@@ -13,6 +13,7 @@ from megatron_wrap.errors import MegatronWrapError
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
     "explain": "show a configuration's values, meanings and origins",
+    "schema": "print the JSON schema of the configuration, for editors",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
     "profile": "show where the time of a step goes, and what to change",
     "check-parity": "compare a flow's parallel layouts with one process",
