@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
 from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
-from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.checkpoint.resume import RunCheckpoints
@@ -69,11 +69,12 @@ class RunExport:
 
     def _write_card(self, folder: Path) -> None:
         loaded, iteration = self._checkpoints.loaded, self._iteration
-        evaluation = None
+        record: TrainingRecord | None = None
+        evaluation: tuple[int, Mapping[str, float]] | None = None
         if self._state.optimizer is not None:
             record, evaluation = training_record(self._state.config), self._records.last_evaluation
-        else:
-            record = None if loaded is None else read_facts(loaded[0]).get("training")
+        elif loaded is not None:
+            record = read_facts(loaded[0]).get("training")
         if record is None or iteration is None:
             return
         if evaluation is None:
