@@ -151,8 +151,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End without the interpreter's teardown, in which libraries' threads may crash a process whose tests passed."""
-    inside_a_test = "PYTEST_CURRENT_TEST" in os.environ
-    if _EXIT_STATUS in config.stash and not inside_a_test:
+    is_the_program = "pytest" in sys.argv[0] and "PYTEST_CURRENT_TEST" not in os.environ
+    if _EXIT_STATUS in config.stash and is_the_program:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[_EXIT_STATUS])
