@@ -34,7 +34,7 @@ EXTRAS = {
     "png": ["matplotlib"],
     "dev": [
         *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
-        *("tensorboard", "matplotlib"),
+        *("tensorboard", "matplotlib", "jsonschema"),
     ],
 }
 
@@ -57,7 +57,7 @@ setup(
     package_dir={"megatron_wrap.configs": "configs", "megatron_wrap.examples": "examples"},
     package_data={
         "megatron_wrap": ["py.typed"],
-        "megatron_wrap.configs": ["nest/**/*.yaml", "nest/**/__confignest_manifest__"],
+        "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],
     },
     entry_points={"console_scripts": ["megatron-wrap = megatron_wrap.cli.main:main"]},
     zip_safe=False,

@@ -84,7 +84,8 @@ def table(language: Language) -> str:
 
 
 def _row(info: MetricInfo, language: Language) -> tuple[str, ...]:
-    console = "" if info.console is None else f"`{info.console.render(info.name, info.console.example)}`"
+    name = info.name.removeprefix("eval/NAME/")
+    console = "" if info.console is None else f"`{info.console.render(name, info.console.example)}`"
     condition = "" if info.config_key is None else language.condition.format(key=info.config_key)
     return f"`{info.name}`", info.unit, console, language.meanings[info.name] + condition
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed
 
+_EXIT_STATUS = pytest.StashKey[int]()
 LEFT_OUT = ("transformers", "process_group")
 """Markers of tests that a fast run leaves out."""
 
@@ -138,6 +139,23 @@ def _import_for_ranks() -> None:
     from megatron_wrap.testing.pools import import_for_ranks
 
     import_for_ranks()
+
+
+# ---- the end ----
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End without the interpreter's teardown, in which libraries' threads may crash a process whose tests passed."""
+    is_the_program = "pytest" in sys.argv[0] and "PYTEST_CURRENT_TEST" not in os.environ
+    if _EXIT_STATUS in config.stash and is_the_program:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_EXIT_STATUS])
 
 
 # ---- random numbers ----

@@ -25,7 +25,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods are collective over all ranks.
+    """The checkpoints of one run. All methods but `interrupted` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -35,6 +35,8 @@ class RunCheckpoints:
         self._state = state
         self._saved: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that contains the current state."""
+        self.loaded: tuple[Path, int] | None = None
+        """Folder and iteration of the checkpoint that was loaded last."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
 
@@ -115,6 +117,7 @@ class RunCheckpoints:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
+        self.loaded = report.path, report.iteration
         reference = state.reference
         with_reference = False
         if reference is not None and is_saved(reference) and not weights_only:
@@ -147,8 +150,7 @@ class RunCheckpoints:
             self._saved = (checkpoint, iteration)
             if state.reference is not None and state.reference.settings.update_interval is not None:
                 prune_references(state, folder, keep)
-        metrics = f"{derived.output_dir(state.config)}/metrics.jsonl"
-        logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint} | metrics: {metrics}")
+            logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
         return checkpoint
 
     def _save_reference(self, folder: str) -> None:
@@ -168,6 +170,22 @@ class RunCheckpoints:
         checkpoint = CheckpointStore(self._folder()).folder_of(iteration)
         is_saved_here = self._saved == (checkpoint, iteration)
         return checkpoint if is_saved_here and on_rank_0(lambda: missing_part(checkpoint) is None) else None
+
+    def interrupted(self) -> str:
+        """A sentence for a run that Ctrl-C has ended: its iteration, its newest checkpoint, and how to continue. No
+        communication."""
+        config, iteration = self._state.config, self._state.progress.iteration
+        ended = f"interrupted after iteration {iteration} of {derived.train_iters(config)}"
+        if config.train.save is None:
+            return f"{ended}; nothing was saved, because megatron_lm.train.common.save is null"
+        store = CheckpointStore(config.train.save)
+        newest = store.latest()
+        if newest is None:
+            return f"{ended}; there is no checkpoint yet, so the same command starts again"
+        resumes = "the same command resumes from it"
+        if config.checkpoint.resume == "never":
+            resumes = "to resume from it, set megatron_wrap.checkpoint.resume=auto"
+        return f"{ended}; newest checkpoint: {store.find(newest)}; {resumes}"
 
     def record_best(self) -> None:
         """Write beside the checkpoints that the one of the current iteration has the best evaluation.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
@@ -30,6 +31,8 @@ from megatron_wrap.utils.dist_logger import logger
 class LoadReport:
     """Result of a load; the same on every rank."""
 
+    path: Path
+    """The checkpoint."""
     iteration: int
     """Iteration at which the checkpoint was saved."""
     loaded: tuple[str, ...]
@@ -111,7 +114,9 @@ def load_checkpoint(
         state.progress = content.saved_progress(loaded)
         state.best = content.saved_best(loaded)
     parts = [("weights", True), ("optimizer and schedule", with_optimizer), ("random generators", with_rng)]
-    return LoadReport(saved.iteration, tuple(name for name, done in parts if done), tuple(skipped), other_layout)
+    return LoadReport(
+        saved.path, saved.iteration, tuple(name for name, done in parts if done), tuple(skipped), other_layout
+    )
 
 
 def publish(
@@ -173,6 +178,7 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
         "vocab_size": state.shape.vocab_size,
         "layout": content.layout_facts(state.parallel, state.platform.name),
         "consumed_samples": state.progress.consumed_samples,
+        "training": training_record(state.config),
     }
     store.commit(partial, iteration, facts)
 

@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from megatron_wrap.cli.arguments import add_run_arguments
+
 EXAMPLES = (
     ("all layouts of up to four processes, with a tiny model", "check-parity configs/tiny-llama-mock.yaml"),
     ("some layouts", "check-parity configs/tiny-llama-mock.yaml --layouts dp2,cp2,tp2-sp"),
@@ -18,8 +20,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML of the run, whose flow, flow options and data are used")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    add_run_arguments(parser)
     parser.add_argument("--flow", metavar="KEY", help="a registered flow or my_package.my_module:MyFlow")
     parser.add_argument(
         "--layouts", metavar="NAMES", help="comma-separated names such as dp2,tp2-sp,cp2 (default: all)"

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
-from typing import Any
 
 from megatron_wrap.bridge.loading.hub import read_run_content
-from megatron_wrap.checkpoint.precheck import find_checkpoint
-from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run
-from megatron_wrap.checkpoint.store import RESOLVED
-from megatron_wrap.config import load_run_config
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.inference.trained_model import checkpoint_content, checkpoint_of
 
 EXAMPLES = (
     (
@@ -47,13 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and prints its path."""
     from megatron_wrap.core import MegatronWrap
 
-    checkpoint = _checkpoint(arguments.source)
-    saved = read_saved_run(checkpoint)
-    if saved is None:
-        raise CheckpointError(
-            f"{checkpoint}: has no {RESOLVED}, which describes the model; was it saved by Megatron-LM?"
-        )
-    with MegatronWrap(read_run_content(_content(checkpoint, saved, arguments))) as wrap:
+    content = checkpoint_content(checkpoint_of(arguments.source), arguments.tokenizer)
+    content["megatron_wrap"]["init"] = {"platform": arguments.platform}
+    with MegatronWrap(read_run_content(content)) as wrap:
         wrap.initialize()
         wrap.setup_model()
         folder = wrap.save_pretrained(
@@ -64,50 +53,3 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print(folder)
     return 0
-
-
-def _checkpoint(run_or_checkpoint: str) -> Path:
-    folder = run_or_checkpoint
-    if os.path.isfile(folder):
-        save = load_run_config(folder).train.save
-        if save is None:
-            raise CheckpointError(f"{folder}: megatron_lm.train.common.save is null, so the run has no checkpoint")
-        folder = save
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder}: no such run or checkpoint; name a run's YAML, or a folder of checkpoints")
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise CheckpointError(f"{folder}: contains no checkpoint")
-    return checkpoint
-
-
-def _content(checkpoint: Path, saved: SavedRun, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Content of a run's YAML with the model of the checkpoint and minimal training settings."""
-    hf_path, tokenizer = saved.section("model_provider").get("hf_path"), saved.section("data").get("tokenizer")
-    provider = {"provider_key": saved.section("model_provider")["provider_key"]}
-    if _is_folder(hf_path):
-        provider["hf_path"] = hf_path
-    if arguments.tokenizer or not _is_folder(tokenizer):
-        tokenizer = arguments.tokenizer
-    dtype = {"__select__": "fp32", "__override__": {key: saved.section("dtype")[key] for key in ("bf16", "fp16")}}
-    common = {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "train_iters": 1}
-    return {
-        "megatron_lm": {
-            "model": {"arch": saved.arch_selection()},
-            "train": {
-                "common": {**common, "load": str(checkpoint.absolute()), "finetune": True},
-                "learning-rate": {"lr": 0.0},
-                "dtype": dtype,
-            },
-        },
-        "megatron_wrap": {
-            "init": {"platform": arguments.platform},
-            "model_provider": {"__override__": provider},
-            "data": {"__select__": "none", "__override__": {"tokenizer": tokenizer}},
-            "flow": {"__select__": "minimal_mock"},
-        },
-    }
-
-
-def _is_folder(path: str | None) -> bool:
-    return path is not None and os.path.isdir(os.path.expanduser(path))

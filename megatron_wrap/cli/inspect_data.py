@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir
@@ -33,8 +34,7 @@ _SIGNS = {"trained": ("[[", "]]"), "cut": ("~~", "~~"), "other": ("", "")}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    add_run_arguments(parser)
     parser.add_argument("-n", type=_count, default=5, metavar="N", help="samples to print (default: 5)")
     parser.add_argument(
         "--split", default="train", metavar="NAME", help="train (default), or the name of an evaluation set"

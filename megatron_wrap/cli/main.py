@@ -13,6 +13,7 @@ from megatron_wrap.errors import MegatronWrapError
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
     "explain": "show a configuration's values, meanings and origins",
+    "schema": "print the JSON schema of the configuration, for editors",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
     "profile": "show where the time of a step goes, and what to change",
     "check-parity": "compare a flow's parallel layouts with one process",
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronWrapError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of stdout (head, less) has exited
         sys.stderr.close()
         return 0

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
-from megatron_wrap.cli.train import launch_processes, nodes_of
+from megatron_wrap.cli.arguments import add_run_arguments
+from megatron_wrap.cli.train import launch_processes, nodes_of, python_statement
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run
 from megatron_wrap.config.schema import derived
@@ -30,8 +31,7 @@ _RANK = "import sys; from megatron_wrap.cli.precompute import run_rank; run_rank
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    add_run_arguments(parser)
     parser.add_argument(
         "--output", metavar="FOLDER", help="folder to write (default: megatron_wrap.models.reference.precomputed)"
     )
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     precompute_config(config)
     nodes = nodes_of(config)
     check_layout(config, nodes.world_size)
-    return launch_processes(nodes, ["-c", _RANK, folder, arguments.config, *arguments.overrides], config)
+    program = [*python_statement(_RANK), folder, arguments.config, *arguments.overrides]
+    return launch_processes(nodes, program, config)
 
 
 def run_rank(folder: str, config: str, *overrides: str) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.cli.input_arguments import add_input_arguments, count
+from megatron_wrap.cli.arguments import add_input_arguments, count
 from megatron_wrap.errors import ConfigError
 
 if TYPE_CHECKING:

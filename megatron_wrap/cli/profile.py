@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.cli.train import launch_processes, nodes_of
+from megatron_wrap.cli.arguments import add_run_arguments
+from megatron_wrap.cli.train import launch_processes, nodes_of, python_statement
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 
@@ -32,8 +33,7 @@ _NOTHING_SAVED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    add_run_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, help="steps to profile (default: 3)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those (default: 5)")
     parser.add_argument("--output", metavar="FOLDER", help="folder to write (default: outputs/profile-NAME)")
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = nodes_of(config)
     validate(config, nodes.world_size)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
-    return launch_processes(nodes, ["-c", _RANK, arguments.config, *overrides], config)
+    return launch_processes(nodes, [*python_statement(_RANK), arguments.config, *overrides], config)
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:

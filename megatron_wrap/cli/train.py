@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import processes_needed
@@ -32,6 +33,14 @@ EXAMPLES = (
 )
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 """Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
+_INTERRUPTIBLE = """
+import signal, sys
+try:
+    {statement}
+except KeyboardInterrupt:  # in the imports; later ones are reported with the run's iteration
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(130)
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,7 @@ class Nodes:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+    add_run_arguments(parser)
     parser.add_argument("--script", metavar="FILE", help="training script to run instead of examples/train.py")
     parser.add_argument_group(
         "environment",
@@ -69,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     validate(config, nodes.world_size, own_script=arguments.script is not None)
     if arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
-    script = [arguments.script] if arguments.script else ["-c", _RUN_FILE, str(_default_script())]
+    script = [arguments.script] if arguments.script else [*python_statement(_RUN_FILE), str(_default_script())]
     exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides], config)
     if exit_code == 0 and nodes.node_rank == 0:
         from megatron_wrap.cli.next_steps import next_steps
@@ -114,6 +122,11 @@ def _default_script() -> Path:
     return installed if installed.is_file() else package.parent / "examples" / "train.py"
 
 
+def python_statement(statement: str) -> list[str]:
+    """Arguments of python that execute a statement; Ctrl-C in its imports prints no traceback."""
+    return ["-c", _INTERRUPTIBLE.format(statement=statement)]
+
+
 def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
@@ -126,7 +139,8 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # the agent logs every failed process; one report is enough, and a process reports a user's error itself
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)

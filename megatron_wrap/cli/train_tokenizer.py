@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_wrap.cli.input_arguments import add_input_arguments, count
+from megatron_wrap.cli.arguments import add_input_arguments, count
 
 EXAMPLES = (
     (

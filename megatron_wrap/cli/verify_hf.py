@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_wrap.bridge.loading.hub import local_folder, read_run, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.config.hugging_face import CONFIG_FILES
+from megatron_wrap.flow.contract.no_flow import NO_FLOW
+from megatron_wrap.testing.layouts import one_process_overrides
 
 EXAMPLES = (
     ("a folder that export-hf has written, in fp32", "verify-hf outputs/tiny-llama-sft/hf"),
@@ -17,23 +19,9 @@ EXAMPLES = (
         "verify-hf outputs/tiny-llama-sft/hf configs/tiny-llama-sft.yaml --json verdict.json",
     ),
 )
-_PARALLEL, _TRAIN = "megatron_lm.model.parallel", "megatron_lm.train.common"
-_ONE_PROCESS = (
-    *(f"{_PARALLEL}.{kind}_parallel_size=1" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")),
-    *(
-        f"{_PARALLEL}.{key}=null"
-        for key in (
-            "expert_tensor_parallel_size",
-            "sequence_parallel",
-            "num_layers_per_virtual_pipeline_stage",
-            "virtual_pipeline_model_parallel_size",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        )
-    ),
-    *(f"{_TRAIN}.{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")),
+_WITHOUT_CHECKPOINTS = tuple(
+    f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")
 )
-"""Overrides that reduce any run to one process without checkpoints."""
 _RUN = {
     "megatron_lm": {
         "train": {
@@ -42,7 +30,7 @@ _RUN = {
             "dtype": {"__select__": "fp32"},
         }
     },
-    "megatron_wrap": {"flow": {"__select__": "minimal_mock"}},
+    "megatron_wrap": {"flow": {"__select__": "custom", "__override__": {"flow_key": NO_FLOW}}},
 }
 """The run of a folder without a configuration."""
 
@@ -72,7 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = [text for text in arguments.rest if "=" in text]
     folder = str(local_folder(arguments.folder, CONFIG_FILES + WEIGHT_FILES))
     provider = "megatron_wrap.model_provider"
-    overrides = [*_ONE_PROCESS, f"{provider}.verify_hf=false", *overrides, f"{provider}.hf_path={json.dumps(folder)}"]
+    overrides = [
+        *one_process_overrides(),
+        *_WITHOUT_CHECKPOINTS,
+        f"{provider}.verify_hf=false",
+        *overrides,
+        f"{provider}.hf_path={json.dumps(folder)}",
+    ]
     config = read_run(configs[0], overrides) if configs else read_run_content(_RUN, overrides)
     with MegatronWrap(config) as wrap:
         wrap.initialize()

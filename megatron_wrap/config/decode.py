@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.reading.nest import KeyRules, read_nest
+from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
+from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
 from megatron_wrap.config.schema.reference_models import decode_reference_model
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
@@ -47,9 +48,14 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
     """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`; keys are validated,
     types are not."""
-    nest = read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice))
+    nest = read_view(path, overrides)
     add_hugging_face(nest)
     return nest.compose()
+
+
+def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ValidatedNest:
+    """A run's YAML with the tree, before it is composed; keys are validated."""
+    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice))
 
 
 def decode(tree: ComposedConfig, name: str) -> RunConfig:

@@ -41,12 +41,11 @@ class BestCheckpoint:
         value = float(broadcast_object(_value_of(metrics, name), source_rank=0))
         if iteration == 0 or not state.best.compare(iteration, value, largest=settings.best_metric_mode == "max"):
             return
-        where = ""
         if state.config.train.save is not None:
-            path = self._checkpoints.saved() or self._save()  # train() may have saved this iteration
+            if self._checkpoints.saved() is None:  # train() may have saved this iteration
+                self._save()
             self._checkpoints.record_best()
-            where = f"; its checkpoint: {path}"
-        logger.info_rank_0(f"iteration {iteration}: the best {name} so far, {value:.6g}{where}")
+        logger.info_rank_0(f"iteration {iteration}: the best {name} so far, {value:.6g}")
 
     def is_out_of_patience(self) -> bool:
         """Whether `early_stop_patience` ends the run, which is logged."""

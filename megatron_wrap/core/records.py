@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
+from megatron_wrap.utils.console_lines import MAX_LENGTH, ConsoleLines
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.json_lines_logger import SampleTexts
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
-from megatron_wrap.utils.progress import ProgressBar, format_step
+from megatron_wrap.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from megatron_wrap.engine.state.state import StepReport, TrainingState
     from megatron_wrap.profiling.step_profiler import StepProfiler
+
+
+_PROMPT_LENGTH = 50
+"""Characters of a prompt on the console."""
 
 
 class RunRecords:
@@ -24,10 +29,12 @@ class RunRecords:
 
     Args:
         config: of the run, in force.
+        flow_metrics: `console_metrics` of the run's flow.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, flow_metrics: Sequence[str]) -> None:
         self._config = config
+        self._lines = ConsoleLines(config.train.train_iters, config.logger.console_metrics, flow_metrics)
         self._output_dir = Path(derived.output_dir(config))
         self._metric_loggers = MetricLoggers([])
         self._progress_bar: ProgressBar | None = None
@@ -35,6 +42,8 @@ class RunRecords:
         self._recorded_iteration: int | None = None
         self._profiler: StepProfiler | None = None
         self._texts: SampleTexts | None = None
+        self.last_evaluation: tuple[int, dict[str, float]] | None = None
+        """Iteration and metrics, SET/METRIC -> value, of the last evaluation."""
 
     def open(self, iteration: int, resumed_from: int | None, profiler: StepProfiler | None = None) -> None:
         """Start the metric loggers that the configuration selects, and the progress bar.
@@ -78,10 +87,13 @@ class RunRecords:
         report, train = self._last, self._config.train
         if report is None or report.iteration == self._recorded_iteration:
             return
+        if self._recorded_iteration is None:
+            for warning in self._lines.unmatched(report.metrics):
+                logger.warning_rank_0(warning)
         self._recorded_iteration = report.iteration
         self._metric_loggers.log(report.iteration, report.metrics)
         if report.iteration % train.log_interval == 0 or report.iteration == train.train_iters:
-            logger.info_rank_0(format_step(report.metrics, train.train_iters))
+            logger.info_rank_0(self._lines.step(report.metrics))
 
     def log_last(self) -> None:
         """`write_last`, and move the progress bar.
@@ -97,13 +109,17 @@ class RunRecords:
 
     def evaluation(self, iteration: int, metrics: dict[str, float]) -> None:
         """Write the metrics of an evaluation after `iteration` steps."""
+        self.last_evaluation = iteration, {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._metric_loggers.log(iteration, metrics)
-        logger.info_rank_0(format_step({"iteration": iteration, **metrics}, self._config.train.train_iters))
+        for line in self._lines.evaluation(iteration, metrics):
+            logger.info_rank_0(line)
 
     def sample_texts(self, iteration: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Write completions, each as (prompt, text), after `iteration` steps to the console and to samples.jsonl."""
+        """Write completions, each as (prompt, text), after `iteration` steps to samples.jsonl, and their beginnings to
+        the console."""
         for prompt, text in texts:
-            logger.info_rank_0(f"iteration {iteration}, sample of {prompt!r}: {text!r}")
+            head = f"iteration {iteration}, sample of {_shortened(repr(prompt), _PROMPT_LENGTH)}: "
+            logger.info_rank_0(head + _shortened(repr(text), MAX_LENGTH - len(head)))
         if self._texts is not None:
             self._texts.log(iteration, texts)
 
@@ -116,6 +132,10 @@ class RunRecords:
         if self._texts is not None:
             self._texts.close()
         self._metric_loggers.close()
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def describe_model(state: TrainingState) -> None:

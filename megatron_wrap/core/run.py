@@ -62,10 +62,10 @@ class Run:
         self.checkpoints = RunCheckpoints(self.state)
         self._resumed_from = self.checkpoints.restore(weights_only=not training)
         self._must_verify = from_hugging_face and config.model_provider.verify_hf
-        self.records = RunRecords(config)
+        self.records = RunRecords(config, self.state.flow.console_metrics)
         self.data = RunData(config, tokenizer)
         self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
-        self.export = RunExport(self.state, tokenizer)
+        self.export = RunExport(self.state, tokenizer, self.checkpoints, self.records)
         self.training = RunTraining(self.state, self.records, save) if training else None
         self.best = BestCheckpoint(self.state, self.checkpoints, save)
 
@@ -82,6 +82,10 @@ class Run:
         profiler = build_step_profiler(state, output_dir) if state.config.profile.steps else None
         self.records.open(state.progress.iteration, self._resumed_from, profiler)
         write_run_facts(state, output_dir, self._resumed_from)
+
+    def interrupted(self) -> str:
+        """A sentence for a run that Ctrl-C has ended: where it stands, and how to continue."""
+        return "interrupted" if self.training is None else self.checkpoints.interrupted()
 
     def close(self) -> None:
         """End the processes that load data, and close the loggers."""

@@ -53,7 +53,7 @@ class RunEvaluation:
                 samples = samples[: train.eval_iters * train.global_batch_size]
             of_set = evaluate(state, name, samples)
             if state.flow.reports_perplexity:
-                of_set["perplexity"] = math.exp(min(of_set["loss"], _LARGEST_LOGARITHM))
+                of_set["perplexity"] = math.exp(min(of_set.get("nll_loss", of_set["loss"]), _LARGEST_LOGARITHM))
             metrics |= {f"eval/{name}/{key}": value for key, value in of_set.items()}
         if metrics:
             self._records.evaluation(state.progress.iteration, metrics)

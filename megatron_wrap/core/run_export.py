@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,24 @@ from torch import Tensor
 
 from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
+from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_adapter import save_adapter
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
+from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config
-from megatron_wrap.config.schema.derived import has_value_head
+from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.checkpoint.store import read_facts
+from megatron_wrap.config.schema import derived
+from megatron_wrap.core.records import RunRecords
+from megatron_wrap.core.run_facts import recorded_evaluation
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.setup.adapter import layers_with_adapters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -32,10 +39,12 @@ class RunExport:
     Args:
         state: of the run.
         tokenizer: the run's Hugging Face tokenizer, written with the weights; or None.
+        checkpoints: of the run.
+        records: of the run.
     """
 
-    def __init__(self, state: TrainingState, tokenizer: Any) -> None:
-        self._state, self._tokenizer = state, tokenizer
+    def __init__(self, state: TrainingState, tokenizer: Any, checkpoints: RunCheckpoints, records: RunRecords) -> None:
+        self._state, self._tokenizer, self._checkpoints, self._records = state, tokenizer, checkpoints, records
 
     def save_pretrained(
         self,
@@ -45,13 +54,15 @@ class RunExport:
         family: str | None = None,
         merge: bool = False,
     ) -> Path:
-        """Write a Hugging Face folder, or the run's adapter as a folder of peft."""
+        """Write a Hugging Face folder, or the run's adapter as a folder of peft, with a model card if it was trained here."""
         state, hf_format = self._state, self._format(family)
         if state.config.adapter.adapter_type != "none" and not merge:
             return self._save_adapter(folder, hf_format, dtype)
         stream = self._stream(hf_format, dtype)
         target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size)
-        logger.info_rank_0(f"Hugging Face folder of iteration {state.progress.iteration}: {target}")
+        on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
+        iteration = self._iteration
+        logger.info_rank_0(f"Hugging Face folder{'' if iteration is None else f' of iteration {iteration}'}: {target}")
         return target
 
     def _save_adapter(
@@ -60,12 +71,36 @@ class RunExport:
         state = self._state
         config = state.config
         layers = layers_with_adapters(config, state.shape.vocab_size)
-        task = "SEQ_CLS" if has_value_head(config) else "CAUSAL_LM"
+        task = "SEQ_CLS" if derived.has_value_head(config) else "CAUSAL_LM"
         values = peft_config(layers, config.adapter, config.model_provider.hf_path, task)
         stream = self._stream(hf_format, dtype, adapter=True)
         target = save_adapter(stream, values, state.parallel, folder, self._tokenizer)
-        logger.info_rank_0(f"adapter of iteration {state.progress.iteration}: {target}")
+        on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
+        logger.info_rank_0(f"adapter of iteration {self._iteration}: {target}")
         return target
+
+    @property
+    def _iteration(self) -> int | None:
+        """Steps that the weights were trained for, by this run or by that of the loaded checkpoint; None: they are
+        those of a Hugging Face folder, or initial ones."""
+        if self._state.optimizer is not None:
+            return self._state.progress.iteration
+        return None if self._checkpoints.loaded is None else self._checkpoints.loaded[1]
+
+    def _write_card(self, folder: Path) -> None:
+        loaded, iteration = self._checkpoints.loaded, self._iteration
+        record: TrainingRecord | None = None
+        evaluation: tuple[int, Mapping[str, float]] | None = None
+        if self._state.optimizer is not None:
+            record, evaluation = training_record(self._state.config), self._records.last_evaluation
+        elif loaded is not None:
+            record = read_facts(loaded[0]).get("training")
+        if record is None or iteration is None:
+            return
+        if evaluation is None:
+            evaluation = recorded_evaluation(record["output_dir"], iteration)
+        task = "text-classification" if derived.has_value_head(self._state.config) else "text-generation"
+        write_model_card(folder, record, iteration, evaluation, task)
 
     def save_beside(self, checkpoint: Path) -> None:
         """Write the Hugging Face folder of a checkpoint beside it, and remove those of checkpoints that were removed.
@@ -87,8 +122,8 @@ class RunExport:
 
     def upload(self, folder: Path, repo_id: str, private: bool | None, commit_message: str | None) -> str:
         """Upload a folder of `save_pretrained` to the hub, and return the URL of the commit."""
-        config, iteration = self._state.config, self._state.progress.iteration
-        return upload(folder, repo_id, private, commit_message or f"{config.name}, iteration {iteration}")
+        message = commit_message or f"{self._state.config.name}, iteration {self._iteration or 0}"
+        return upload(folder, repo_id, private, message)
 
     def refuse_unverified(self) -> None:
         """Compare the model with transformers', and log the verdict. Collective.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform as host
@@ -11,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.export.training_record import package_versions
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.errors import DataError
+from megatron_wrap.report.run_files import read_run_files
 from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import refuse_unwritable
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.state.state import TrainingState
 
 FILE_NAME = "run.json"
-_PACKAGES = ("megatron-wrap", "torch", "megatron-core", "transformer-engine", "triton", "transformers")
+
+
+def recorded_evaluation(output_dir: str, iteration: int) -> tuple[int, Mapping[str, float]] | None:
+    """Iteration and metrics, SET/METRIC -> value, of the last evaluation up to `iteration` in a run's records; None if
+    there is none, or the records were moved."""
+    try:
+        evaluations = read_run_files(output_dir).evaluations
+    except DataError:
+        return None
+    before = [evaluated for evaluated in evaluations if evaluated <= iteration]
+    return (before[-1], evaluations[before[-1]]) if before else None
 
 
 def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | None) -> None:
@@ -79,9 +91,4 @@ def _environment(state: TrainingState) -> dict[str, str]:
         device_name = host.machine()
     facts = {"platform": state.platform.name, "device": device_name, "host": host.node(), "system": host.platform()}
     facts["python"] = host.python_version()
-    for package in _PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return facts
+    return {**facts, **package_versions()}

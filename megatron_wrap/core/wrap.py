@@ -190,6 +190,13 @@ class MegatronWrap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (self._run.interrupted() if self._run is not None else "interrupted before the run began",)
+            if self._processes is not None and self._processes.world_size > 1:
+                # the end of a process group would wait for ranks that have ended
+                if self._run is not None:
+                    self._run.close()
+                return
         self.close()
 
     # ---- training ----
@@ -430,7 +437,8 @@ class MegatronWrap:
         merge: bool = False,
     ) -> Path:
         """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
-        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. Collective.
+        `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. A trained
+        model gets a model card, README.md. Collective.
 
         A run with an adapter writes adapter_config.json and adapter_model.safetensors, which peft's
         `PeftModel.from_pretrained` loads, or with `merge` the whole model.

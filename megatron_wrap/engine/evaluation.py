@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
-from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.engine.step_inputs import equal_runs, loss_micro_batches, split
+from megatron_wrap.engine.step_inputs import equal_runs, loss_micro_batches, normalized_loss, split
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
@@ -39,20 +38,13 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     samples = state.sharing.share(samples, f"evaluate({name})")
     if not len(samples):
         raise DataError(f"wrap.evaluate: the set {name!r} is empty")
-    sums, parallel, seed = MetricSums(state.platform.device), state.parallel, state.config.train.seed
+    sums, seed = MetricSums(state.platform.device), state.config.train.seed
     with evaluation_mode(state):
         for start, batch in _batches(state, samples):
             micro_batches = split(state, batch, state.micro_batching, seed + start)
             # the weight of the batch is not needed: the sums and weights of all batches are reduced at the end
-            loss = NormalizedLoss(
-                flow=state.flow,
-                calculate_loss=state.calculate_loss,
-                cp_size=parallel.cp.size,
-                dp_size=parallel.dp.size,
-                step_weights=dict.fromkeys(micro_batches.training[0].weights, 1.0),
-                num_microbatches=len(micro_batches.training),
-                sums=sums,
-            )
+            step_weights = dict.fromkeys(micro_batches.training[0].weights, 1.0)
+            loss = normalized_loss(state, step_weights, len(micro_batches.training), sums)
             for run in loss_micro_batches(state, micro_batches, len(batch), equal_rows=True):
                 state.pipeline_schedule.forward(state.chunks, run, loss)
     reduced = state.reduction.reduce(sums, f"evaluate({name})")

@@ -10,14 +10,13 @@ from typing import Any
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
-from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import reset_router_losses, router_losses
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
-from megatron_wrap.engine.step_inputs import loss_micro_batches, replica_micro_batches
+from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
@@ -93,15 +92,7 @@ def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch])
     Args:
         local: this process's micro-batches, as the loss takes them.
     """
-    loss = NormalizedLoss(
-        flow=state.flow,
-        calculate_loss=state.calculate_loss,
-        cp_size=state.parallel.cp.size,
-        dp_size=state.parallel.dp.size,
-        step_weights=step.weights.counts.weights,
-        num_microbatches=step.weights.num_microbatches,
-        sums=step.sums,
-    )
+    loss = normalized_loss(state, step.weights.counts.weights, step.weights.num_microbatches, step.sums)
     state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
 

@@ -3,7 +3,7 @@ output: the one beginning of a step, of a part of a step, and of an evaluation."
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch, batch_key
+from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.reference.reference_model import with_reference_outputs
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
+from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, phase
 
 
@@ -67,6 +69,21 @@ def loss_micro_batches(
     sources = [localized(state, run) for run in runs(state, micro_batches.statistics)] or groups
     statistics = step_statistics(state, micro_batches.training, sources, num_samples)
     return [with_statistics(group, statistics) for group in groups]
+
+
+def normalized_loss(
+    state: TrainingState, step_weights: Mapping[str, float], num_microbatches: int, sums: MetricSums
+) -> NormalizedLoss:
+    """The loss function of a step or an evaluation; arguments as the fields of `NormalizedLoss`."""
+    return NormalizedLoss(
+        flow=state.flow,
+        calculate_loss=state.calculate_loss,
+        cp_size=state.parallel.cp.size,
+        dp_size=state.parallel.dp.size,
+        step_weights=step_weights,
+        num_microbatches=num_microbatches,
+        sums=sums,
+    )
 
 
 def localized(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -119,19 +119,19 @@ def _gathered_rows(
     names = sorted(rows[0])
     if not names:  # a flow of facts alone
         return {}
-    widths = [rows[0][name].shape[1:].numel() for name in names]
+    shapes = {name: rows[0][name].shape[1:] for name in names}
+    widths = [shape.numel() for shape in shapes.values()]
     table = torch.zeros(num_samples, sum(widths), device=state.platform.device)
     micro_batches = [micro_batch for group in groups for micro_batch in group]
     for micro_batch, named in zip(micro_batches, rows, strict=True):
         if micro_batch.counted:
-            columns = [_row(flow, name, named, rows[0][name].shape[1:], micro_batch.num_samples) for name in names]
+            columns = [_row(flow, name, named, shape, micro_batch.num_samples) for name, shape in shapes.items()]
             table[list(micro_batch.sample_indices)] = torch.cat(columns, dim=1)
     for axis in (parallel.tp, parallel.cp):
         broadcast_on(table, 0, axis.group)
     reduce_in_place(table, "sum", parallel.dp.group)  # each row has one summand
-    shapes = [(num_samples, *rows[0][name].shape[1:]) for name in names]
-    of_names = zip(names, table.split(widths, dim=1), shapes, strict=True)
-    return {name: column.reshape(shape) for name, column, shape in of_names}
+    of_names = zip(names, table.split(widths, dim=1), strict=True)
+    return {name: column.reshape(num_samples, *shapes[name]) for name, column in of_names}
 
 
 def _row(

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import json
 import random
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,9 +126,10 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     sequences, text = _sequences(
         state.shape.vocab_size, tokenizer, min(length, state.config.arch.max_position_embeddings or length)
     )
-    with _outputs_of_layers(state) as outputs:
+    with _recorded(_modules(state), functools.partial(_first_sequence, state)) as outputs:
         logits = sequence_logits(state, sequences)
-    ours = {name: tensor for rank_outputs in gather_objects(dict(outputs)) for name, tensor in rank_outputs.items()}
+    mine = {} if state.parallel.tp.rank or state.parallel.cp.rank else outputs
+    ours = {name: tensor for of_rank in gather_objects(mine) for name, tensor in of_rank.items()}
     stream = WeightStream(state.chunks, folder.family, state.config.arch, state.parallel, state.platform.device, dtype)
     weight_differences = _compare_weights(stream, folder, state.parallel.world.rank)
     verdict: Verdict | str = ""
@@ -181,39 +183,49 @@ def _sequences(vocab_size: int, tokenizer: Any, length: int) -> tuple[list[list[
     return [sequence for sequence in sequences if sequence], "the standard library's documentation"
 
 
-@contextmanager
-def _outputs_of_layers(state: TrainingState) -> Iterator[dict[str, Tensor]]:
-    """Collect the outputs of the embedding and the layers for the first sequence: name -> [S, hidden], fp32 on the CPU,
-    on tensor- and context-parallel rank 0 of the first replica."""
-    parallel = state.parallel
-    outputs: dict[str, Tensor] = {}
-    split = state.transformer_config.sequence_parallel
-
-    def collect(name: str, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if name in outputs or parallel.dp.rank != 0:
-            return
-        hidden = hidden.detach()[:, :1]
-        if split:
-            hidden = torch.cat(gather_tensors(hidden, parallel.tp.group))
-        hidden = context.merge(gather_tensors(hidden, parallel.cp.group), 0)
-        outputs[name] = hidden[:, 0].float().cpu()
-
-    handles = []
-    for chunk in state.chunks:
-        model = bare_model(chunk)
-        for layer in getattr(model.decoder, "layers", ()):
-            name = f"layer {layer.layer_number - 1}"
-            handles.append(layer.register_forward_hook(lambda _m, _i, out, name=name: collect(name, out)))
+def _modules(state: TrainingState) -> dict[str, torch.nn.Module]:
+    """The embedding and the layers of this process by name, on the first replica."""
+    modules: dict[str, torch.nn.Module] = {}
+    for model in map(bare_model, state.chunks if state.parallel.dp.rank == 0 else ()):
+        modules |= {f"layer {layer.layer_number - 1}": layer for layer in getattr(model.decoder, "layers", ())}
         if getattr(model, "pre_process", False):
-            handles.append(model.embedding.register_forward_hook(lambda _m, _i, out: collect("embedding", out)))
+            modules["embedding"] = model.embedding
+    return modules
+
+
+def _first_sequence(state: TrainingState, hidden: Tensor) -> Tensor:
+    """[S, hidden] of the first sequence, merged over tensor- and context-parallel ranks. Collective over them."""
+    hidden, parallel = hidden[:, :1], state.parallel
+    if state.transformer_config.sequence_parallel:
+        hidden = torch.cat(gather_tensors(hidden, parallel.tp.group))
+    return context.merge(gather_tensors(hidden, parallel.cp.group), 0)[:, 0]
+
+
+@contextmanager
+def _recorded(
+    modules: Mapping[str, torch.nn.Module], first_sequence: Callable[[Tensor], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Record each module's output of the first forward pass within the context: name -> [S, hidden], fp32 on the CPU.
+
+    Args:
+        first_sequence: output of a module -> that of the first sequence.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str, output: Any) -> None:  # returns None: a hook's return value replaces the output
+        if name not in outputs:
+            hidden = output[0] if isinstance(output, tuple) else output
+            outputs[name] = first_sequence(hidden.detach()).float().cpu()
+
+    handles = [
+        module.register_forward_hook(lambda _m, _i, out, name=name: record(name, out))
+        for name, module in modules.items()
+    ]
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
-        if parallel.tp.rank or parallel.cp.rank:
-            outputs.clear()
 
 
 def _index_in_model(name: str) -> int:
@@ -231,24 +243,14 @@ def _transformers(
         folder.folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
     ).eval()
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
-    outputs: dict[str, Tensor] = {}
-
-    def collect(name: str, output: Any) -> None:  # returns None: a hook's return value replaces the output
-        outputs.setdefault(name, (output[0] if isinstance(output, tuple) else output)[0].float())
-
-    handles = [
-        layer.register_forward_hook(lambda _m, _i, out, name=f"layer {number}": collect(name, out))
-        for number, layer in enumerate(layers)
-    ]
     logits = []
-    with torch.no_grad():
+    named = {f"layer {number}": layer for number, layer in enumerate(layers)}
+    with torch.no_grad(), _recorded(named, lambda hidden: hidden[0]) as outputs:
         for number, ids in enumerate(sequences):
             result = model(torch.tensor([list(ids)]), output_hidden_states=number == 0, use_cache=False)
             logits.append(result.logits[0].float())
             if number == 0:
                 outputs["embedding"] = result.hidden_states[0][0].float()
-    for handle in handles:
-        handle.remove()
     return outputs, logits
 
 

@@ -40,7 +40,7 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
         beta: float = key(0.1, above=0)
         """Factor of the difference between log-probabilities. SimPO's paper has 2 to 10."""
         label_smoothing: float = key(0.0, at_least=0, below=0.5)
-        """Probability that a pair's labels are swapped, with sigmoid and simpo."""
+        """Probability that a pair's labels are swapped, with sigmoid and simpo; no smoothing of token targets."""
         cpo_alpha: float = key(1.0, at_least=0)
         """Coefficient of the chosen answers' negative log-likelihood, a mean over the tokens of the step; 0 for SimPO
         alone."""

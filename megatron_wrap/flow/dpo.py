@@ -62,8 +62,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         loss_weights: tuple[float, ...] = ()
         """Factor of each loss of loss_type, in its order; []: 1 each."""
         label_smoothing: float = key(0.0, at_least=0, below=0.5)
-        """Probability that a pair's labels are swapped. Used by sigmoid (not in trl 1.x), robust, exo_pair (above 0),
-        aot and aot_unpaired."""
+        """Probability that a pair's labels are swapped, no smoothing of token targets. Used by sigmoid (not in trl
+        1.x), robust, exo_pair (above 0), aot and aot_unpaired."""
         f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
         """Divergence from the reference that the losses of a difference of scores penalize."""
         f_alpha_divergence_coef: float = 0.5

@@ -66,6 +66,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
 
     Config = GRPOConfig
     supports_packing = True
+    console_metrics = ("reward", "kl", "entropy", "completions/mean_length", "truncated_samples")
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)

@@ -54,6 +54,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         """Factor of the loss of undesirable answers. It is no weight in the mean."""
 
     supports_packing = True
+    console_metrics = ("rewards/margins", "kl", "truncated_samples")
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         super().__init__(flow_config, context)

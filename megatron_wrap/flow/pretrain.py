@@ -12,23 +12,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow.contract.base import LossOutput, MegatronWrapFlowConfig
+from megatron_wrap.flow.contract.base import LossOutput
+from megatron_wrap.flow.shared.cross_entropy import CrossEntropyConfig, cross_entropy
 from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
-from megatron_wrap.metrics.metric import Metric
-from megatron_wrap.ops.log_probs import token_log_probs
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
-    """Mean cross-entropy over the tokens with `loss_mask`; in a blend also that of each source, as `loss/SOURCE`.
+    """Mean cross-entropy over the tokens with `loss_mask`; in a blend also that of each source, as `loss/SOURCE`. For
+    `label_smoothing` and `z_loss_coefficient` see `shared/cross_entropy.py`.
 
     A sample is a window of the data `indexed`: `tokens`, `labels`, `loss_mask` and `position_ids`, each [S]. With
     `documents`, the tokens of each document in it, every document becomes a sequence of its own.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapFlowConfig):
+    class Config(CrossEntropyConfig):
         """Keys of `megatron_wrap.flow`."""
 
     supports_packing = True
@@ -81,8 +81,7 @@ class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the sum of cross-entropies over the tokens with `loss_mask`."""
         mask = loss_inputs["loss_mask"]
-        per_token = -token_log_probs(model_forward_output, loss_inputs["labels"])
-        metrics: dict[str, Metric] = {}
+        per_token, metrics = cross_entropy(self, loss_inputs, model_forward_output)
         if "source" in loss_inputs:
             for number, name in enumerate(self.context.sources):
                 of_source = mask * (loss_inputs["source"] == number)

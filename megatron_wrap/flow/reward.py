@@ -38,6 +38,7 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
         """Coefficient of the mean squared sum of a pair's scores, which keeps scores around 0. 0.01 is usual."""
 
     supports_packing = True
+    console_metrics = ("accuracy", "margin", "truncated_samples")
 
     def _encode(self, sample: Mapping[str, Any]) -> tuple[ChatTokens, ...]:
         """`ChatTokens` of the chosen and of the rejected sequence, or of the only one.

@@ -1,6 +1,7 @@
 """The only declaration of all metrics that a run reports: name, unit, meaning and console format.
 
-The console line (utils/progress.py) and the tables of docs/metrics.md (scripts/metric_docs.py) are generated from it.
+The console's lines (utils/console_lines.py) and the tables of docs/metrics.md (scripts/metric_docs.py) are generated
+from it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 
 from megatron_wrap.metrics.number_format import (
+    counted,
     duration,
     four_decimals,
     scientific,
@@ -140,9 +142,7 @@ _LAST_METRICS = (
         "tflops",
         "of the model's matrix products, per device",
         "TFLOP/s",
-        ConsoleFormat(
-            partial(significant, digits=3), 412.34, "{number} TFLOP/s per device", shown=lambda value: value >= 0.1
-        ),
+        ConsoleFormat(partial(significant, digits=3), 412.34, "{number} TFLOP/s", shown=lambda value: value >= 0.1),
         f"{_LOGGER}.add_throughput_to_metrics",
     ),
     MetricInfo("throughput", "the same as `tflops`", "TFLOP/s", config_key=f"{_LOGGER}.add_throughput_to_metrics"),
@@ -178,13 +178,13 @@ _LAST_METRICS = (
         "skipped_iterations",
         "without an update since the start of the run: no weight, or an overflow in fp16",
         "steps",
-        ConsoleFormat(whole, 0, "skipped {number}"),
+        ConsoleFormat(partial(counted, noun="iteration"), 3, "{number} skipped", shown=bool),
     ),
     MetricInfo(
         "skipped_samples",
         "rows of the data left out since the start of the run (`megatron_wrap.data.on_bad_sample: skip`)",
         "samples",
-        ConsoleFormat(whole, 3, "left out {number}", shown=bool),
+        ConsoleFormat(partial(counted, noun="sample"), 3, "{number} left out", shown=bool),
     ),
 )
 
@@ -198,6 +198,12 @@ METRICS = (
     *_LAST_METRICS,
 )
 """All metrics, in the order of the console line and the documentation."""
+
+CONSOLE_DISPENSABLE = (
+    *("tflops", "memory_max", "num_zeros_in_grad", "params_norm"),
+    *(info.name for info in reversed(_ROUTER_METRICS)),
+)
+"""Metrics of the engine that a console line which is too long omits, in this order."""
 
 ENGINE_METRICS: Mapping[str, MetricInfo] = MappingProxyType(
     {info.name: info for info in (*_FIRST_METRICS, *_ROUTER_METRICS, *_LAST_METRICS)}
@@ -228,4 +234,4 @@ def console_text(name: str, value: float) -> str | None:
     console = metric_info(name).console
     if console is None or not console.shown(value):
         return None
-    return console.render(name, value)
+    return console.render(name.split("/", 2)[-1] if name.startswith("eval/") else name, value)

@@ -8,6 +8,11 @@ def whole(value: float) -> str:
     return f"{value:.0f}"
 
 
+def counted(count: float, noun: str) -> str:
+    """A count with its noun, which agrees in number: `1 epoch`, `1.5 epochs`, `2,000 samples`."""
+    return f"{count:,.{0 if count % 1 == 0 else 2}f} {noun}{'' if count == 1 else 's'}"
+
+
 def four_decimals(value: float) -> str:
     """`5.1234`; very large and small values as `1.5000e-7`."""
     if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value):
@@ -16,11 +21,11 @@ def four_decimals(value: float) -> str:
 
 
 def short(value: float, digits: int) -> str:
-    """Integers unchanged, others with `digits` significant digits, very large and small values as `1.2e-5`."""
+    """Integers without decimals, others with `digits` significant digits, very large and small values as `1.2e-5`."""
     if not math.isfinite(value) or isinstance(value, int):
         return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return significant(value, digits)
+    if 1e-3 <= abs(value) < 1e5 or value == 0:
+        return whole(value) if value.is_integer() else significant(value, digits)
     return scientific(value, digits - 1)
 
 

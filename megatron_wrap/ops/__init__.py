@@ -9,29 +9,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_wrap.ops.divergence import kl_divergence
     from megatron_wrap.ops.entropies import entropy
-    from megatron_wrap.ops.log_probs import gather_log_probs, log_probs_and_entropy, token_log_probs, vocabulary_max
+    from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs, vocabulary_max
     from megatron_wrap.ops.ranking import TopK, top_k
+    from megatron_wrap.ops.token_values import (
+        TokenTerms,
+        gather_log_probs,
+        gather_logits,
+        log_probs_and_logsumexp,
+        logsumexp,
+        mean_log_probs,
+        token_terms,
+        top_k_log_probs,
+    )
 
 __all__ = [
+    "TokenTerms",
     "TopK",
     "entropy",
     "gather_log_probs",
+    "gather_logits",
     "kl_divergence",
     "log_probs_and_entropy",
+    "log_probs_and_logsumexp",
+    "logsumexp",
+    "mean_log_probs",
     "token_log_probs",
+    "token_terms",
     "top_k",
+    "top_k_log_probs",
     "vocabulary_max",
 ]
 
 # A module must not have the name of a function: importing it would overwrite the function in this namespace.
 _MODULES = {
+    "TokenTerms": "token_values",
     "TopK": "ranking",
     "entropy": "entropies",
-    "gather_log_probs": "log_probs",
+    "gather_log_probs": "token_values",
+    "gather_logits": "token_values",
     "kl_divergence": "divergence",
     "log_probs_and_entropy": "log_probs",
+    "log_probs_and_logsumexp": "token_values",
+    "logsumexp": "token_values",
+    "mean_log_probs": "token_values",
     "token_log_probs": "log_probs",
+    "token_terms": "token_values",
     "top_k": "ranking",
+    "top_k_log_probs": "token_values",
     "vocabulary_max": "log_probs",
 }
 

@@ -17,13 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_wrap.ops.vocabulary import (
     CHUNK_BYTES,
-    check_logits,
     clamp_log_probs,
     compute_dtype,
     exponentials,
     finite_max,
     local_indices,
-    log_normalizer,
     normalizer_parts,
     owned_logits,
     scaled,
@@ -33,7 +31,6 @@ from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
 
 _CACHE_BYTES = 2**20  # of a block that stays in a CPU's cache, which is three times as fast
-_ID_SET_BYTES = 40  # per id of a set: index, copies, logit, masks
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -60,25 +57,6 @@ def log_probs_and_entropy(logits: Tensor, ids: Tensor, group: ProcessGroup | Non
     """
     log_probs, entropies = _TokenLogProbs.apply(logits, ids, group or tensor_parallel_group(), True)
     return log_probs, entropies
-
-
-def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Log-probabilities of K ids per token, fp32 (float64 for float64 logits).
-
-    Args:
-        logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        id_sets: [B, S, K], global ids, equal on all tensor-parallel ranks, in any order and possibly repeated. The
-            result of an id outside the vocabulary is meaningless.
-        group: the tensor-parallel group; default: the current layout's.
-
-    Returns:
-        [B, S, K], equal on every tensor-parallel rank.
-
-    Raises:
-        FlowError: the leading dimensions of `id_sets` and `logits` differ.
-    """
-    check_logits("logits", logits, ("id_sets", id_sets))
-    return _GatherLogProbs.apply(logits, id_sets, group or tensor_parallel_group())
 
 
 def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -205,37 +183,6 @@ def _add_one_hot(part: Tensor, local_ids: Tensor, values: Tensor) -> Tensor:
     owned = (local_ids >= 0) & (local_ids < columns)
     indices = local_ids.clamp(0, columns - 1).unsqueeze(-1)
     return part.scatter_add_(-1, indices, values.masked_fill(~owned, 0.0).unsqueeze(-1))
-
-
-class _GatherLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, id_sets: Tensor, group: ProcessGroup) -> Tensor:
-        columns, dtype = logits.shape[-1], compute_dtype(logits)
-        normalizer = log_normalizer(logits, dtype, 1.0, group)
-        result = torch.empty(id_sets.shape, dtype=dtype, device=logits.device)
-        for block in token_blocks(normalizer.shape, id_sets.shape[-1] * _ID_SET_BYTES):
-            indices, owned = local_indices(id_sets[block], columns, group)
-            result[block] = owned_logits(logits[block], indices, owned, dtype)
-            del indices, owned
-        reduce_in_place(result, "sum", group)
-        ctx.save_for_backward(logits, id_sets, normalizer)
-        ctx.group = group
-        return result.sub_(normalizer.unsqueeze(-1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        logits, id_sets, normalizer = ctx.saved_tensors
-        columns, dtype = logits.shape[-1], normalizer.dtype
-        grad = torch.empty_like(logits)
-        token_bytes = columns * dtype.itemsize + id_sets.shape[-1] * _ID_SET_BYTES
-        for block in token_blocks(normalizer.shape, token_bytes):
-            grad_out = grad_outputs[0][block].to(dtype)
-            indices, owned = local_indices(id_sets[block], columns, ctx.group)
-            part = exponentials(logits[block], normalizer[block]).mul_(-grad_out.sum(dim=-1, keepdim=True))
-            grad[block] = part.scatter_add_(-1, indices, grad_out.masked_fill(~owned, 0.0))
-            del grad_out, indices, owned, part  # free the memory before the next block
-        return grad, None, None
 
 
 class _VocabularyMax(torch.autograd.Function):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +81,8 @@ def stop(processes: Processes) -> None:
         dist.destroy_process_group()
 
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C has ended, as of a shell."""
 _HEAD_START_SECONDS = 1.0
 """torchrun terminates all ranks when one has ended. The rank that prints the message must end first, right after it has
 recorded the error: a rank that is terminated earlier cannot print, or its signal is reported as the root cause."""
@@ -88,23 +94,66 @@ def exit_on_user_error() -> Iterator[None]:
 
     The first rank that claims the message in the rendezvous store prints it. Before the store exists, every rank has
     read the same configuration, and rank 0 prints. Every rank records its error for torchrun's failure summary.
+
+    After Ctrl-C, rank 0 prints one sentence, and all ranks end with exit code 130.
     """
+    with _one_interrupt(), _user_errors_reported():
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if environment_rank() == 0:
+                print(str(interrupt) or "interrupted", file=sys.stderr, flush=True)  # noqa: T201
+            _exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Ignore SIGINT after the first one: after the terminal has sent it to every process, torchrun's agent sends it to
+    the ranks once more."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _user_errors_reported() -> Iterator[None]:
     try:
         yield
     except MegatronWrapError as error:
         message = f"error: {error}"
-        under_torchrun = bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
         if _claim_message():
             print(message, file=sys.stderr, flush=True)  # noqa: T201
-        elif under_torchrun:
+        elif _is_under_torchrun():
             time.sleep(_HEAD_START_SECONDS)
-        # Other ranks may wait for this rank in a collective: no destructor of a process group may wait for them.
-        sys.stdout.flush()
         _record_for_torchrun(message, message)
-        os._exit(error.exit_code) if under_torchrun or dist.is_initialized() else sys.exit(error.exit_code)
+        _exit(error.exit_code)
     except Exception as error:
         _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
+
+
+def _is_under_torchrun() -> bool:
+    return bool(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process. Other ranks may wait for it in a collective, so no destructor of a process group may wait for
+    them."""
+    sys.stdout.flush()
+    if _is_under_torchrun() or dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 def _record_for_torchrun(message: str, details: str) -> None:

@@ -140,15 +140,14 @@ def _gradient_reduction(step: StepBreakdown, config: RunConfig, run: ProfiledRun
     """Without tensor parallelism, all reductions and gathers are those of data parallelism."""
     if run.dp_size == 1 or config.parallel.tensor_model_parallel_size > 1:
         return
-    ddp, sharded = config.ddp, config.optimizer.use_distributed_optimizer
-    reduction = sum(step.exposed_collectives.get(name, 0.0) for name in ("reduce-scatter", "all-reduce"))
-    gather = step.exposed_collectives.get("all-gather", 0.0)
+    ddp, exposed = config.ddp, step.exposed_collectives
     if not ddp.overlap_grad_reduce:
+        reduction = exposed.get("reduce-scatter", 0.0) + exposed.get("all-reduce", 0.0)
         reason = "gradients are reduced after the backward pass, while nothing else runs"
         yield Change(_key("ddp", "overlap_grad_reduce", True), reduction, reason)
-    elif sharded and not ddp.overlap_param_gather:
+    elif config.optimizer.use_distributed_optimizer and not ddp.overlap_param_gather:
         reason = "parameters are gathered after the update, while nothing else runs"
-        yield Change(_key("ddp", "overlap_param_gather", True), gather, reason)
+        yield Change(_key("ddp", "overlap_param_gather", True), exposed.get("all-gather", 0.0), reason)
 
 
 def _model_communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:

@@ -151,14 +151,6 @@ def _work(spans: Sequence[Span], num_steps: int) -> tuple[Work, ...]:
 
 def as_json(breakdown: StepBreakdown, longest: int = 60) -> dict[str, Any]:
     """The numbers by name, with the longest kernels and every one that is not recognized."""
-    shown = [work for index, work in enumerate(breakdown.work) if index < longest or not work.recognized]
-    return {
-        "step_ms": breakdown.step_ms,
-        "num_steps": breakdown.num_steps,
-        "milliseconds": dict(breakdown.milliseconds),
-        "communication_ms": breakdown.communication_ms,
-        "exposed_collectives": dict(breakdown.exposed_collectives),
-        "num_kernels": breakdown.num_kernels,
-        "computed_tokens": breakdown.computed_tokens,
-        "kernels" if breakdown.on_gpu else "operations": [vars(work) for work in shown],
-    }
+    shown = [vars(work) for index, work in enumerate(breakdown.work) if index < longest or not work.recognized]
+    numbers = {name: value for name, value in vars(breakdown).items() if name not in ("on_gpu", "work")}
+    return {**numbers, "kernels" if breakdown.on_gpu else "operations": shown}

@@ -96,10 +96,19 @@ def _lost_gradients(deviation: Deviation) -> list[str]:
 
 def _factor(deviation: Deviation) -> str:
     """Description of the factor by which all gradients are multiplied; empty if it is not one known factor."""
-    ratio = deviation.gradient_ratio
+    case, ratio = deviation.case, deviation.gradient_ratio
     if abs(ratio - 1.0) <= SAME_FACTOR or not _is_multiple(deviation):
         return ""
-    return _named_factor(ratio, deviation)
+    sizes = {
+        "the context-parallel size": case.cp,
+        "the tensor-parallel size": case.tp,
+        "the data-parallel size": case.dp,
+        "the change in the number of micro-batches": (
+            deviation.result.num_microbatches / deviation.reference.num_microbatches
+        ),
+    }
+    candidates = [named for name, size in sizes.items() for named in ((name, size), (f"1 / {name}", 1 / size))]
+    return " or ".join(name for name, value in candidates if value != 1 and abs(ratio / value - 1) < SAME_FACTOR)
 
 
 def _is_multiple(deviation: Deviation) -> bool:
@@ -107,23 +116,6 @@ def _is_multiple(deviation: Deviation) -> bool:
     rest = sum(float(numpy.square(gradients[name] - ratio * reference[name]).sum()) for name in reference)
     whole = sum(float(numpy.square(gradients[name]).sum()) for name in reference)
     return whole > 0 and rest <= SAME_FACTOR**2 * whole
-
-
-def _named_factor(ratio: float, deviation: Deviation) -> str:
-    case = deviation.case
-    cuts = deviation.result.num_microbatches / deviation.reference.num_microbatches
-    candidates = {
-        "the context-parallel size": case.cp,
-        "1 / the context-parallel size": 1 / case.cp,
-        "the tensor-parallel size": case.tp,
-        "1 / the tensor-parallel size": 1 / case.tp,
-        "the data-parallel size": case.dp,
-        "1 / the data-parallel size": 1 / case.dp,
-        "the change in the number of micro-batches": cuts,
-        "1 / the change in the number of micro-batches": 1 / cuts,
-    }
-    fitting = [name for name, value in candidates.items() if value != 1 and abs(ratio / value - 1) < SAME_FACTOR]
-    return " or ".join(fitting)
 
 
 _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Callable[[Deviation], str]], ...] = (
@@ -174,7 +166,7 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
         "megatron_wrap.ops, which works on vocabulary-parallel logits",
     ),
     (
-        lambda d, _: bool(d.case.extra_padding) and d.case.processes == 1,
+        lambda d, _: d.case.extra_padding > 0 and d.case.processes == 1,
         "likely cause: padding is counted: positions after a sample's end enter the loss or the weight; multiply both "
         "by loss_mask (self.token_mean does)",
     ),

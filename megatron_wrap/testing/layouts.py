@@ -22,11 +22,10 @@ _SIZES = {
 _SWITCHES = {
     "sp": "sequence_parallel",
     "dopt": "distributed_optimizer",
-    "padded": "extra_padding",
     "packed": "packing",
     "token_budget": "token_budget",
 }
-"""Part of a layout's name -> field of `LayoutCase`."""
+"""Part of a layout's name -> field of `LayoutCase` that it sets."""
 _UNUSED_SIZES = {"vpp": 1, "etp": 0}
 """Axis -> the size with which the layout does not use it; its key is then null."""
 
@@ -86,16 +85,12 @@ class LayoutCase:
     distributed_optimizer: bool = False
     micro_batch_size: int | None = None
     """None: the reference's."""
-    extra_padding: bool = False
+    extra_padding: int = 0
+    """Tokens of additional padding of every sequence."""
     packing: bool = False
     """All sequences of a micro-batch in one row."""
     token_budget: bool = False
     """Micro-batches of up to twice seq_length tokens."""
-
-    @property
-    def padding_tokens(self) -> int:
-        """Additional padding of every sequence, in tokens."""
-        return EXTRA_PADDING if self.extra_padding else 0
 
     @property
     def processes(self) -> int:
@@ -120,6 +115,16 @@ class LayoutCase:
         return tuple(values)
 
 
+def one_process_overrides() -> list[str]:
+    """Overrides that reduce the layout of any run to one process."""
+    keys = [
+        "num_layers_per_virtual_pipeline_stage",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ]
+    return [*(f"{PARALLEL}.{key}=null" for key in keys), *LayoutCase("one process").overrides(seq_length=0)]
+
+
 def parse_layout(name: str) -> LayoutCase:
     """The layout of a name: parts joined by `-`, each `tpN`, `ppN`, `cpN`, `dpN`, `vppN`, `epN` (expert parallelism;
     data-parallel processes are added as needed), `etpN` (tensor parallelism of the experts), `sp` (sequence
@@ -129,11 +134,13 @@ def parse_layout(name: str) -> LayoutCase:
     Raises:
         ConfigError: a part is unknown.
     """
-    fields: dict[str, int | bool] = {}
+    fields: dict[str, int] = {}
     for part in name.replace("token-budget", "token_budget").split("-"):
         match = re.fullmatch(r"(tp|pp|cp|dp|ep|vpp|etp|mbs)([1-9]\d*)", part)
         if match:
             fields["micro_batch_size" if match[1] == "mbs" else match[1]] = int(match[2])
+        elif part == "padded":
+            fields["extra_padding"] = EXTRA_PADDING
         elif part in _SWITCHES:
             fields[_SWITCHES[part]] = True
         else:
@@ -161,11 +168,9 @@ def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
         return f"{kind} of the routers is computed for each micro-batch, so it depends on the micro-batch size"
     if "global_aux_loss" in losses and case.dp > 1:
         return "global_aux_loss accumulates the experts' loads over micro-batches, so it depends on their order"
-    if case.tp * case.cp > 1 or case.pp > 1 or case.extra_padding:
-        for chosen, name in (
-            (arch.moe_router_load_balancing_type == "sinkhorn", "moe_router_load_balancing_type sinkhorn"),
-            (arch.upstream.get("moe_expert_capacity_factor") is not None, "moe_expert_capacity_factor"),
-        ):
-            if chosen:
-                return f"{name} is computed from the tokens and padding of one process, not from the micro-batch"
+    if case.tp * case.cp * case.pp > 1 or case.extra_padding:
+        sinkhorn = arch.moe_router_load_balancing_type == "sinkhorn"
+        if sinkhorn or arch.upstream.get("moe_expert_capacity_factor") is not None:
+            name = "moe_router_load_balancing_type sinkhorn" if sinkhorn else "moe_expert_capacity_factor"
+            return f"{name} is computed from the tokens and padding of one process, not from the micro-batch"
     return ""

@@ -75,14 +75,12 @@ class Observer:
         ranks = {rank: calls for rank, calls, _, _ in everywhere if calls}
         _refuse_other_names(type(flow).__name__, ranks)
         names: dict[str, tuple[str, float, float]] = next((calls[0] for calls in ranks.values()), {})
-        over_tp = _differences(((dp, cp), calls) for (dp, cp, _), calls in ranks.items())
-        over_cp = _differences(((dp, tp), _bare(calls)) for (dp, _, tp), calls in ranks.items())
         return Seen(
             two_values=any(two for _, _, two, _ in everywhere),
             draws_random=any(random for _, _, _, random in everywhere),
             metric_kinds={name: kind for name, (kind, _, _) in names.items()},
-            over_tp=over_tp,
-            over_cp=over_cp,
+            over_tp=_differences(((dp, cp), calls) for (dp, cp, _), calls in ranks.items()),
+            over_cp=_differences(((dp, tp), _bare(calls)) for (dp, _, tp), calls in ranks.items()),
         )
 
 
@@ -94,12 +92,10 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _read(metric: Any) -> tuple[str, float, float]:
-    if isinstance(metric, Total):
-        return "total", _number(metric.value), 0.0
-    if isinstance(metric, Minimum | Maximum):
-        return "extreme", _number(metric.value), 0.0
+    if isinstance(metric, Total | Minimum | Maximum):
+        return "total" if isinstance(metric, Total) else "extreme", _number(metric.value), 0.0
     if isinstance(metric, Difference):
-        return "pair", _number(metric.first[0]), _number(metric.second[0])
+        metric = (metric.first[0], metric.second[0])
     if isinstance(metric, tuple):
         return "pair", _number(metric[0]), _number(metric[1])
     return "number", _number(metric), 0.0

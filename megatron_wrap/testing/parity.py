@@ -133,16 +133,13 @@ class _Comparisons:
             return left_out(f"needs {case.processes} processes, more than {max_processes}")
         if self.pools.devices is not None and case.processes > self.pools.devices:
             return left_out(f"needs {case.processes} processes, each on a GPU; this machine has {self.pools.devices}")
-        if self.reference.seen.two_values and case.micro_batch_size is not None:
-            return left_out(
-                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on the micro-batch size; "
-                "return LossOutput to make the loss independent of it"
-            )
         if case.packing and self.without_packing:
             return left_out(self.without_packing)
-        if self.reference.seen.two_values and (case.packing or case.token_budget):
+        divides_otherwise = case.packing or case.token_budget or case.micro_batch_size is not None
+        if self.reference.seen.two_values and divides_otherwise:
             return left_out(
-                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is divided"
+                "the flow returns (loss, metrics), a mean over the micro-batch, which depends on how a batch is "
+                "divided; return LossOutput to make the loss independent of it"
             )
         try:
             config = read_run(self.config, [*self.base, *case.overrides(self.reference_config.train.seq_length)])
@@ -154,7 +151,7 @@ class _Comparisons:
         if reason:
             return left_out(reason)
         try:
-            result = self.pools.run(case.processes, run_case, config, self.samples, self.steps, case.padding_tokens)
+            result = self.pools.run(case.processes, run_case, config, self.samples, self.steps, case.extra_padding)
         except FlowError as error:
             hint = f"\n{PACKING_CAUSE}" if case.packing else ""
             return LayoutVerdict(case.name, case.processes, False, note=f"cannot run: {error}{hint}")
@@ -190,19 +187,9 @@ class _Comparisons:
                 case, result, reference, ratio, objective_agrees, gradients_agree, worst_metric, metric_ratio
             )
             note = likely_cause(deviation, lambda: self._agrees_on_equal_samples(case, config))
-        return LayoutVerdict(
-            case.name,
-            case.processes,
-            agrees,
-            objective,
-            metric,
-            differences[worst],
-            worst_parameter="" if gradients_agree else worst,
-            worst_metric=shown,
-            gradient_ratio=ratio,
-            router_loss_difference=router_loss,
-            note=note,
-        )
+        numbers = (objective, metric, differences[worst])
+        parameter = "" if gradients_agree else worst
+        return LayoutVerdict(case.name, case.processes, agrees, *numbers, parameter, shown, ratio, router_loss, note)
 
     def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
         """Whether reference and layout agree on a batch that repeats one sample, the first with a non-zero loss."""
@@ -212,7 +199,7 @@ class _Comparisons:
             reference = self.pools.run(1, run_case, self.reference_config, repeated, 1)
             if reference.objectives[0]:
                 break
-        result = self.pools.run(case.processes, run_case, config, repeated, 1, case.padding_tokens)
+        result = self.pools.run(case.processes, run_case, config, repeated, 1, case.extra_padding)
         differences = comparison.gradient_differences(result.gradients, reference.gradients)
         return relative(result.objectives[0], reference.objectives[0]) <= comparison.OBJECTIVE_TOLERANCE and (
             max(differences.values()) <= comparison.GRADIENT_TOLERANCE

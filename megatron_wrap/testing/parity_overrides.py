@@ -11,7 +11,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.hugging_face import HF_PATH, spelled_out
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.testing.layouts import LayoutCase
+from megatron_wrap.testing.layouts import one_process_overrides
 
 
 def check_overrides(
@@ -50,9 +50,7 @@ def check_overrides(
         "megatron_lm.model.arch.hidden_dropout=0.0",
         "megatron_lm.model.arch.attention_dropout=0.0",
         "megatron_lm.model.arch.transformer_impl=torch",
-        "megatron_lm.model.parallel.num_layers_per_virtual_pipeline_stage=null",
-        *(f"megatron_lm.model.parallel.decoder_{end}_pipeline_num_layers=null" for end in ("first", "last")),
-        *LayoutCase("one process").overrides(seq_length=0),
+        *one_process_overrides(),
     ]
     if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
         overrides = [*overrides, "megatron_wrap.flow.packing=false", "megatron_wrap.data.reset_attention_mask=false"]

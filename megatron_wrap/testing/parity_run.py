@@ -90,8 +90,5 @@ def run_case(
 
 def _undeclared_fields(micro_batch: MicroBatch) -> list[str]:
     fields = {**micro_batch.model_inputs, **micro_batch.loss_inputs}
-    return [
-        name
-        for name, tensor in fields.items()
-        if tensor is not None and name not in micro_batch.seqdims and micro_batch.width in tensor.shape[1:]
-    ]
+    whole = {name for name, tensor in fields.items() if tensor is not None and micro_batch.width in tensor.shape[1:]}
+    return sorted(whole - {*micro_batch.seqdims})

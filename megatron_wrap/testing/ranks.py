@@ -79,10 +79,10 @@ class RankPool:
         results = []
         for rank, connection in enumerate(self._connections):
             limit_seconds = 10.0 if failures else self.timeout_seconds
+            succeeded, value, message = False, f"no result within {limit_seconds:g} s", ""
             try:
-                answered = connection.poll(limit_seconds)
-                timed_out = (False, f"no result within {limit_seconds:g} s", "")
-                succeeded, value, message = pickle.loads(connection.recv_bytes()) if answered else timed_out
+                if connection.poll(limit_seconds):
+                    succeeded, value, message = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionResetError):
                 succeeded, value, message = False, "the process died", ""
             results.append(value)

@@ -23,7 +23,7 @@ class _PrintToLogger:
         self.active = True
         self._stdout = sys.stdout
         self._incomplete: dict[int, str] = {}
-        self._in_sink = threading.local()
+        self._in_sink: set[int] = set()  # threads inside a sink of the logger
 
     def __call__(
         self,
@@ -35,12 +35,12 @@ class _PrintToLogger:
     ) -> None:
         target = sys.stdout if file is None else file
         # If a sink prints, use the real print: loguru cannot log inside a sink.
-        if not self.active or target is not self._stdout or getattr(self._in_sink, "active", False):
+        thread = threading.get_ident()
+        if not self.active or target is not self._stdout or thread in self._in_sink:
             self.real_print(*values, sep=sep, end=end, file=file, flush=flush)
             return
         ending = "\n" if end is None else end
         text = (" " if sep is None else sep).join(str(value) for value in values)
-        thread = threading.get_ident()
         text = self._incomplete.pop(thread, "") + text
         if ending.endswith(("\n", "\r")):
             self._emit(text + ending[:-1])
@@ -57,11 +57,11 @@ class _PrintToLogger:
     def _emit(self, text: str) -> None:
         if not text:
             return
-        self._in_sink.active = True
+        self._in_sink.add(threading.get_ident())
         try:
             logger._write("DEBUG", True, text, (), {}, depth=2)
         finally:
-            self._in_sink.active = False
+            self._in_sink.remove(threading.get_ident())
 
 
 def send_print_to_logger() -> Callable[[], None]:

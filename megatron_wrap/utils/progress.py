@@ -1,37 +1,16 @@
-"""A step's metrics as one line of text, and a progress bar with the remaining time on terminals."""
+"""Progress with the remaining time: of a run's steps on a terminal, of other long work anywhere."""
 
 import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megatron_wrap.metrics.declared import console_order, console_text
+from megatron_wrap.metrics.declared import console_text
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from tqdm import tqdm
     from typing_extensions import Self
-
-
-def format_step(metrics: Mapping[str, float], train_iters: int | None = None) -> str:
-    """One line with the metrics of a step or an evaluation.
-
-    `iteration 12/100 | loss 5.1234 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | 12.3k tokens/s | skipped 0`
-
-    The flow's metrics follow the loss, in their order. Omitted: missing metrics, a loss scale of 1, less than 0.1
-    TFLOP/s, memory of 0 GiB, and counts that follow from the iteration.
-
-    Args:
-        metrics: names and units as in metrics/declared.py, which also declares order and format.
-        train_iters: number of steps of the run, shown after the iteration.
-    """
-    parts = []
-    for name in console_order(metrics):
-        part = console_text(name, metrics[name])
-        if part is not None:
-            total = "" if name != "iteration" or train_iters is None else f"/{train_iters}"
-            parts.append(part + total)
-    return " | ".join(parts)
 
 
 class ProgressBar:

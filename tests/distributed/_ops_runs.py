@@ -49,6 +49,16 @@ def reference_top_k_divergence(student: Tensor, values: Tensor, ids: Tensor, kin
     return (F.kl_div(log_m, p, reduction="none") + F.kl_div(log_m, q, reduction="none")).sum(-1) / 2
 
 
+def smoothed_loss(student: Tensor, teacher: Tensor, ids: Tensor, group: Any) -> Tensor:
+    terms = ops.token_terms(student, ids[..., 0], group)
+    return -0.9 * terms.log_probs - 0.1 * terms.mean_log_probs + 1e-2 * terms.logsumexp**2
+
+
+def smoothed_loss_of_torch(student: Tensor, teacher: Tensor, ids: Tensor, group: Any) -> Tensor:
+    losses = F.cross_entropy(student.flatten(0, 1), ids[..., 0].flatten(), label_smoothing=0.1, reduction="none")
+    return losses.view(student.shape[:-1]) + 1e-2 * student.logsumexp(-1) ** 2
+
+
 def pairs() -> Iterator[tuple[str, Operation, Operation]]:
     """(name, ours on this rank's columns, torch's on the full vocabulary) of each operation."""
     yield (
@@ -86,6 +96,27 @@ def pairs() -> Iterator[tuple[str, Operation, Operation]]:
         lambda student, teacher, ids, group: ops.top_k(student, K, group).values,
         lambda student, teacher, ids, group: student.topk(K).values,
     )
+    yield (
+        "logsumexp",
+        lambda student, teacher, ids, group: ops.logsumexp(student, group),
+        lambda student, teacher, ids, group: student.logsumexp(-1),
+    )
+    yield (
+        "mean_log_probs",
+        lambda student, teacher, ids, group: ops.mean_log_probs(student, group),
+        lambda student, teacher, ids, group: student.log_softmax(-1).mean(-1),
+    )
+    yield (
+        "gather_logits",
+        lambda student, teacher, ids, group: ops.gather_logits(student, ids, group),
+        lambda student, teacher, ids, group: student.gather(-1, ids),
+    )
+    yield (
+        "top_k_log_probs",
+        lambda student, teacher, ids, group: ops.top_k_log_probs(student, K, group).values,
+        lambda student, teacher, ids, group: student.log_softmax(-1).topk(K).values,
+    )
+    yield "label smoothing and z-loss", smoothed_loss, smoothed_loss_of_torch
     for kind in ("forward", "reverse", "jensen_shannon"):
         for temperature in (1.0, 0.3, 2.0):
 

@@ -29,6 +29,12 @@ def samples() -> list[dict[str, list[int]]]:
     return result
 
 
+def test_label_smoothing_and_z_loss_agree(samples, ranks):
+    overrides = [f"megatron_wrap.flow.{key}" for key in ("label_smoothing=0.2", "z_loss_coefficient=0.01")]
+    report = check_parity(CONFIG, overrides, samples=samples, layouts=["tp2-cp2", "packed"], steps=1, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True, True], report.table()
+
+
 MOCK = Path(__file__).parents[2] / "configs/tiny-llama-mock.yaml"
 ALL = (*DEFAULT_LAYOUTS, "dp4-dopt", "pp4", "cp4", "tp2-cp2", "pp2-vpp2-dp2-dopt")
 

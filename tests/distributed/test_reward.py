@@ -20,8 +20,9 @@ VALUE = ("megatron_wrap.model_provider.provider_key=gpt_value_model",)
 FROM = "megatron_wrap.model_provider.hf_path"
 PACKED = ("megatron_wrap.flow.packing=true",)
 LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "packed-cp2": (2, (*CP2, *PACKED))}
-ROUNDING = {"margin": 2e-5, "mean_reward": 2e-5, "min_reward": 2e-5, "max_reward": 2e-5, "num_tokens": 0.0}
-"""Rounding error after ten steps of scores up to 0.8, of their mean and their differences."""
+ROUNDING = {"margin": 8e-5, "mean_reward": 8e-5, "min_reward": 8e-5, "max_reward": 8e-5, "num_tokens": 0.0}
+"""1e-4 of the largest score, 0.8: rounding of scores after ten steps, their mean and their differences; it depends
+on the processor's kernels."""
 VARIANTS = {"plain": ({}, False), "centered-margin": ({"center_rewards_coefficient": 0.3}, True)}
 
 

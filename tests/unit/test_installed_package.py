@@ -34,6 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_whole_tree(installed: Path) -> None:
     shipped = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs" / "nest").rglob("*") if path.is_file()}
+    shipped |= {Path("schema.json")}
     packed = installed / "megatron_wrap" / "configs"
     assert {path.relative_to(packed) for path in packed.rglob("*") if path.is_file()} == shipped
     modules = {path.relative_to(ROOT) for path in (ROOT / "megatron_wrap").rglob("*.py")}

@@ -5,21 +5,20 @@ that confignest would drop, invent or crash on are refused here. The walk yields
 composes (`compose.py`) and the origins of each value (`origins.py`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.compose import compose, encode, joined
 from megatron_wrap.config.reading.origins import OVERRIDDEN, ComposedConfig, Origin, Section, find_origins
-from megatron_wrap.config.reading.tree import Folder, TreeFile, open_tree
+from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
+from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
 from megatron_wrap.errors import ConfigError, did_you_mean
 
-SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
 
-
-def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: "KeyRules | None" = None) -> "ValidatedNest":
+def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ValidatedNest":
     """Read the run's YAML at `path` over the shipped tree and a `nest/` folder beside the YAML, and validate its keys.
 
     Args:
@@ -32,19 +31,6 @@ def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: "KeyRules 
     nest = ValidatedNest(view.file, open_tree(Path(path)), rules or KeyRules())
     nest.walk(view, [_parse_override(text) for text in overrides])
     return nest
-
-
-@dataclass(frozen=True)
-class KeyRules:
-    """Keys that the files of the tree do not define: legal ones, and advice on unknown ones.
-
-    `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
-    file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
-    """
-
-    more_keys: Callable[[str], Collection[str]] = lambda section: ()
-    plug_ins: Mapping[str, str] = field(default_factory=dict)
-    advice: Callable[[str, str], str | None] = lambda section, key: None
 
 
 @dataclass(frozen=True)
@@ -115,10 +101,13 @@ class ValidatedNest:
             return self._selection(folder, content, view, path, command_line)
         for key, node in content.items():
             if key not in folder.entries:
-                self._refuse_section(folder, key, node, path)
+                self._rules.refuse_section(folder, key, node, path)
         for override in command_line:
-            if not override.parts or override.parts[0] not in folder.entries:
-                self._refuse_command_line(folder, override, path)
+            if not override.parts:
+                sections = ", ".join(folder.entries)
+                raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
+            if override.parts[0] not in folder.entries:
+                self._rules.refuse_section(folder, override.parts[0], override.node, path)
         effective: dict[str, Any] = {}
         for name, entry in folder.entries.items():
             overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
@@ -159,7 +148,7 @@ class ValidatedNest:
         section.selected = name
         for key, node in content.items():
             if key not in (SELECT, OVERRIDE, name):
-                self._refuse_beside_select(folder, section, key, node, path)
+                self._rules.refuse_beside_select(folder, section, key, node)
         overrides = self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}")
         inline = self._mapping(content.get(name), f"{path}.{name}")
         for key, node in inline.items():
@@ -261,7 +250,7 @@ class ValidatedNest:
         plug_in = self._rules.plug_ins.get(section.path)
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
-            self._check_key(section, key, node)
+            self._rules.check_key(section, key, node)
             self._set(section.origins, encoded, (key,), node, OVERRIDDEN, f"{section.path}.{key}", add_keys=False)
         for override in command_line:
             if not override.parts:
@@ -270,7 +259,7 @@ class ValidatedNest:
                     f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
                 )
             key, *rest = override.parts
-            self._check_key(section, key, override.node)
+            self._rules.check_key(section, key, override.node)
             node = self._wrapped(section, key, rest, override)
             self._set(section.origins, encoded, (key,), node, COMMAND_LINE, f"{section.path}.{key}", add_keys=False)
         return encoded
@@ -287,54 +276,3 @@ class ValidatedNest:
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"{COMMAND_LINE} {override.path}: {section.path}.{key} has no keys below it")
         return Node({**(value or {}), **node.value}, COMMAND_LINE)
-
-    def _check_key(self, section: Section, key: str, node: Node) -> None:
-        if key in section.origins:
-            return
-        more = self._rules.more_keys(section.path)
-        if key in more or (section.takes_any and key not in (SELECT, OVERRIDE, INHERIT)):
-            return
-        # a key of the section is likelier than one of Megatron-Core's hundreds
-        raise ConfigError(f"{node.where} {section.path}.{key}: " + self._unknown(section, key, more))
-
-    def _unknown(self, section: Section, key: str, more: Collection[str]) -> str:
-        advice = self._rules.advice(section.path, key)
-        if advice:
-            return advice
-        if key == OVERRIDE:
-            return "only a section with a selection takes it; write its keys here directly"
-        if key == SELECT:
-            return "nothing can be selected here; delete it"
-        if key == INHERIT:
-            return "belongs in a file of the tree, not in a run's YAML"
-        hint = did_you_mean(key, section.origins, more)
-        return f"unknown key{hint or '; the keys are ' + ', '.join(section.origins)}"
-
-    # ---- refusals of whole sections
-
-    def _refuse_section(self, folder: Folder, key: str, node: Node, path: str) -> None:
-        key_path = f"{path}.{key}" if path else key
-        if key == SELECT:
-            raise ConfigError(f"{node.where} {key_path}: nothing can be selected here; delete it")
-        advice = self._rules.advice(path, key)
-        if advice is None and key in (OVERRIDE, INHERIT):
-            advice = "does not belong here; name the section and write its keys there"
-        hint = did_you_mean(key, folder.entries) or f"; the sections are {', '.join(folder.entries)}"
-        raise ConfigError(f"{node.where} {key_path}: {advice or 'unknown section' + hint}")
-
-    def _refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node, path: str) -> None:
-        if key in section.origins or key in self._rules.more_keys(path):
-            rule = f"a key beside {SELECT} has no effect; put it under {OVERRIDE}"
-        elif key in folder.entries:
-            rule = f"{section.name} is selected, so this has no effect; delete it or select {key}"
-        elif key == INHERIT:
-            rule = "belongs in a file of the tree, not in a run's YAML"
-        else:
-            near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
-            rule = self._rules.advice(path, key) or f"unknown key{near}; only {SELECT} and {OVERRIDE} are allowed here"
-        raise ConfigError(f"{node.where} {path}.{key}: {rule}")
-
-    def _refuse_command_line(self, folder: Folder, override: _Override, path: str) -> None:
-        if not override.parts:
-            raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {', '.join(folder.entries)}")
-        self._refuse_section(folder, override.parts[0], override.node, path)

@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron_wrap.config.reading.yaml_nodes import Node, read_yaml, shown_path
 from megatron_wrap.errors import ConfigError, did_you_mean
 
+SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
+"""confignest's own keys."""
 MANIFEST = "__confignest_manifest__"
 OVERLAY_FOLDER = "nest"
 

@@ -51,6 +51,10 @@ class LoggerConfig:
     """Hide FutureWarning and UserWarning until close()."""
     progress_bar: bool = True
     """Show a bar with the remaining time on the terminal of rank 0; never in a pipe."""
+    console_metrics: tuple[str, ...] | None = None
+    """Patterns of the metrics on the console's lines, in this order, such as [loss, rewards/*, grad_norm]; of an
+    evaluation the names without eval/SET/. null: those that the flow chooses, with loss, norm of the gradient, learning
+    rate, time, tokens per second and memory. The metric loggers get all."""
     enable_tensorboard: bool = False
     """Write TensorBoard events (docs/report.md)."""
     tensorboard_dir: str | None = None

@@ -46,8 +46,10 @@ class Localization:
         lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
         if self.parallel.pp.size > 1 and lengths:
             lengths = [max(lengths)] * len(lengths)
+        tp, cp = self.parallel.tp, self.parallel.cp
+        divisor = context.sequence_divisor(tp.size, cp.size, self.sequence_parallel, self.token_multiple)
         return tuple(
-            shard(micro_batch, self._padded_width(length), self.parallel.cp, with_padding_mask=self.has_experts)
+            shard(micro_batch, -(-length // divisor) * divisor, cp, with_padding_mask=self.has_experts)
             for micro_batch, length in zip(micro_batches, lengths, strict=True)
         )
 
@@ -59,12 +61,6 @@ class Localization:
             tokens = sum(micro_batch.num_rows * micro_batch.padded_width for micro_batch in micro_batches)
             with phase(f"{COMPUTED_TOKENS}{tokens}"):
                 return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
-
-    def _padded_width(self, length: int) -> int:
-        """A sequence length in tokens, rounded up to a multiple of the layout's divisor."""
-        tp_size, cp_size = self.parallel.tp.size, self.parallel.cp.size
-        divisor = context.sequence_divisor(tp_size, cp_size, self.sequence_parallel, self.token_multiple)
-        return -(-length // divisor) * divisor
 
 
 def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool = False) -> MicroBatch:

@@ -135,7 +135,11 @@ class MegatronWrapTrainingFlowBase(ABC):
 
     reports_perplexity: ClassVar[bool] = False
     """Whether the objective is the mean negative log-likelihood of a token, so that evaluations report its exponential,
-    `perplexity`."""
+    `perplexity`; that of the metric `nll_loss`, where the flow reports it."""
+
+    console_metrics: ClassVar[Sequence[str]] = ("*",)
+    """Patterns of the flow's metrics that the console shows, the most interesting ones first; a line that is too long
+    omits the last ones. `megatron_wrap.logger.console_metrics` replaces them."""
 
     step_values_from: Literal["inputs", "outputs"] | None = None
     """Source of the statistics of the whole step, for a loss that is not a sum over micro-batches: "inputs"

@@ -132,6 +132,34 @@ def test_a_push_uploads_what_was_saved(folder, tmp_path, monkeypatch):
             wrap.push_to_hub("org/name", tmp_path / "out")
 
 
+def test_a_trained_model_has_a_card_also_when_it_is_exported_later(folder, tmp_path, capfd):
+    from huggingface_hub import ModelCard
+
+    with started(folder, "megatron_lm.train.common.save=checkpoints") as wrap:
+        wrap.setup_model()
+        wrap.save_pretrained(tmp_path / "untrained")
+        wrap.setup_model_and_optimizer()
+        wrap.train(SAMPLES)
+        evaluated = wrap.evaluate({"held_out": SAMPLES})
+        wrap.save()
+        wrap.save_pretrained(tmp_path / "trained")
+    assert not (tmp_path / "untrained" / "README.md").exists()
+    capfd.readouterr()
+    assert main(["export-hf", "checkpoints", str(tmp_path / "later")]) == 0
+    log = capfd.readouterr().err
+    assert "of iteration 1: " in log
+    assert "mock" not in log.lower()
+    card = ModelCard.load(tmp_path / "trained" / "README.md")
+    assert card.data.eval_results[0].metric_type == "loss"
+    assert card.data.eval_results[0].metric_value == evaluated["eval/held_out/loss"]
+    assert "| Base model | `model` |" in card.text
+    assert "| Steps | 1 |" in card.text
+    assert str(tmp_path) not in card.content
+    later = ModelCard.load(tmp_path / "later" / "README.md")
+    assert later.data.to_dict() == card.data.to_dict()
+    assert later.text == card.text
+
+
 def test_explain_gives_the_folder_as_the_origin_of_a_value(folder):
     from megatron_wrap.config.decode import load_tree
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
+from transformers.modeling_outputs import ModelOutput
+from transformers.trainer_pt_utils import LabelSmoother
 
 from megatron_wrap.data.chat.tokenizer import load_tokenizer
 from megatron_wrap.errors import DataError
-from megatron_wrap.flow import FlowContext, FlowOptions, MegatronWrapGPTModelSFTFlow, Total
-from megatron_wrap.flow import sft as sft_module
+from megatron_wrap.flow import FlowContext, MegatronWrapGPTModelSFTFlow, Total
+from megatron_wrap.flow.pretrain import MegatronWrapGPTModelPretrainFlow
+from megatron_wrap.flow.shared import cross_entropy as cross_entropy_module
 from megatron_wrap.flow.shared import next_token as next_token_module
+from megatron_wrap.ops import log_probs_and_logsumexp, token_log_probs, token_terms
 
 pytestmark = pytest.mark.transformers
 
@@ -49,13 +54,13 @@ def flow(
     micro_batch_size: int = 2,
     seq_length: int = SEQ_LENGTH,
     vocab_size: int = 4096,
-    **options: str,
+    **options: Any,
 ) -> MegatronWrapGPTModelSFTFlow:
-    settings = {"collate_type": "variable_length", "truncation": "right", "loss_on": "assistant", **options}
     context = FlowContext(
         micro_batch_size, seq_length, vocab_size, 1, lambda part: part, lambda value: value, tokenizer
     )
-    return MegatronWrapGPTModelSFTFlow(FlowOptions("gpt_sft", settings), context)
+    config = MegatronWrapGPTModelSFTFlow.Config(flow_key="gpt_sft", **options)
+    return MegatronWrapGPTModelSFTFlow(config, context)
 
 
 def test_the_loss_mask_covers_exactly_the_assistant_s_turns(tokenizer, conversations):
@@ -124,13 +129,56 @@ def test_truncation_refuse_raises_for_a_long_sample():
         flow(seq_length=8, truncation="refuse").collate_data_micro_batch(iter([token_sample(12)]))
 
 
-def test_loss_is_the_cross_entropy_of_the_masked_tokens(monkeypatch):
-    class OneRank:
-        size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
+class OneRank:
+    size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
 
-    real = sft_module.token_log_probs
-    for module in (sft_module, next_token_module):
-        monkeypatch.setattr(module, "token_log_probs", lambda logits, ids: real(logits, ids, OneRank()))
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The operations of the loss without a process group."""
+    for module in (cross_entropy_module, next_token_module):
+        monkeypatch.setattr(module, "token_log_probs", lambda logits, ids: token_log_probs(logits, ids, OneRank()))
+    for function in (token_terms, log_probs_and_logsumexp):
+        alone = partial(lambda operation, logits, ids: operation(logits, ids, OneRank()), function)
+        monkeypatch.setattr(cross_entropy_module, function.__name__, alone)
+
+
+@pytest.mark.parametrize("flow_class", [MegatronWrapGPTModelSFTFlow, MegatronWrapGPTModelPretrainFlow])
+@pytest.mark.parametrize(("smoothing", "coefficient"), [(0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)])
+def test_label_smoothing_and_z_loss_are_those_of_torch_and_transformers(flow_class, smoothing, coefficient, one_rank):
+    """Over the true vocabulary of 20, of which the model pads 4 columns."""
+    options = {"label_smoothing": smoothing, "z_loss_coefficient": coefficient}
+    context = FlowContext(2, 8, 20, 1, lambda part: part, lambda value: value, None)
+    made = flow_class(flow_class.Config(flow_key="key", **options), context)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 8, 20, generator=generator, requires_grad=True)
+    labels = torch.randint(20, (2, 8), generator=generator)
+    mask = torch.tensor([[1.0] * 8, [0.0] * 3 + [1.0] * 2 + [0.0] * 3])
+    padded = pad(logits, (0, 4), value=torch.finfo(torch.float32).min / 2)
+    loss_inputs = {"labels": labels, "loss_mask": mask, "truncated": torch.zeros(2)}
+    output = made.calculate_loss(loss_inputs, padded)
+
+    masked_labels = torch.where(mask == 1, labels, -100)
+    flat, counted = logits.flatten(0, 1), mask.flatten() == 1
+    z_loss = (flat.logsumexp(-1)[counted] ** 2).sum()
+    of_torch = cross_entropy(flat, masked_labels.flatten(), label_smoothing=smoothing, reduction="sum")
+    expected = of_torch + coefficient * z_loss
+    torch.testing.assert_close(output.loss_sum, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (output.loss_sum, expected)))
+    of_transformers = LabelSmoother(epsilon=smoothing)(ModelOutput(logits=logits), masked_labels) * 10
+    torch.testing.assert_close(of_transformers, of_torch)
+
+    metrics = output.metrics
+    torch.testing.assert_close(
+        metrics["nll_loss"][0], cross_entropy(flat, masked_labels.flatten(), reduction="sum").detach()
+    )
+    assert float(metrics["nll_loss"][1]) == 10
+    assert ("logits_z_loss" in metrics) == bool(coefficient)
+    if coefficient:
+        torch.testing.assert_close(metrics["logits_z_loss"][0], z_loss.detach())
+
+
+def test_loss_is_the_cross_entropy_of_the_masked_tokens(one_rank):
     made = flow(seq_length=8)
     _, loss_inputs = made.collate_data_micro_batch(iter([token_sample(12), token_sample(5)]))
     logits = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -150,7 +198,7 @@ def test_loss_is_the_cross_entropy_of_the_masked_tokens(monkeypatch):
 
 def test_a_weight_of_2_is_the_sample_twice(monkeypatch):
     """Of loss and loss weight; weight 0 removes a sample, even one whose loss is not finite."""
-    monkeypatch.setattr(sft_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(cross_entropy_module, "token_log_probs", lambda logits, ids: logits)
     made = flow(seq_length=8, micro_batch_size=4)
     first, second, third = token_sample(9), token_sample(5), token_sample(7)
     log_probs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

@@ -52,6 +52,12 @@ def operations(tokens, columns, dtype, k=3):
         "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
         "entropy": (lambda x: ops.entropy(x, ONE), 1),
         "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
+        "logsumexp": (lambda x: ops.logsumexp(x, ONE), 1),
+        "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE), 1),
+        "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE)), 1),
+        "log_probs_and_logsumexp": (lambda x: torch.stack(ops.log_probs_and_logsumexp(x, ids[..., 0], ONE)), 1),
+        "gather_logits": (lambda x: ops.gather_logits(x, ids, ONE), 1),
+        "top_k_log_probs": (lambda x: ops.top_k_log_probs(x, k, ONE).values, 1),
         "top_k": (lambda x: ops.top_k(x, k, ONE).values, 1),
     }
     for kind in KINDS:
@@ -159,7 +165,7 @@ def test_peak_memory_is_bounded_at_any_length(name, monkeypatch):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
             result.backward(grad_out)
         gradients = sum(x.grad.nbytes for x in logits)
-        ids = k * 8 * 2 * length if name == "top_k" else 0  # the other output
+        ids = k * 8 * 2 * length if name in ("top_k", "top_k_log_probs") else 0  # the other output
         assert gradients > 2 * chunk  # otherwise a copy of the logits would not exceed the bound
         bound = chunk + TOKEN_BYTES * 2 * length
         assert 0 < peak_bytes(forward) - result.nbytes - ids <= bound

@@ -1,12 +1,18 @@
-"""Arguments that name files of text, for the subcommands that read documents."""
+"""Arguments that several subcommands declare."""
 
 from __future__ import annotations
 
 import argparse
 
 
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares CONFIG and its overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b.c=value", help="overrides, applied last")
+
+
 def add_input_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declares --input and how it is read."""
+    """Declares --input, files of text, and how they are read."""
     parser.add_argument(
         "--input",
         nargs="+",

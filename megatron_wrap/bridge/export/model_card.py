@@ -1,0 +1,192 @@
+"""README.md of an exported folder: a model card in the format of the Hugging Face hub.
+
+A card is for publication: of a local path it has the last part, and no value that looks like a secret.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.bridge.export.training_record import DataRecord, TrainingRecord
+from megatron_wrap.config.schema.sources import source_kind
+from megatron_wrap.utils.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+FILE_NAME = "README.md"
+MARK = "<!-- Written by megatron-wrap, which replaces this file at the next export; delete this line to keep it. -->"
+_HIDDEN = "[hidden]"
+_SECRET_NAME = re.compile(
+    r"(^|[._-])(token|secret|password|passwd|credentials?|(api|access|private|secret)[_-]?key)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})|(?<=://)[^\s/@]+(?=@)"
+)
+_SETTING = re.compile(r"([\w.-]+)(\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}\]]+)")
+_LOCAL_PATH = re.compile(
+    r"(?<![\w.:/~-])(?:~[\w.-]*)?/(?:[^\s/'\",;:\]}]+/)+(?=[^\s'\",;:\]}]*)|(?<![\w.:/~-])~[\w.-]*/"
+)
+_CACHED_REPOSITORY = re.compile(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+/?$")
+
+
+def write_model_card(
+    folder: Path,
+    record: TrainingRecord,
+    iteration: int,
+    evaluation: tuple[int, Mapping[str, float]] | None,
+    pipeline_tag: str,
+) -> None:
+    """Write README.md, unless the folder has one of its owner.
+
+    Args:
+        record: of the run that trained the model.
+        iteration: steps taken.
+        evaluation: (iteration, SET/METRIC -> value) of the last evaluation; None: there was none.
+        pipeline_tag: the hub's name of the task, such as text-generation.
+    """
+    path = folder / FILE_NAME
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    write_atomically(path, card_text(record, iteration, evaluation, pipeline_tag))
+
+
+def card_text(
+    record: TrainingRecord, iteration: int, evaluation: tuple[int, Mapping[str, float]] | None, pipeline_tag: str
+) -> str:
+    """The card; arguments as for `write_model_card`."""
+    data = _metadata(record, evaluation, pipeline_tag)
+    base = _base(record)
+    rows = {
+        "Base model": base,
+        "Steps": f"{iteration:,}",
+        "Flow": f"`{record['flow']}`",
+        **_data_rows(record["data"]),
+    }
+    parts = [
+        f"# {record['name']}",
+        MARK,
+        "Trained with [megatron-wrap](https://pypi.org/project/megatron-wrap/).",
+        "## Training",
+        _table(("", ""), rows),
+        _code(published(record["command"])),
+        "## Options of the flow",
+        _table(("option", "value"), {name: _option(name, value) for name, value in record["flow_options"].items()}),
+    ]
+    if evaluation is not None:
+        values = {name: f"{value:.6g}" for name, value in evaluation[1].items()}
+        parts += [f"## Evaluation after step {evaluation[0]:,}", _table(("metric", "value"), values)]
+    parts += ["## Versions", _table(("package", "version"), record["versions"])]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def published(text: str) -> str:
+    """A text without secrets, and with the last part of each absolute path."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= 8:
+            text = text.replace(value, _HIDDEN)
+    text = _SECRET_VALUE.sub(_HIDDEN, text)
+    text = _SETTING.sub(
+        lambda match: match[1] + match[2] + (_HIDDEN if _SECRET_NAME.search(match[1]) else match[3]), text
+    )
+    return _LOCAL_PATH.sub("", text)
+
+
+def hub_id(path_or_id: str) -> str | None:
+    """The hub id of a model or data set, also of its folder in the local cache; None: a local path."""
+    cached = _CACHED_REPOSITORY.search(path_or_id)
+    if cached is not None:
+        return f"{cached[1]}/{cached[2]}"
+    return path_or_id if source_kind(path_or_id) == "hub" else None
+
+
+def _metadata(
+    record: TrainingRecord, evaluation: tuple[int, Mapping[str, float]] | None, pipeline_tag: str
+) -> ModelCardData:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = []
+    for name, value in ({} if evaluation is None else evaluation[1]).items():
+        of_set, _, metric = name.rpartition("/")
+        if math.isfinite(value):
+            results.append(
+                EvalResult(
+                    task_type=pipeline_tag,
+                    dataset_type=of_set,
+                    dataset_name=of_set,
+                    metric_type=metric,
+                    metric_value=value,
+                )
+            )
+    base = None if record["base_model"] is None else hub_id(record["base_model"])
+    identifiers = [hub_id(source["path"]) for source in record["data"] if source["kind"] in ("hub", "folder")]
+    datasets = list(dict.fromkeys(identifier for identifier in identifiers if identifier is not None))
+    return ModelCardData(
+        base_model=base,
+        datasets=datasets or None,
+        eval_results=results or None,
+        library_name="transformers",
+        model_name=record["name"],
+        pipeline_tag=pipeline_tag,
+        tags=["megatron-wrap", record["flow"]],
+    )
+
+
+def _base(record: TrainingRecord) -> str:
+    model, checkpoint = record["base_model"], record["base_checkpoint"]
+    if checkpoint is not None:
+        return f"checkpoint {_code_span(_last_part(checkpoint))}"
+    if model is None:
+        return "none, trained from initial weights"
+    identifier = hub_id(model)
+    if identifier is not None:
+        return f"[{identifier}](https://huggingface.co/{identifier})"
+    return _code_span(_last_part(model))
+
+
+def _data_rows(data: Sequence[DataRecord]) -> dict[str, str]:
+    """Use -> its sources."""
+    rows: dict[str, list[str]] = {}
+    for source in data:
+        rows.setdefault(f"Data of {source['use']}", []).append(_source(source))
+    return {use: ", ".join(names) for use, names in rows.items()}
+
+
+def _source(source: DataRecord) -> str:
+    if source["kind"] == "mock":
+        return "generated samples"
+    if source["kind"] == "none":
+        return "samples passed by a program"
+    identifier = hub_id(source["path"])
+    if identifier is not None:
+        return f"[{identifier}](https://huggingface.co/datasets/{identifier})"
+    return _code_span(source["path"] if source["kind"] == "python" else _last_part(source["path"]))
+
+
+def _last_part(path: str) -> str:
+    return published(Path(path).name or path)
+
+
+def _option(name: str, value: str) -> str:
+    return _code_span(_HIDDEN if _SECRET_NAME.search(name) else published(value))
+
+
+def _code_span(text: str) -> str:
+    """Code in a cell of a table, on one line."""
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{' '.join(text.split())}{fence}".replace("|", "\\|")
+
+
+def _code(text: str) -> str:
+    return f"```sh\n{text}\n```"
+
+
+def _table(head: tuple[str, str], rows: Mapping[str, Any]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows.items())])

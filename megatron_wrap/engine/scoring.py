@@ -1,0 +1,99 @@
+"""Log-probabilities of continuations, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.ops.log_probs import token_log_probs
+from megatron_wrap.ops.ranking import top_k
+from megatron_wrap.parallel import context
+from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
+
+
+class Score(NamedTuple):
+    """How probable a continuation is."""
+
+    log_prob: float
+    """Sum over its tokens of the log-probability given all tokens before, in nats."""
+    is_greedy: bool
+    """Whether each of its tokens is the most probable one."""
+
+
+def score_continuations(
+    state: TrainingState, sequences: Sequence[tuple[Sequence[int], int]], batch_size: int
+) -> list[Score]:
+    """The score of the last tokens of each sequence; the state is unchanged. Collective over all ranks.
+
+    Sequences of similar length are computed together. The logits stay on their tensor-parallel ranks.
+
+    Args:
+        sequences: (token ids, number of tokens of the continuation at their end, at least 1 and fewer than all), the
+            same on every rank.
+        batch_size: sequences in one forward pass of a replica.
+
+    Returns:
+        One score for each sequence, in order, the same on every rank.
+    """
+    parallel = state.parallel
+    by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index][0]))
+    batches = [by_length[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
+    # pipeline stages compute different micro-batches at the same time
+    multiple = state.micro_batching.num_microbatches_multiple
+    in_flight = -(-parallel.pp.size // multiple) * multiple
+    scores: list[tuple[int, Score]] = []
+
+    def score(micro_batch: MicroBatch, output: Tensor) -> list[tuple[int, Score]]:
+        labels = micro_batch.loss_inputs["labels"]
+        log_probs = token_log_probs(output, labels, parallel.tp.group)
+        matches = top_k(output, 1, parallel.tp.group).ids[..., 0] == labels
+        local = torch.stack([log_probs, matches.to(log_probs)])  # [2, B, S/cp]
+        merged = context.merge(gather_tensors(local, parallel.cp.group), 2).cpu()
+        rows = []
+        for row, index in enumerate(micro_batch.sample_indices):
+            ids, count = sequences[index]
+            values, are_greedy = merged[:, row, len(ids) - 1 - count : len(ids) - 1]
+            rows.append((index, Score(float(values.sum()), bool(are_greedy.all()))))
+        return rows
+
+    with evaluation_mode(state):
+        for start in range(0, len(batches), parallel.dp.size * in_flight):
+            group = batches[start : start + parallel.dp.size * in_flight]
+            num_microbatches = -(-len(group) // (parallel.dp.size * multiple)) * multiple
+            mine = [
+                _micro_batch(sequences, batch, len(batches[0])) for batch in group[parallel.dp.rank :: parallel.dp.size]
+            ]
+            filler = replace(_micro_batch(sequences, group[0], len(batches[0])), sample_indices=(), counted=False)
+            local = state.localization.localize([*mine, *[filler] * (num_microbatches - len(mine))])
+            for rows in state.pipeline_schedule.forward(state.chunks, local, score):
+                scores += rows
+    contributed = scores if parallel.counts_once and parallel.cp.rank == 0 else []
+    of_index = dict(pair for of_rank in gather_objects(contributed) for pair in of_rank)
+    return [of_index[index] for index in range(len(sequences))]
+
+
+def _micro_batch(sequences: Sequence[tuple[Sequence[int], int]], indices: Sequence[int], num_rows: int) -> MicroBatch:
+    """A micro-batch of the sequences `indices`, without their last tokens, which are only labels.
+
+    Args:
+        num_rows: pipeline stages exchange tensors of one shape, so the last micro-batch repeats its first sequence.
+    """
+    rows = [torch.tensor(list(sequences[index][0])) for index in indices]
+    rows += [rows[0]] * (num_rows - len(rows))
+    lengths = torch.tensor([len(row) - 1 for row in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    tokens, labels = padded[:, :-1], padded[:, 1:]
+    width = tokens.shape[1]
+    positions = torch.arange(width).expand(len(rows), -1)
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
+    seqdims = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
+    return MicroBatch(
+        inputs, {"labels": labels}, {}, len(rows), lengths, width, seqdims=seqdims, sample_indices=tuple(indices)
+    )

@@ -1,0 +1,29 @@
+"""In place of a flow, for a run that only uses a trained model: it exports, generates or scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from megatron_wrap.errors import FlowError
+from megatron_wrap.flow.contract.base import MegatronWrapTrainingFlowBase
+
+NO_FLOW = f"{__name__}:NoFlow"
+"""The `flow_key` of such a run."""
+
+
+class NoFlow(MegatronWrapTrainingFlowBase):
+    """Has no samples and no loss."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> NoReturn:
+        """Raises FlowError."""
+        raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> NoReturn:
+        """Raises FlowError."""
+        raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
+
+    def __str__(self) -> str:
+        return "no flow"

@@ -1,0 +1,214 @@
+"""Values of each token from vocabulary-parallel logits that share one gradient: the logsumexp, the mean over the
+vocabulary, and logits or log-probabilities of given ids. `vocabulary.py` has the memory bound."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_wrap.ops.ranking import TopK, top_k
+from megatron_wrap.ops.vocabulary import (
+    Block,
+    check_logits,
+    compute_dtype,
+    exponentials,
+    local_indices,
+    log_normalizer,
+    owned_logits,
+    token_blocks,
+)
+from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
+from megatron_wrap.parallel.state import tensor_parallel_group
+
+_ID_SET_BYTES = 40  # per id of a set: index, copies, logit, masks
+_MASKED = -1e30  # larger than any padding column in bf16 and fp32, smaller than any other logit
+
+
+class TokenTerms(NamedTuple):
+    """Terms of a loss with label smoothing and z-loss, [B, S] each, equal on every tensor-parallel rank."""
+
+    log_probs: Tensor
+    """Log-probability of the id."""
+    mean_log_probs: Tensor
+    """Mean of the log-probabilities over the vocabulary."""
+    logsumexp: Tensor
+    """Logarithm of the sum of exp(logit) over the vocabulary."""
+
+
+def logsumexp(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """log of the sum of exp(logit) over the whole vocabulary, fp32 (float64 for float64 logits); the coefficient of a
+    z-loss multiplies its square.
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        group: the tensor-parallel group; default: the current layout's.
+
+    Returns:
+        [B, S], equal on every tensor-parallel rank.
+
+    Raises:
+        FlowError: the logits are not floating.
+    """
+    check_logits("logits", logits)
+    return _Terms.apply(logits, None, group or tensor_parallel_group(), False, False)[2]
+
+
+def mean_log_probs(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Mean of the log-probabilities over the vocabulary, for label smoothing; arguments and errors as for `logsumexp`.
+    Columns of padding and of -inf are not part of the mean.
+
+    Returns:
+        [B, S], equal on every tensor-parallel rank.
+    """
+    check_logits("logits", logits)
+    return _Terms.apply(logits, None, group or tensor_parallel_group(), True, True)[1]
+
+
+def log_probs_and_logsumexp(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` and `logsumexp` together, [B, S] each; arguments as for `token_terms`."""
+    check_logits("logits", logits, ("ids", ids.unsqueeze(-1)))
+    log_probs, _, total = _Terms.apply(logits, ids.unsqueeze(-1), group or tensor_parallel_group(), True, False)
+    return log_probs.squeeze(-1), total
+
+
+def token_terms(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> TokenTerms:
+    """`token_log_probs`, `mean_log_probs` and `logsumexp` together; their backward allocates one gradient.
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        ids: [B, S], global ids, equal on all tensor-parallel ranks. The result of an id outside the vocabulary (such as
+            -100) is finite but meaningless.
+        group: the tensor-parallel group; default: the current layout's.
+    """
+    check_logits("logits", logits, ("ids", ids.unsqueeze(-1)))
+    log_probs, mean, total = _Terms.apply(logits, ids.unsqueeze(-1), group or tensor_parallel_group(), True, True)
+    return TokenTerms(log_probs.squeeze(-1), mean, total)
+
+
+def gather_logits(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Logits of K ids per token, fp32 (float64 for float64 logits).
+
+    Args:
+        logits: [B, S, V/tp], this rank's columns of the vocabulary.
+        id_sets: [B, S, K], global ids, equal on all tensor-parallel ranks, in any order and possibly repeated. The
+            result of an id outside the vocabulary is meaningless.
+        group: the tensor-parallel group; default: the current layout's.
+
+    Returns:
+        [B, S, K], equal on every tensor-parallel rank.
+
+    Raises:
+        FlowError: the leading dimensions of `id_sets` and `logits` differ.
+    """
+    check_logits("logits", logits, ("id_sets", id_sets))
+    return _Terms.apply(logits, id_sets, group or tensor_parallel_group(), False, False)[0]
+
+
+def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Log-probabilities of K ids per token; arguments, result and errors as for `gather_logits`."""
+    check_logits("logits", logits, ("id_sets", id_sets))
+    return _Terms.apply(logits, id_sets, group or tensor_parallel_group(), True, False)[0]
+
+
+def top_k_log_probs(logits: Tensor, k: int, group: ProcessGroup | None = None) -> TopK:
+    """The k largest log-probabilities of each token over the whole vocabulary, in descending order, and their ids.
+
+    Arguments and errors as for `top_k`, whose values are logits.
+
+    Returns:
+        Differentiable values [B, S, k], fp32 (float64 for float64 logits); ids [B, S, k], int64.
+    """
+    ids = top_k(logits.detach(), k, group).ids
+    return TopK(gather_log_probs(logits, ids, group), ids)
+
+
+class _Terms(torch.autograd.Function):
+    """Values of the ids, mean over the vocabulary, and logsumexp, or None for each. `normalized`: the values and the
+    mean are of log-probabilities, else of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, id_sets: Tensor | None, group: ProcessGroup, normalized: bool, with_mean: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dtype = compute_dtype(logits)
+        values = mean = counts = normalizer = None
+        if normalized or id_sets is None:
+            normalizer = log_normalizer(logits, dtype, 1.0, group)
+        if id_sets is not None:
+            values = _values_of_ids(logits, id_sets, dtype, group)
+        if with_mean:
+            mean, counts = _mean_logits(logits, dtype, group)
+        if normalized and normalizer is not None:
+            values = values if values is None else values.sub_(normalizer.unsqueeze(-1))
+            mean = mean if mean is None else mean.sub_(normalizer)
+        ctx.save_for_backward(logits, id_sets, normalizer, counts)
+        ctx.group, ctx.normalized = group, normalized
+        ctx.set_materialize_grads(False)
+        return values, mean, normalizer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        logits, id_sets, normalizer, counts = ctx.saved_tensors
+        of_values, of_mean, of_normalizer = grad_outputs
+        columns, dtype = logits.shape[-1], compute_dtype(logits)
+        grad = torch.empty_like(logits)
+        token_bytes = columns * (dtype.itemsize + 1) + (0 if id_sets is None else id_sets.shape[-1] * _ID_SET_BYTES)
+        for block in token_blocks(logits.shape[:-1], token_bytes):
+            factor = _factor_of_softmax(of_values, of_mean, of_normalizer, block, ctx.normalized)
+            if factor is None:
+                part = torch.zeros_like(logits[block], dtype=dtype, memory_format=torch.contiguous_format)
+            else:
+                part = exponentials(logits[block], normalizer[block]).mul_(factor.unsqueeze(-1))
+            if of_mean is not None:
+                part.add_((of_mean[block] / counts[block]).unsqueeze(-1)).masked_fill_(_masked(logits[block]), 0.0)
+            if of_values is not None:
+                indices, owned = local_indices(id_sets[block], columns, ctx.group)
+                part.scatter_add_(-1, indices, of_values[block].masked_fill(~owned, 0.0))
+                del indices, owned
+            grad[block] = part
+            del part, factor  # free the memory before the next block
+        return grad, None, None, None, None
+
+
+def _factor_of_softmax(
+    of_values: Tensor | None, of_mean: Tensor | None, of_normalizer: Tensor | None, block: Block, normalized: bool
+) -> Tensor | None:
+    """[n]: what multiplies the softmax in the gradient of one block; None: nothing does."""
+    parts = [] if of_normalizer is None else [of_normalizer[block]]
+    if normalized and of_values is not None:
+        parts.append(-of_values[block].sum(dim=-1))
+    if normalized and of_mean is not None:
+        parts.append(-of_mean[block])
+    return torch.stack(parts).sum(dim=0) if parts else None
+
+
+def _values_of_ids(logits: Tensor, id_sets: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+    """[..., K]: the logits of the ids."""
+    values = torch.empty(id_sets.shape, dtype=dtype, device=logits.device)
+    for block in token_blocks(id_sets.shape[:-1], id_sets.shape[-1] * _ID_SET_BYTES):
+        indices, owned = local_indices(id_sets[block], logits.shape[-1], group)
+        values[block] = owned_logits(logits[block], indices, owned, dtype)
+        del indices, owned
+    reduce_in_place(values, "sum", group)
+    return values
+
+
+def _mean_logits(logits: Tensor, dtype: torch.dtype, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Mean of the logits over the columns that are not masked, and the number of these columns, [...] each."""
+    sums = torch.empty(2, *logits.shape[:-1], dtype=dtype, device=logits.device)
+    for block in token_blocks(logits.shape[:-1], logits.shape[-1] * (logits.dtype.itemsize + dtype.itemsize + 1)):
+        masked = _masked(logits[block])
+        sums[0][block] = logits[block].masked_fill(masked, 0.0).sum(dim=-1, dtype=dtype)
+        sums[1][block] = logits.shape[-1] - masked.sum(dim=-1, dtype=dtype)
+        del masked  # free the memory before the next block
+    reduce_in_place(sums, "sum", group)
+    return sums[0] / sums[1], sums[1]
+
+
+def _masked(logits: Tensor) -> Tensor:
+    """Where a logit is padding of the vocabulary or -inf, also after a division by a temperature."""
+    return logits <= max(_MASKED, torch.finfo(logits.dtype).min / 4)

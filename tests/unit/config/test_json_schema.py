@@ -1,0 +1,238 @@
+"""The JSON schema of the configuration, against the reader itself: what one refuses, the other refuses. No torch."""
+
+import ast
+import copy
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from megatron_wrap.config.checks.run import _check_ranges
+from megatron_wrap.config.decode import decode, load_tree, read_view
+from megatron_wrap.config.json_schema import schema_path
+from megatron_wrap.config.reading import nest
+from megatron_wrap.config.reading.origins import ComposedConfig
+from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root
+from megatron_wrap.config.reading.yaml_nodes import read_yaml
+from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = json.loads(schema_path().read_text(encoding="utf-8"))
+VALIDATOR = Draft202012Validator(SHIPPED)
+MUTANTS = 500
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """The reader's refusal of a run's YAML with these values, "" if it accepts them: keys, types and ranges.
+
+    The values are those of the last lines that set them; test_nest.py asserts that confignest composes the same, which
+    takes a fifth of a second.
+    """
+    monkeypatch.setattr(TreeFile, "read", functools.cache(TreeFile.read))
+    root = open_tree(tmp_path / "run.yaml")
+    monkeypatch.setattr(nest, "open_tree", lambda view: root)
+
+    def refusal(content: Any) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        try:
+            view = read_view(path)
+            composed = ComposedConfig(view.view_file, view.sections, _last_values(view.sections))
+            _check_ranges(decode(composed, "run"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return refusal
+
+
+def _last_values(sections: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+
+    def plain(origins: Any) -> Any:
+        if isinstance(origins, dict):
+            return {key: plain(nested) for key, nested in origins.items()}
+        return origins[-1].node.plain()
+
+    for path, section in sections.items():
+        *outer, last = path.split(".")
+        inner = values
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = plain(section.origins)
+    return values
+
+
+def shipped_yamls() -> list[Path]:
+    """Every YAML of the repository that is a run's or belongs to the tree."""
+    folders = [ROOT / name for name in ("configs", "examples", "scripts", "tests")]
+    return [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
+
+
+def documented_yamls() -> Iterator[tuple[str, str]]:
+    """(page, text) of the runs and parts of runs that the pages show."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]:
+        for text in re.findall(r"^ *```ya?ml\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S):
+            if re.match(r"(#.*\n|\s)*megatron_(lm|wrap):", text):
+                yield page.name, text
+
+
+def quoted_yamls() -> Iterator[tuple[str, str]]:
+    """(file, text) of the YAML in the strings of the tests and of the commands."""
+    for folder in (ROOT / "tests", ROOT / "megatron_wrap" / "cli"):
+        for file in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and "megatron_wrap:\n" in node.value:
+                    yield file.name, node.value
+
+
+def test_it_is_a_schema_and_accepts_every_shipped_yaml() -> None:
+    Draft202012Validator.check_schema(SHIPPED)
+    paths = shipped_yamls()
+    assert len(paths) > 100
+    for path in paths:
+        errors = [error.message for error in VALIDATOR.iter_errors(read_yaml(path).plain())]
+        assert not errors, path
+
+
+def test_it_accepts_every_part_of_a_run_that_a_page_shows(tmp_path: Path) -> None:
+    path, shown = tmp_path / "run.yaml", 0
+    for page, text in documented_yamls():
+        path.write_text(text, encoding="utf-8")
+        errors = [error.message for error in VALIDATOR.iter_errors(read_yaml(path).plain())]
+        assert not errors, (page, text)
+        shown += 1
+    assert shown > 10
+
+
+def test_it_accepts_every_quoted_yaml_that_the_reader_accepts(read: Callable[[Any], str], tmp_path: Path) -> None:
+    accepted = 0
+    for origin, text in quoted_yamls():
+        if not read(text):
+            accepted += 1
+            errors = [error.message for error in VALIDATOR.iter_errors(read_yaml(tmp_path / "run.yaml").plain())]
+            assert not errors, (origin, text)
+    assert accepted >= 5
+
+
+def test_it_accepts_a_resolved_configuration() -> None:
+    for name in RUNS:
+        resolved = load_tree(ROOT / "configs" / name).values
+        assert [error.message for error in VALIDATOR.iter_errors(resolved)] == []
+    resolved["megatron_lm"]["train"]["common"]["sead"] = 1
+    assert not VALIDATOR.is_valid(resolved)
+
+
+# ---- what the reader refuses
+
+
+def explicit_run(name: str) -> dict[str, Any]:
+    """A shipped run with every value of every section written out, and the form of each kind of mapping."""
+    path = ROOT / "configs" / name
+    tree, view = load_tree(path), read_yaml(path).plain()
+    for section_path, section in tree.sections.items():
+        *outer, last = section_path.split(".")
+        inner = view
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        values = {key: value for key, value in tree.section_values(section_path).items() if key != "flow_key"}
+        inner[last] = values if section.selected is None else {SELECT: section.selected, OVERRIDE: values}
+    data = view["megatron_wrap"]["data"][OVERRIDE]
+    data["train"] = [{"path": "a.jsonl", "weight": 0.5, "columns": {"text": "body"}, "max_length": 9}, "b.jsonl"]
+    data["validation"] = {"short": {"path": "c", "split": "test"}, "long": ["d", {"path": "e", "samples": 3}]}
+    view["megatron_wrap"]["models"]["reference"] = {"hf_path": "org/model", "refresh_interval": 3, "offload": False}
+    view["megatron_lm"]["misc"]["ddp"]["align_param_gather"] = True
+    view["megatron_lm"]["train"]["optimizer"][OVERRIDE]["decoupled_lr"] = 0.1
+    view["megatron_lm"]["model"]["arch"][OVERRIDE] |= {"moe_router_fusion": True, "recompute_mtp": None}
+    del view["megatron_lm"]["model"]["arch"][OVERRIDE]["recompute_mtp"]
+    return view
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every key of every mapping, but for names that are free: those of sets and columns."""
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if not (path and path[-1] in ("validation", "columns")) and isinstance(key, str):
+            yield (*path, key)
+        yield from places(below, (*path, key))
+
+
+def typo(key: str, generator: random.Random) -> str:
+    index = generator.randrange(len(key))
+    letter = generator.choice("abcdefghijklmnopqrstuvwxyz_")
+    return generator.choice(
+        [
+            key[:index] + key[index + 1 :],
+            key[:index] + letter + key[index:],
+            key[:index] + letter + key[index + 1 :],
+            key[:index] + key[index : index + 2][::-1] + key[index + 2 :],
+            key.replace("_", "-") if "_" in key else key.replace("-", "_"),
+            key.upper(),
+        ]
+    )
+
+
+WRONG = ("four", "1", "true", "", 4.5, -3, 10**6, True, [], ["a"], [1, 2, 3], {"a": 1}, {}, None)
+
+
+def mutant(view: dict[str, Any], generator: random.Random) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The run with one mistyped key or one other value, and the path of it."""
+    changed = copy.deepcopy(view)
+    path = generator.choice(list(places(changed)))
+    mapping = changed
+    for part in path[:-1]:
+        mapping = mapping[part]
+    if generator.random() < 0.5:
+        name = typo(path[-1], generator)
+        return _with_key(changed, path, name), (*path[:-1], name)
+    # an omission is no mistake: the command line may set what is missing
+    may_be_empty = path[-1] != SELECT and not isinstance(mapping[path[-1]], dict)
+    mapping[path[-1]] = copy.deepcopy(generator.choice(WRONG if may_be_empty else WRONG[:-2]))
+    return changed, path
+
+
+def _with_key(value: Any, path: tuple[Any, ...], name: str) -> Any:
+    key, *rest = path
+    if isinstance(value, list):
+        return [_with_key(item, tuple(rest), name) if index == key else item for index, item in enumerate(value)]
+    if rest:
+        return {**value, key: _with_key(value[key], tuple(rest), name)}
+    return {name if other == key else other: below for other, below in value.items()}
+
+
+RUNS = ("tiny-llama-dpo.yaml", "tiny-llama-grpo.yaml", "tiny-mixtral-sft.yaml", "tiny-gpt-pretrain.yaml")
+
+
+def test_it_refuses_what_the_reader_refuses_and_nothing_else(read: Callable[[Any], str]) -> None:
+    generator = random.Random(23)
+    runs = [explicit_run(name) for name in RUNS] + [read_yaml(ROOT / "configs" / name).plain() for name in RUNS]
+    assert all(not read(run) and VALIDATOR.is_valid(run) for run in runs)
+    refused = 0
+    while refused < MUTANTS:
+        changed, path = mutant(generator.choice(runs), generator)
+        refusal, valid = read(changed), VALIDATOR.is_valid(changed)
+        refused += bool(refusal)
+        if refusal:
+            assert not valid, refusal
+        elif not valid:  # the reader leaves a flow's options to the flow
+            assert path[:2] == ("megatron_wrap", "flow"), path
+
+
+@pytest.mark.parametrize("folder", sorted(SECTION_PATHS.values()))
+def test_a_mistyped_key_in_a_file_of_the_tree_is_refused(folder: str) -> None:
+    if folder in (SECTION_PATHS["flow"], SECTION_PATHS["model_provider"]):
+        return  # files there may have options of any name
+    section = shipped_root().joinpath(*folder.split("."))
+    file = next(iter(sorted(section.glob("*.yaml"))), section.with_name(f"{section.name}.yaml"))
+    content = read_yaml(file).plain()
+    assert VALIDATOR.is_valid(content)
+    name = next(key for key in content if not key.startswith("__"))
+    assert not VALIDATOR.is_valid({**content, f"{name}x": content[name]})
+    assert not VALIDATOR.is_valid({**content, name: {"a": [1]}})
