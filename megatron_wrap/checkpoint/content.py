@@ -7,6 +7,7 @@ shard is described by its position in the unsharded tensor, so a checkpoint can 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -27,17 +28,33 @@ CONTENT_METADATA: dict[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+ADAPTER_FACTOR = re.compile(r"_adapter\.(\d+\.)?lora_[AB]\.")
 RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
 
-def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, dict[str, Any]]:
-    """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline."""
+def model_entries(
+    chunks: Sequence[Any], parallel: ParallelState, *, base: bool = True, adapter: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline.
+
+    Args:
+        base: with all parameters that are not factors of an adapter.
+        adapter: with the factors of adapters.
+    """
     metadata = _metadata(parallel)
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {
-        name: bare_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
-    }
+    entries = {}
+    for name, chunk in zip(names, chunks, strict=True):
+        whole = bare_model(chunk).sharded_state_dict(metadata=metadata)
+        kept = {True: adapter, False: base}
+        entries[name] = {key: entry for key, entry in whole.items() if kept[is_factor(key)]}
+    return entries
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a factor of an adapter."""
+    return ADAPTER_FACTOR.search(name) is not None
 
 
 def optimizer_entry(
@@ -169,8 +186,11 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
         with readable_scales(extra_states):
             missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
-        # a checkpoint of the torch implementation lacks Transformer Engine's extra states
-        wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+        # a checkpoint may contain only the adapter or only its base
+        contained = {is_factor(key) for key in loaded[name]}
+        absent = [key for key in missing if is_factor(key) in contained]
+        # and one of the torch implementation lacks Transformer Engine's extra states
+        wrong = [key for key in [*absent, *unexpected] if not key.endswith("_extra_state")]
         if wrong:
             raise CheckpointError(
                 f"the checkpoint is from another model: {wrong[0]} is only in the "

@@ -18,6 +18,7 @@ from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.adapter import AdapterConfig
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
@@ -55,7 +56,7 @@ def precompute_config(config: RunConfig) -> RunConfig:
     """
     settings = config.models.reference_or_teacher or ReferenceModelConfig(copy=True)
     train = dataclasses.replace(config.train, save=None, save_interval=None, finetune=config.train.load is not None)
-    if settings.source != "copy":
+    if settings.source not in ("copy", "base"):
         train = dataclasses.replace(train, load=settings.checkpoint, finetune=settings.checkpoint is not None)
     return dataclasses.replace(_of_source(config, settings), train=train, models=ModelsConfig())
 
@@ -72,18 +73,22 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
     Raises:
         ConfigError: its tokenizer is not the run's.
     """
-    from megatron_wrap.engine.setup.build_reference import build_reference
+    from megatron_wrap.engine.setup.build_reference import base_of_policy, build_reference
 
     config = state.config
     _check_tokenizer(config, state.shape.vocab_size, reference.arch.vocab_size, tokenizer)
     reference = dataclasses.replace(reference, optimizer=config.optimizer, ddp=config.ddp)
+    settings = config.models.reference_or_teacher
+    if settings is not None and settings.base:
+        state.reference = base_of_policy(state)
+        return
     state.reference = build_reference(reference, state.platform, state.parallel, tokenizer)
 
 
 def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: int | None, tokenizer: Any) -> None:
     """Compare the model's tokenizer with the run's; if one of them is not known, the sizes of the vocabularies."""
     settings = config.models.reference_or_teacher
-    if settings is None or settings.source == "copy":
+    if settings is None or settings.source in ("copy", "base"):
         return
     model = f"{config.models.path}: {settings.source} {getattr(settings, settings.source)}"
     folder = _tokenizer_folder(settings)
@@ -105,8 +110,9 @@ def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: i
 
 
 def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
-    if settings.source == "copy":
+    if settings.source in ("copy", "base"):
         return config
+    config = dataclasses.replace(config, adapter=AdapterConfig())
     try:
         if settings.hf_path is not None:
             reference = _of_hugging_face(config, settings.hf_path)

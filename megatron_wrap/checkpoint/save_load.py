@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
+from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -93,7 +95,8 @@ def load_checkpoint(
     layout = content.layout_facts(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
     skipped: list[str] = []
-    models = content.model_entries(state.chunks, state.parallel)
+    on_rank_0(lambda: check_adapter(saved, state.config, with_optimizer), failures=FAILURES)
+    models = content.model_entries(state.chunks, state.parallel, base=saved.has_base, adapter=saved.has_adapter)
     request = saved.readable(models)
     if with_optimizer:
         kind = content.optimizer_kind(state.config)
@@ -156,7 +159,7 @@ def prune(store: CheckpointStore, keep: int | None, best: int | None) -> None:
 def _full_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
     train, optim = state.config.train, state.config.optimizer
-    models = content.model_entries(state.chunks, state.parallel)
+    models = content.model_entries(state.chunks, state.parallel, base=not saves_adapter_alone(state.config))
     sharded_state: dict[str, Any] = {**content.common_entries(state.progress, state.best), **models}
     if not train.no_save_optim:
         sharded_state["optimizer"] = content.optimizer_entry(
@@ -180,6 +183,9 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
         "consumed_samples": state.progress.consumed_samples,
         "training": training_record(state.config),
     }
+    if saves_adapter_alone(state.config):
+        hf_path = str(state.config.model_provider.hf_path)
+        facts["base"] = {"path": hf_path, "digest": folder_digest(Path(hf_path))}
     store.commit(partial, iteration, facts)
 
 
@@ -194,6 +200,18 @@ class SavedContent:
     objects: set[str]
     layout: dict[str, Any] | None
     has_optimizer: bool
+    base: dict[str, Any] | None
+    """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it contains parameters other than factors of an adapter."""
+        return self.base is None
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it contains factors of an adapter."""
+        return any(content.is_factor(name) for name in self.shapes if not name.startswith("optimizer."))
 
     @property
     def has_rng(self) -> bool:
@@ -252,7 +270,38 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         objects={entry.unique_key for entry in entries if not isinstance(entry, ShardedTensor)},
         layout=facts.get("layout"),
         has_optimizer="optimizer" in common,
+        base=facts.get("base"),
     )
+
+
+def check_adapter(saved: SavedContent, config: RunConfig, with_optimizer: bool) -> None:
+    """Compare the adapter of a checkpoint, and the base that it needs, with the run's.
+
+    Raises:
+        CheckpointError: one of them has an adapter and the other has none, or the base is another model.
+    """
+    adapted = config.adapter.adapter_type != "none"
+    if saved.has_adapter and not adapted:
+        raise CheckpointError(
+            f"{saved.path} contains an adapter and this run has none; select megatron_wrap.adapter: lora with the "
+            "options in its resolved.yaml, or load a merged model (save_pretrained(..., merge=True)) by hf_path"
+        )
+    if adapted and not saved.has_adapter and with_optimizer:
+        raise CheckpointError(
+            f"{saved.path} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
+            "set megatron_lm.train.common.finetune: true"
+        )
+    if saved.base is None:
+        return
+    hf_path = config.model_provider.hf_path
+    needed = f"{saved.path} contains an adapter of {saved.base['path']} without the weights of that model"
+    if hf_path is None:
+        raise CheckpointError(f"{needed}; set megatron_wrap.model_provider.hf_path to it")
+    if folder_digest(Path(hf_path)) != saved.base["digest"]:
+        raise CheckpointError(
+            f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
+            "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"
+        )
 
 
 def _check_optimizer(saved: SavedContent, kind: tuple[str, str]) -> None:

@@ -75,7 +75,8 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
     """All choices that a run makes on a machine, for `explain`; see `choices` and `cuda_connections`."""
     layers = config.arch.transformer_impl
     if layers == "auto":
-        layers = "torch" if machine.transformer_engine is None else "transformer_engine"
+        engine = machine.transformer_engine is not None and config.adapter.adapter_type == "none"
+        layers = "transformer_engine" if engine else "torch"
     kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
     chosen = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
@@ -126,6 +127,8 @@ def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
     if arch.transformer_impl == "auto":
         installed = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
         reason = installed if machine.platform == "cuda" else "Transformer Engine needs a GPU"
+        if config.adapter.adapter_type != "none":
+            version, reason = "", "adapters are trained beside torch's layers"
         yield Choice("arch.transformer_impl", "transformer_engine" if version else "torch", reason)
     if parallel.sequence_parallel is None:
         reason = f"tensor_model_parallel_size is {parallel.tensor_model_parallel_size}"

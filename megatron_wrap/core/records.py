@@ -142,6 +142,10 @@ def describe_model(state: TrainingState) -> None:
     """Log the flow and the size of the model, and each weight with `show_weight_details`."""
     local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
     logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
+    if state.config.adapter.adapter_type != "none":
+        from megatron_wrap.engine.setup.adapter import describe_adapters
+
+        logger.info_rank_0(describe_adapters(state.config, state.shape.vocab_size))
     if state.config.model_provider.show_weight_details:
         from megatron_wrap.model.chunks import weight_lines
 

@@ -54,7 +54,8 @@ class RunExport:
         family: str | None = None,
         merge: bool = False,
     ) -> Path:
-        """Write a Hugging Face folder, or the run's adapter as a folder of peft, with a model card if it was trained here."""
+        """Write a Hugging Face folder, or the run's adapter as a folder of peft; with a model card if the model was
+        trained here."""
         state, hf_format = self._state, self._format(family)
         if state.config.adapter.adapter_type != "none" and not merge:
             return self._save_adapter(folder, hf_format, dtype)
@@ -143,9 +144,7 @@ class RunExport:
         # vocab_size of the configuration may be null; the state has the tokenizer's
         return export_format(self._state.config, self._state.shape.vocab_size, family)
 
-    def _stream(
-        self, hf_format: ExportFormat, dtype: str | torch.dtype | None, adapter: bool = False
-    ) -> WeightStream:
+    def _stream(self, hf_format: ExportFormat, dtype: str | torch.dtype | None, adapter: bool = False) -> WeightStream:
         state = self._state
         overlapped = bool(state.config.ddp.overlap_param_gather) and state.optimizer is not None
         synchronize_parameters(state.chunks, overlapped)

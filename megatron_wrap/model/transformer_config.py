@@ -36,7 +36,7 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
         PlatformError: `transformer_engine` is selected but not available.
     """
     wanted = config.arch.transformer_impl
-    if wanted == "torch":
+    if wanted == "torch" or config.adapter.adapter_type != "none":
         return False
     available = platform.has_transformer_engine
     if wanted == "transformer_engine" and not available:

@@ -68,6 +68,7 @@ class LinearAdapter(torch.nn.Module):
         kind: how the base's weight is sharded over tensor-parallel ranks.
         modules: at least one.
         dropout: probability of dropping an input in training.
+        layer: index of the transformer layer in the model, for names in checkpoints.
         sequence_parallel: the layer's replicated inputs or outputs are scattered along the first dimension.
     """
 
@@ -77,6 +78,7 @@ class LinearAdapter(torch.nn.Module):
         kind: ParallelKind,
         modules: Sequence[AdaptedModule],
         dropout: float,
+        layer: int,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
@@ -84,6 +86,7 @@ class LinearAdapter(torch.nn.Module):
         self.kind = kind
         self.modules_of = tuple(modules)
         self.dropout = dropout
+        self.layer = layer
         self.sequence_parallel = sequence_parallel
         self.enabled = True
         self._outputs = weight.shape[0]
@@ -160,11 +163,15 @@ class LinearAdapter(torch.nn.Module):
         return output + self(inputs[0])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Megatron-Core's description of the factors for checkpoints."""
+        """Megatron-Core's description of the factors for checkpoints. Each layer has tensors of its own, because layers
+        may differ in ranks and modules; those of other parameters have an axis of layers (`sharded_offsets`)."""
         state = self.state_dict(prefix="", keep_vars=True)
         axes = {name: self.sharded_dim(name.partition(".")[0]) for name in state}
         sharded = {name: axis for name, axis in axes.items() if axis is not None}
-        return make_sharded_tensors_for_checkpoint(state, prefix, sharded, sharded_offsets)
+        entries = make_sharded_tensors_for_checkpoint(state, prefix, sharded)
+        for name in state:
+            entries[f"{prefix}{name}"].key = f"{prefix}{self.layer}.{name}"
+        return entries
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:

@@ -50,8 +50,9 @@ def factors_of(wrap: Any) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in wrap.export_weights(adapter=True)}
 
 
-def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """(loss, gradient norm) of each step, factors before and after them, logits [2, 64, V], and whether the base is unchanged."""
+def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = STEPS) -> Any:
+    """(loss, gradient norm) of each step, factors before and after them, logits [2, 64, V] with and without the
+    adapter, and whether the base is unchanged."""
     import torch
 
     from megatron_wrap.core import MegatronWrap
@@ -66,7 +67,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         frozen = [(p, p.detach().clone()) for c in wrap.state.chunks for p in c.parameters() if not p.requires_grad]
         initial = factors_of(wrap)
         steps = []
-        for step in range(STEPS):
+        for step in range(count):
             metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
             steps.append((metrics["loss"], metrics["grad_norm"]))
         factors = factors_of(wrap)
@@ -79,6 +80,99 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         if wrap.state.parallel.world.rank == 0:
             return steps, initial, factors, stack(logits), stack(base), unchanged
     return None
+
+
+def copy_of(folder: str, target: Path) -> Path:
+    """A folder with the same weights and another config.json."""
+    import shutil
+
+    copied = Path(shutil.copytree(folder, target / "copy"))
+    (copied / "config.json").write_text((copied / "config.json").read_text() + "\n")
+    return copied
+
+
+def train_and_resume(
+    folder: str, overrides: tuple[str, ...], outputs: str, stop: int, back_to: int | None
+) -> tuple[list[tuple[float, float]], list[str]]:
+    """(loss, gradient norm) of the steps until `stop`, of a run that resumes if it can; names in its last checkpoint.
+
+    Args:
+        back_to: remove later checkpoints first, so that the run resumes from that of this iteration.
+    """
+    import shutil
+
+    from megatron.core import dist_checkpointing
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.parallel.collectives import broadcast_object
+
+    save = f"{outputs}/checkpoints"
+    settings = (
+        *SETTINGS,
+        "megatron_wrap.adapter.r=4",
+        *overrides,
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.save={save}",
+        "megatron_lm.train.common.save_interval=1",
+    )
+    batches, steps = samples(STEPS * BATCH), []
+    if back_to is not None:
+        for path in Path(save).glob("iter_*"):
+            if int(path.name[5:]) > back_to:
+                shutil.rmtree(path, ignore_errors=True)
+        broadcast_object(None, source_rank=0)
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        while wrap.iteration < stop:
+            step = wrap.iteration
+            metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
+            steps.append((metrics["loss"], metrics["grad_norm"]))
+            wrap.save()
+    saved = dist_checkpointing.serialization.load_sharded_metadata(f"{save}/iter_{stop:07d}")
+    return steps, [entry.key for entry in saved.values() if "rng" not in entry.key]
+
+
+def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Factors and logits [2, 64, V] of a model that is not trained."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+
+    settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        logits, factors = sequence_logits(wrap.state, bridge.token_ids()), factors_of(wrap)
+        return (factors, stack(logits)) if wrap.state.parallel.world.rank == 0 else None
+
+
+def train_dpo(folder: str, reference: Any, overrides: tuple[str, ...], outputs: str) -> list[dict[str, float]]:
+    """Loss, gradient norm and rewards of each step of DPO."""
+    import json
+
+    from megatron_wrap.core import MegatronWrap
+
+    settings = (
+        *SETTINGS,
+        "megatron_wrap.adapter.r=4",
+        "megatron_wrap.flow.__select__=gpt_dpo",
+        f"megatron_wrap.models.reference={json.dumps(reference)}",
+        *overrides,
+        f"megatron_wrap.logger.output_dir={outputs}",
+    )
+    ids = [sample["input_ids"] for sample in samples(3 * BATCH * STEPS)]
+    pairs = [
+        {"prompt_ids": prompt[:9], "chosen_ids": chosen[:15], "rejected_ids": rejected[:12]}
+        for prompt, chosen, rejected in zip(ids[::3], ids[1::3], ids[2::3], strict=True)
+    ]
+    kept = []
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        for step in range(STEPS):
+            metrics = wrap.train(pairs[step * BATCH : (step + 1) * BATCH])
+            kept.append({name: metrics[name] for name in ("loss", "grad_norm", "rewards/margins", "rewards/chosen")})
+    return kept
 
 
 def stack(logits: Any) -> Any:

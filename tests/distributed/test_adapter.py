@@ -134,7 +134,7 @@ ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)
 
 @pytest.mark.parametrize(("name", "layout"), covering(ON_LAYOUTS, lambda case: {case[0], *case[1].split("-")}))
 def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_path):
-    folder, adapter, (steps, initial, factors, logits, base, _), _ = on_one_rank(name)
+    folder, adapter, (steps, initial, factors, logits, _, _), _ = on_one_rank(name)
     world_size, overrides = LAYOUTS[layout]
     settings = (*runs.overrides_of(adapter), *overrides)
     measured = ranks(world_size).run(runs.train, str(folder), settings, str(tmp_path))[0]
@@ -144,3 +144,53 @@ def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_pat
         assert numpy.linalg.norm(measured[2][factor] - expected) <= 1e-4 * numpy.linalg.norm(expected), factor
     assert numpy.abs(measured[3] - logits).max() <= 1e-4
     assert measured[5]
+
+
+def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(folder_of, ranks, tmp_path):
+    """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
+    folder = str(folder_of("llama")[0])
+    whole = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path), 5, None)[0]
+    saved = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path / "run"), 3, None)[0]
+    assert whole[0][:3] == saved[0]
+    names = {name for name in saved[1] if not name.startswith("optimizer.")}
+    assert names and all("_adapter." in name for name in names)
+    same = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path / "run"), 5, None)[0]
+    assert same[0] == whole[0][3:]
+    other = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["pp2"][1], str(tmp_path / "run"), 5, 3)[0]
+    numpy.testing.assert_allclose(other[0], whole[0][3:], rtol=1e-5)
+    with pytest.raises(Exception, match="another model or was changed"):
+        ranks(1).run(runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), (), str(tmp_path / "run"), 5, None)
+
+
+def test_an_adapter_of_peft_is_loaded_on_a_layout(on_one_rank, ranks, tmp_path):
+    """The factors are peft's bit for bit, and the logits those of its model."""
+    folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank("patterns")
+    peft = runs.peft_model(folder, adapter, factors)
+    peft.save_pretrained(tmp_path / "peft")
+    settings = (*runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
+    loaded, actual = ranks(4).run(runs.load, str(folder), settings, str(tmp_path / "out"))[0]
+    assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
+    assert numpy.abs(actual - logits).max() <= 1e-5
+    other = runs.overrides_of({**adapter, "path": str(tmp_path / "peft"), "r": 5})
+    with pytest.raises(Exception, match=r"r is 4 there and 5 here; write megatron_wrap.adapter.r=4"):
+        ranks(1).run(runs.load, str(folder), other, str(tmp_path / "out"))
+
+
+def test_the_base_is_the_reference(folder_of, ranks, tmp_path):
+    """DPO with `reference: base` equals DPO with the folder's own model as the reference, also after some steps."""
+    folder = str(folder_of("llama")[0])
+    base = ranks(2).run(runs.train_dpo, folder, "base", LAYOUTS["tp2-sp"][1], str(tmp_path / "base"))[0]
+    path = ranks(1).run(runs.train_dpo, folder, {"hf_path": folder}, (), str(tmp_path / "path"))[0]
+    assert base[-1]["rewards/margins"] > 1e-3
+    for ours, expected in zip(base, path, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_the_learning_rate_of_b(folder_of, ranks, tmp_path):
+    """LoRA+: Adam's first step moves each element by its learning rate."""
+    settings = (*runs.overrides_of({**PLAIN, "loraplus_lr_ratio": 4}), "megatron_lm.train.optimizer.weight_decay=0.0")
+    result = ranks(1).run(runs.train, str(folder_of("llama")[0]), settings, str(tmp_path), 1)[0]
+    for factor, before in result[1].items():
+        moved = numpy.abs(result[2][factor] - before).max()
+        expected = runs.RATE * (4 if "lora_B" in factor else 0)  # the gradient of A is zero while B is
+        assert moved == pytest.approx(expected, rel=1e-3), factor

@@ -5,6 +5,7 @@ Reading the headers detects a truncated or missing shard before anything starts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,23 @@ PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 OUTPUTS = ("lm_head.weight", "score.weight")
 """Tensors outside transformers' base model."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 of config.json, the index, and the name, size and header of each safetensors file of a folder: whether it
+    is the same model, without reading its weights."""
+    folder, digest = folder.expanduser(), hashlib.sha256()
+    for path in sorted([folder / "config.json", folder / INDEX, *folder.glob("*.safetensors")]):
+        if not path.is_file():
+            continue
+        digest.update(f"{path.name}\0".encode())
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+            continue
+        with path.open("rb") as file:
+            length = file.read(8)
+            digest.update(f"{path.stat().st_size}\0".encode() + file.read(int.from_bytes(length, "little")))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class AdaptedLayer:
     def runs_of(self, module: TargetModule) -> list[tuple[int, tuple[Run, ...]]]:
         """(index of the part of the layer's weight, the part's runs of this module) where there are any."""
         name = f"{module.name}.weight"
-        parts = [(index, tuple(run for run in part if run.name == name)) for index, part in enumerate(self.weight.parts)]
-        return [(index, runs) for index, runs in parts if runs]
+        parts = [tuple(run for run in part if run.name == name) for part in self.weight.parts]
+        return [(index, runs) for index, runs in enumerate(parts) if runs]
 
     def factors(self) -> dict[str, WeightMapping]:
         """Global name of each factor -> its tensor in peft's file."""
@@ -196,6 +196,7 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
 
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
-        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers are "
-        f"{', '.join(endings)} (the output layer, embeddings and, in a mixture of experts, MLPs get no adapter)"
+        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its "
+        f"linear layers are {', '.join(endings)} (the output layer, embeddings and, in a mixture of experts, MLPs get no "
+        "adapter)"
     )

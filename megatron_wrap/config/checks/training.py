@@ -1,5 +1,6 @@
 """Contradictions within batches, optimizer, precision, recomputation and intervals."""
 
+from megatron_wrap.config.checks.adapter import check_adapter
 from megatron_wrap.config.checks.data import check_data
 from megatron_wrap.config.checks.fp8 import check_fp8
 from megatron_wrap.config.checks.refusal import neighbours, refuse
@@ -28,6 +29,7 @@ def check_training(config: RunConfig) -> None:
     _check_intervals(config)
     _check_best_metric(config)
     _check_models(config)
+    check_adapter(config)
     _check_profile(config)
 
 

@@ -24,8 +24,8 @@ class AdapterConfig:
     lora_dropout: float = key(0.0, at_least=0, below=1)
     """Dropout of the adapters' inputs in training; above 0, results differ between parallel layouts."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """all-linear (every linear layer of the decoder; in a mixture of experts those of attention), names or endings of names such as [q_proj,
-    v_proj], or a regular expression that matches a whole name."""
+    """all-linear (every linear layer of the decoder; in a mixture of experts those of attention), names or endings of
+    names such as [q_proj, v_proj], or a regular expression that matches a whole name."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
     layers_to_transform: tuple[int, ...] = ()

@@ -19,6 +19,12 @@ def has_value_head(config: RunConfig) -> bool:
     return config.model_provider.provider_key == VALUE_PROVIDER
 
 
+def saves_adapter_alone(config: RunConfig) -> bool:
+    """Whether the run's checkpoints contain its adapter without the frozen weights, which are those of hf_path."""
+    adapter, hf_path = config.adapter, config.model_provider.hf_path
+    return adapter.adapter_type != "none" and not adapter.keep_base and hf_path is not None
+
+
 def ffn_hidden_size(arch: ArchConfig) -> int:
     """Inner width of the MLP, by default 4 * hidden_size; with swiglu 8/3 of it, down to a multiple of 64 (the rule of
     Megatron-LM's megatron/training/arguments.py)."""

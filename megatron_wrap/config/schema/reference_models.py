@@ -6,18 +6,20 @@ from megatron_wrap.config.reading.yaml_nodes import Node, describe
 from megatron_wrap.config.schema.keys import checked_field, key
 from megatron_wrap.errors import ConfigError
 
-SOURCES = ("copy", "hf_path", "checkpoint")
+SOURCES = ("copy", "base", "hf_path", "checkpoint")
 """Keys that name the weights; a mapping has at most one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModelConfig:
     """A mapping of `megatron_wrap.models.reference` or `.teacher`: the origin of the model's weights, where they are
-    stored, and how they follow the policy. It has one of `copy`, `hf_path` and `checkpoint`, which is optional with
-    `precomputed`. `copy` alone means `{copy: true}`."""
+    stored, and how they follow the policy. It has one of `copy`, `base`, `hf_path` and `checkpoint`, which is optional
+    with `precomputed`. `copy` and `base` alone mean `{copy: true}` and `{base: true}`."""
 
     copy: bool = False
     """The policy's weights before the first step."""
+    base: bool = False
+    """The policy with its adapter switched off, which needs no memory of its own; with megatron_wrap.adapter."""
     hf_path: str | None = None
     """Hugging Face folder or hub id, also of another architecture; its tokenizer must be the run's."""
     checkpoint: str | None = None
@@ -47,7 +49,7 @@ class ReferenceModelConfig:
 
 
 def decode_reference_model(node: Node, path: str) -> ReferenceModelConfig | None:
-    """The model that `copy` or a mapping describes; None for null.
+    """The model that `copy`, `base` or a mapping describes; None for null.
 
     Raises:
         ConfigError: another value, an unknown key, a wrong type, or keys that exclude each other; the message has file,
@@ -55,12 +57,12 @@ def decode_reference_model(node: Node, path: str) -> ReferenceModelConfig | None
     """
     if node.value is None:
         return None
-    if node.value == "copy":
-        return ReferenceModelConfig(copy=True)
+    if node.value in ("copy", "base"):
+        return ReferenceModelConfig(**{str(node.value): True})
     if not isinstance(node.value, dict):
         raise ConfigError(
-            f"{node.where} {path}: must be copy, a mapping with one of {', '.join([*SOURCES, 'precomputed'])}, or "
-            f"null, not {describe(node.value)}"
+            f"{node.where} {path}: must be copy, base, a mapping with one of {', '.join([*SOURCES, 'precomputed'])}, "
+            f"or null, not {describe(node.value)}"
         )
     values = {name: checked_field(value, ReferenceModelConfig, name, path) for name, value in node.value.items()}
     config = ReferenceModelConfig(**values)
@@ -74,7 +76,7 @@ def _check(config: ReferenceModelConfig, where: str, path: str) -> None:
         raise ConfigError(f"{where} {path}: {' and '.join(sources)} each name the weights; delete all but one")
     if not sources and config.precomputed is None:
         raise ConfigError(f"{where} {path}: no weights are named; set one of {', '.join(SOURCES)}, or precomputed")
-    if config.precomputed is None:
+    if config.precomputed is None and not config.base:
         return
     without_effect = {
         "offload": config.offload,
@@ -83,7 +85,7 @@ def _check(config: ReferenceModelConfig, where: str, path: str) -> None:
     }
     excluded = [name for name, is_set in without_effect.items() if is_set]
     if excluded:
+        cause = "base" if config.base else "precomputed"
         raise ConfigError(
-            f"{where} {path}: {excluded[0]} has no effect with precomputed, since training does not load the model; "
-            f"delete {excluded[0]} or precomputed"
+            f"{where} {path}: {excluded[0]} has no effect with {cause}, since training loads no further model; delete it"
         )

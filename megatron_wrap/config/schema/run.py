@@ -86,11 +86,11 @@ class LoggerConfig:
 class ModelsConfig:
     """`megatron_wrap.models`: the reference or teacher model of the run."""
 
-    reference: ReferenceModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
+    reference: ReferenceModelConfig | None = key(None, kind="copy, base, a mapping, or null")  # noqa: RUF009
     """copy: a frozen copy of the initial policy, for flows such as gpt_dpo; its calculate_outputs reach the loss as
-    reference_*. A mapping with the keys below: other weights, where they are stored, how they follow the policy, or
-    precomputed outputs. null: none."""
-    teacher: ReferenceModelConfig | None = key(None, kind="copy, a mapping, or null")  # noqa: RUF009
+    reference_*. base: the policy without its adapter. A mapping with the keys below: other weights, where they are
+    stored, how they follow the policy, or precomputed outputs. null: none."""
+    teacher: ReferenceModelConfig | None = key(None, kind="copy, base, a mapping, or null")  # noqa: RUF009
     """The model that gpt_distill learns from, with the same keys; its outputs reach the loss as teacher_*. A run has
     either a reference or a teacher. null: none."""
 

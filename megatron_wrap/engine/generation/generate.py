@@ -156,8 +156,7 @@ def sample_texts(
         state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller=caller
     )
     return [
-        (prompt_text(prompt), completion["text"] or "")
-        for prompt, completion in zip(prompts, completions, strict=True)
+        (prompt_text(prompt), completion["text"] or "") for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 

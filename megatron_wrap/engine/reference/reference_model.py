@@ -151,6 +151,30 @@ class ReferenceModel:
                 target_buffer.copy_(source_buffer)
 
 
+@dataclass
+class BaseOfPolicy(ReferenceModel):
+    """The policy without its adapter: its own chunks, in evaluation mode with the adapters switched off."""
+
+    policy: Sequence[Any] = ()
+    """The policy's chunks with their wrappers."""
+
+    @contextmanager
+    def on_device(self, changed: bool = False) -> Iterator[None]:
+        """The chunks compute the base within the context."""
+        from megatron_wrap.nn.lora import adapters_off
+
+        synchronize_parameters(self.policy, bool(self.config.ddp.overlap_param_gather))
+        trained = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            with adapters_off(self.chunks):
+                yield
+        finally:
+            for chunk, was_training in zip(self.chunks, trained, strict=True):
+                chunk.train(was_training)
+
+
 def with_reference_outputs(
     reference: ReferenceModel, flow: MegatronWrapTrainingFlowBase, schedule: PipelineSchedule, local: list[MicroBatch]
 ) -> list[MicroBatch]:

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, adapted_layers
+from megatron_wrap.bridge.loading.adapter_folder import open_adapter
+from megatron_wrap.bridge.loading.load_weights import load_weights
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, adapted_layers, adapter_family
+from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.adapter import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names, normal_values, uniform_values
 from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
 from megatron_wrap.parallel.state import ParallelState
@@ -33,6 +38,27 @@ def layers_with_adapters(config: RunConfig, vocab_size: int) -> list[AdaptedLaye
         return []
     hf_format = export_format(config, vocab_size)
     return adapted_layers(hf_format.family.parameters(hf_format.arch), config.adapter)
+
+
+def adapt_chunks(
+    config: RunConfig, parallel: ParallelState, chunks: list[torch.nn.Module], vocab_size: int, from_path: bool
+) -> None:
+    """Freeze the weights of a process's chunks and add adapters, with the factors of `adapter.path` or else initial
+    ones.
+
+    Args:
+        from_path: False ignores `adapter.path`, for a caller that loads a checkpoint.
+
+    Raises:
+        UnsupportedModel, ConfigError: as `layers_with_adapters`. CheckpointError: `adapter.path` cannot be loaded, or
+            is of other modules or ranks.
+    """
+    layers = layers_with_adapters(config, vocab_size)
+    folder = adapter_folder(config, layers, vocab_size) if from_path else None
+    for chunk in map(bare_model, chunks):
+        add_adapters(chunk, layers, config, parallel)
+        if folder is not None:
+            load_weights(chunk, config.arch, folder, parallel)
 
 
 def add_adapters(
@@ -55,6 +81,37 @@ def add_adapters(
     if embedding is not None and config.recompute.recompute_granularity is not None:
         # a recomputed block has gradients only if one of its inputs does (torch.utils.checkpoint, use_reentrant)
         embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def describe_adapters(config: RunConfig, vocab_size: int) -> str:
+    """One line: the numbers of adapted modules, of trainable and of all parameters of the whole model."""
+    hf_format = export_format(config, vocab_size)
+    layers = layers_with_adapters(config, vocab_size)
+
+    def size(family: Family) -> int:
+        return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
+
+    trainable = size(adapter_family(hf_format.family, layers))
+    total = size(hf_format.family) + trainable
+    kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
+    count = sum(len(layer.modules) for layer in layers)
+    return (
+        f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,} || all params: {total:,} || "
+        f"trainable%: {100 * trainable / total:.4f}"
+    )
+
+
+def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: int) -> WeightFolder | None:
+    """The files of `adapter.path`, compared with the layers; None without that key.
+
+    Raises:
+        CheckpointError: they cannot be read, or are of other modules or ranks.
+    """
+    path = config.adapter.path
+    if path is None:
+        return None
+    hf_format = export_format(config, vocab_size)
+    return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
 
 
 def adapter_parameters(
@@ -107,6 +164,7 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
         kind,  # type: ignore[arg-type]
         modules,
         dropout=config.adapter.lora_dropout,
+        layer=int(layer.name.split(".")[2]),
         sequence_parallel=derived.sequence_parallel(config.parallel) and parallel.tp.size > 1,
     )
 

@@ -25,13 +25,12 @@ from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.engine.reference.precomputed import sample_preparation
-from megatron_wrap.engine.setup.adapter import add_adapters, layers_with_adapters
+from megatron_wrap.engine.setup.adapter import adapt_chunks
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
-from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
 from megatron_wrap.model.request import ModelRequest
@@ -58,7 +57,7 @@ def build_training_state(
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
-        from_hugging_face: False ignores hf_path, for a caller that loads a checkpoint.
+        from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
     """
     seed_everything(config.train.seed, parallel)
@@ -69,11 +68,11 @@ def build_training_state(
         first_samples = _first_samples(config, vocab_size, tokenizer)
         try_flow(flow, [prepare_sample(sample) for sample in first_samples], config.train.seed)
     model_config = transformer_config(config, parallel, platform, training)
-    weight_folder = starting_weights(config) if from_hugging_face else None
+    # a checkpoint of an adapter does not contain the base
+    weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder)
-    if layers := layers_with_adapters(config, vocab_size):
-        for chunk in bare:
-            add_adapters(bare_model(chunk), layers, config, parallel)
+    if config.adapter.adapter_type != "none":
+        adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:
         platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)

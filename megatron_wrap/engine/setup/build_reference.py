@@ -7,8 +7,9 @@ from typing import Any
 from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.engine.reference.reference_model import ReferenceModel
+from megatron_wrap.engine.reference.reference_model import BaseOfPolicy, ReferenceModel
 from megatron_wrap.engine.setup.build import build_chunks
+from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.transformer_config import transformer_config
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base.platform import Platform
@@ -42,3 +43,18 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     if settings.offload:
         reference.keep_on_host()
     return reference
+
+
+def base_of_policy(state: TrainingState) -> ReferenceModel:
+    """The policy's own chunks, whose adapters are switched off while the model is used as the reference."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in state.chunks]
+    return BaseOfPolicy(
+        chunks=chunks,
+        transformer_config=state.transformer_config,
+        config=state.config,
+        vocab_size=state.shape.vocab_size,
+        device=state.platform.device,
+        policy=state.chunks,
+    )

@@ -33,9 +33,25 @@ def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.
         "params_dtype": parameter_dtype(config),
         **optim.upstream,
     }
-    optimizer = CheckedOptimizer(get_megatron_optimizer(OptimizerConfig(**accepts(OptimizerConfig, settings)), chunks))
+    optimizer_config = OptimizerConfig(**accepts(OptimizerConfig, settings))
+    overrides = _loraplus(config, optimizer_config)
+    optimizer = CheckedOptimizer(get_megatron_optimizer(optimizer_config, chunks, **overrides))
     model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
     return optimizer
+
+
+def _loraplus(config: RunConfig, optimizer_config: Any) -> dict[str, Any]:
+    """Argument of `get_megatron_optimizer` for another learning rate of the factors B (LoRA+, arXiv:2402.12354)."""
+    ratio, rate = config.adapter.loraplus_lr_ratio, config.learning_rate
+    if config.adapter.adapter_type == "none" or ratio is None:
+        return {}
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+    is_b = ParamWithNamePredicate(name="lora_B", fn=lambda _parameter, name: ".lora_B." in name)
+    faster = {"max_lr": rate.lr * ratio, "min_lr": rate.min_lr * ratio}
+    standard = get_standard_config_overrides(config=optimizer_config)
+    return {"config_overrides": {**standard, ParamKey(with_name_predicate=is_b): faster}}
 
 
 def build_lr_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:

@@ -1,0 +1,74 @@
+"""The folder of a peft adapter, compared with the run's adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.mapping.adapter import AdaptedLayer, adapter_family, peft_config
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import CheckpointError
+
+CONFIG = "adapter_config.json"
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules_to_save",
+    "target_parameters": "adapters of fused experts",
+    "trainable_token_indices": "trainable tokens",
+    "lora_bias": "biases of adapters",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated adapters",
+    "use_qalora": "QALoRA",
+}
+_SAME = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """Content of adapter_config.json.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or not that of a LoRA adapter without further parts.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); set adapter.path to a folder of peft") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); save the adapter again") from error
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        kind = values.get("peft_type") if isinstance(values, dict) else None
+        raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
+    refused = [name for key, name in _REFUSED.items() if values.get(key)]
+    if values.get("bias", "none") != "none":
+        refused.append(f"bias: {values['bias']}")
+    if refused:
+        raise CheckpointError(f"{path}: {', '.join(refused)} cannot be loaded; only plain LoRA is supported")
+    return values
+
+
+def open_adapter(
+    folder: str | Path, layers: Sequence[AdaptedLayer], config: AdapterConfig, family: Family, arch: ArchConfig
+) -> WeightFolder:
+    """The factors in a folder of peft; names and shapes are those of `layers`.
+
+    Raises:
+        CheckpointError: a file cannot be read; the adapter has other ranks, scales or modules than
+            `megatron_wrap.adapter`, or a factor is missing.
+    """
+    theirs = read_adapter_config(folder)
+    ours = peft_config(layers, config, None, "")
+    for key in _SAME:
+        saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
+        if (saved or None) != (ours[key] or None):
+            raise CheckpointError(
+                f"{folder}: {key} is {saved} there and {ours[key]} here; write megatron_wrap.adapter.{key}={saved}"
+            )
+    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers))
+    files.check(arch)
+    return files

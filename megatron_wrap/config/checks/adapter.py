@@ -1,0 +1,44 @@
+"""Contradictions between `megatron_wrap.adapter` and the rest of the run."""
+
+from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.run import RunConfig
+
+
+def check_adapter(config: RunConfig) -> None:
+    """Check `megatron_wrap.adapter`, and what the run needs of it.
+
+    Raises:
+        ConfigError: values that contradict each other or are not supported together.
+    """
+    adapter, settings = config.adapter, config.models.reference_or_teacher
+    if adapter.adapter_type == "none":
+        if settings is not None and settings.base:
+            key = f"models.{config.models.role}"
+            refuse(config, [key], "base is the policy without its adapter; select megatron_wrap.adapter: lora, or copy")
+        if adapter != AdapterConfig():
+            changed = next(name for name in vars(adapter) if getattr(adapter, name) != getattr(AdapterConfig(), name))
+            refuse(
+                config, [f"adapter.{changed}"], "has no effect without an adapter; select megatron_wrap.adapter: lora"
+            )
+        return
+    if settings is not None and settings.copy:
+        key = f"models.{config.models.role}"
+        refuse(config, [key], "with an adapter the first policy is its base, which needs no copy; write base")
+    if derived.has_value_head(config):
+        refuse(config, ["model_provider.provider_key"], "adapters of value models are not supported; use gpt_model")
+    if config.arch.transformer_impl == "transformer_engine":
+        refuse(config, ["arch.transformer_impl"], "adapters are trained beside torch's layers; write auto or torch")
+    if config.dtype.fp8 is not None:
+        refuse(config, ["dtype.fp8"], "adapters are trained in bf16, fp16 or fp32; write null")
+    if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
+        refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
+    for index in adapter.layers_to_transform:
+        if not 0 <= index < config.arch.num_layers:
+            refuse(config, ["adapter.layers_to_transform"], f"there is no layer {index} of {config.arch.num_layers}")
+    for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
+        for pattern, value in getattr(adapter, key).items():
+            if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+                number = "a positive integer" if kind is int else "a positive number"
+                refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")
