@@ -19,6 +19,7 @@ from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
@@ -185,7 +186,7 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
     }
     if saves_adapter_alone(state.config):
         hf_path = str(state.config.model_provider.hf_path)
-        facts["base"] = {"path": hf_path, "digest": folder_digest(Path(hf_path))}
+        facts["base"] = {"path": hf_path, "digest": folder_digest(resolve_folder(hf_path))}
     store.commit(partial, iteration, facts)
 
 
@@ -297,7 +298,7 @@ def check_adapter(saved: SavedContent, config: RunConfig, with_optimizer: bool) 
     needed = f"{saved.path} contains an adapter of {saved.base['path']} without the weights of that model"
     if hf_path is None:
         raise CheckpointError(f"{needed}; set megatron_wrap.model_provider.hf_path to it")
-    if folder_digest(Path(hf_path)) != saved.base["digest"]:
+    if folder_digest(resolve_folder(hf_path)) != saved.base["digest"]:
         raise CheckpointError(
             f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
             "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"

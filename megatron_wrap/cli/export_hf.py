@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="RUN_OR_CHECKPOINT", help="YAML of a run, the folder of its checkpoints, or one checkpoint"
     )
     parser.add_argument("folder", metavar="FOLDER", help="folder to write")
+    parser.add_argument(
+        "--merge", action="store_true", help="add the adapter's products to the weights (default: write peft's files)"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: 5GB)")
     parser.add_argument(
@@ -50,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_shard_size=arguments.max_shard_size,
             dtype=arguments.dtype,
             family=arguments.family,
+            merge=arguments.merge,
         )
     print(folder)
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout
@@ -75,12 +76,21 @@ class MegatronWrap:
     ) -> Self:
         """The run of `config`, started from a Hugging Face folder or hub id: its architecture, weights and tokenizer.
 
-        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted.
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted. A folder of
+        a peft adapter sets `megatron_wrap.adapter` as well, and hf_path to the model that it names as its base.
 
         Raises:
             ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; with both values.
+            CheckpointError: the folder is of an adapter that cannot be loaded.
         """
-        return cls(config, [*overrides, f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"])
+        adapter: list[str] = []
+        if is_adapter(hf_path):
+            keys = adapter_keys(hf_path).items()
+            adapter = ["megatron_wrap.adapter.__select__=lora"]
+            adapter += [f"megatron_wrap.adapter.{key}={json.dumps(value)}" for key, value in keys]
+            hf_path = adapter_base(hf_path)
+        start = f"megatron_wrap.model_provider.hf_path={json.dumps(os.fspath(hf_path))}"
+        return cls(config, [*adapter, *overrides, start])
 
     # ---- lifecycle ----
 

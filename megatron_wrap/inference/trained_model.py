@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import local_folder, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.checkpoint.precheck import find_checkpoint
@@ -37,12 +38,16 @@ def read_model(source: str, overrides: Sequence[str] = (), num_processes: int = 
     Raises:
         ConfigError, CheckpointError: there is no such model.
     """
-    if os.path.isfile(source) or (os.path.isdir(source) and not Path(source, "config.json").is_file()):
+    if os.path.isfile(source) or (os.path.isdir(source) and not _has_model(source)):
         content = checkpoint_content(checkpoint_of(source))
     else:
         content = _folder_content(source)
     content["megatron_lm"]["train"]["common"]["global_batch_size"] = num_processes  # divisible on each layout
     return read_run_content(content, overrides)
+
+
+def _has_model(folder: str) -> bool:
+    return Path(folder, "config.json").is_file() or is_adapter(folder)
 
 
 def checkpoint_of(run_or_checkpoint: str) -> Path:
@@ -87,11 +92,20 @@ def checkpoint_content(checkpoint: Path, tokenizer: str | None = None) -> dict[s
     common = {"seq_length": saved.section("train")["seq_length"], "load": str(checkpoint.absolute()), "finetune": True}
     content = _content(common, dtype, provider, tokenizer or _if_present(saved.section("data").get("tokenizer")))
     content["megatron_lm"]["model"] = {"arch": saved.arch_selection()}
+    adapter = saved.section("adapter")
+    if adapter.get("adapter_type", "none") != "none":
+        # the factors are in the checkpoint
+        content["megatron_wrap"]["adapter"] = {"__select__": "lora", "__override__": {**adapter, "path": None}}
     return content
 
 
 def _folder_content(source: str) -> dict[str, Any]:
-    """Content of the YAML of a run with the weights of a Hugging Face folder and no flow."""
+    """Content of the YAML of a run with the weights of a Hugging Face folder, or of a peft adapter, and no flow."""
+    if is_adapter(source):
+        adapter = adapter_keys(source)
+        content = _folder_content(adapter_base(source))
+        content["megatron_wrap"]["adapter"] = {"__select__": "lora", "__override__": adapter}
+        return content
     try:
         folder = str(local_folder(source, CONFIG_FILES + WEIGHT_FILES))
     except ConfigError as error:

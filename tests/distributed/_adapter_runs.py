@@ -134,11 +134,11 @@ def train_and_resume(
 
 
 def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """Factors and logits [2, 64, V] of a model that is not trained."""
+    """Factors and logits [2, 64, V] of a model, or of peft's folder, that is not trained."""
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.logits import sequence_logits
 
-    settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
+    settings = (*SETTINGS[1:], *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model()

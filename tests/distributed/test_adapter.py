@@ -167,11 +167,13 @@ def test_an_adapter_of_peft_is_loaded_on_a_layout(on_one_rank, ranks, tmp_path):
     folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank("patterns")
     peft = runs.peft_model(folder, adapter, factors)
     peft.save_pretrained(tmp_path / "peft")
-    settings = (*runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
+    settings = (runs.SELECT, *runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
     loaded, actual = ranks(4).run(runs.load, str(folder), settings, str(tmp_path / "out"))[0]
     assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
     assert numpy.abs(actual - logits).max() <= 1e-5
-    other = runs.overrides_of({**adapter, "path": str(tmp_path / "peft"), "r": 5})
+    started = ranks(1).run(runs.load, str(tmp_path / "peft"), (), str(tmp_path / "out"))[0]
+    assert numpy.array_equal(started[1].argmax(-1), logits.argmax(-1))
+    other = (runs.SELECT, *runs.overrides_of({**adapter, "path": str(tmp_path / "peft"), "r": 5}))
     with pytest.raises(Exception, match=r"r is 4 there and 5 here; write megatron_wrap.adapter.r=4"):
         ranks(1).run(runs.load, str(folder), other, str(tmp_path / "out"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,14 @@ _REFUSED = {
     "alora_invocation_tokens": "activated adapters",
     "use_qalora": "QALoRA",
 }
+_KEYS = (
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
+    *("alpha_pattern", "use_rslora"),
+)
 _SAME = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
-def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Content of adapter_config.json.
 
     Raises:
@@ -52,8 +57,45 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     return values
 
 
+def is_adapter(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder contains a peft adapter."""
+    return os.path.isfile(os.path.join(folder, CONFIG))
+
+
+def adapter_base(folder: str | os.PathLike[str]) -> str:
+    """Folder or hub id of the model that an adapter was trained for.
+
+    Raises:
+        CheckpointError: as `read_adapter_config`, or the adapter does not name it.
+    """
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"{Path(folder) / CONFIG} names no base_model_name_or_path; write the folder of the model there, or set "
+            "megatron_wrap.model_provider.hf_path to it and megatron_wrap.adapter.path to this folder"
+        )
+    return base
+
+
+def adapter_keys(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Keys of `megatron_wrap.adapter` with which a run loads an adapter.
+
+    Raises:
+        CheckpointError: as `read_adapter_config`.
+    """
+    theirs = read_adapter_config(folder)
+    keys = {name: theirs[name] for name in _KEYS if theirs.get(name)}
+    if isinstance(keys.get("layers_to_transform"), int):
+        keys["layers_to_transform"] = [keys["layers_to_transform"]]
+    return {**keys, "path": os.fspath(folder)}
+
+
 def open_adapter(
-    folder: str | Path, layers: Sequence[AdaptedLayer], config: AdapterConfig, family: Family, arch: ArchConfig
+    folder: str | os.PathLike[str],
+    layers: Sequence[AdaptedLayer],
+    config: AdapterConfig,
+    family: Family,
+    arch: ArchConfig,
 ) -> WeightFolder:
     """The factors in a folder of peft; names and shapes are those of `layers`.
 
