@@ -76,8 +76,8 @@ class MegatronWrap:
     ) -> Self:
         """The run of `config`, started from a Hugging Face folder or hub id: its architecture, weights and tokenizer.
 
-        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted. A folder of
-        a peft adapter sets `megatron_wrap.adapter` as well, and hf_path to the model that it names as its base.
+        The same as the override `megatron_wrap.model_provider.hf_path=HF_PATH`; `model.arch` may be omitted. The folder
+        of a peft adapter sets `megatron_wrap.adapter` as well, and hf_path to the model that it names as its base.
 
         Raises:
             ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; with both values.

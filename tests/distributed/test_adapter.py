@@ -152,8 +152,9 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
     whole = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path), 5, None)[0]
     saved = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path / "run"), 3, None)[0]
     assert whole[0][:3] == saved[0]
-    names = {name for name in saved[1] if not name.startswith("optimizer.")}
-    assert names and all("_adapter." in name for name in names)
+    names = {name for name in saved[1] if name.startswith(("decoder", "embedding", "output"))}
+    assert names
+    assert all("_adapter." in name for name in names)
     same = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["tp2-sp"][1], str(tmp_path / "run"), 5, None)[0]
     assert same[0] == whole[0][3:]
     other = ranks(2).run(runs.train_and_resume, folder, LAYOUTS["pp2"][1], str(tmp_path / "run"), 5, 3)[0]

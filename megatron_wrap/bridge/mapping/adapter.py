@@ -196,7 +196,6 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
 
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
-        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its "
-        f"linear layers are {', '.join(endings)} (the output layer, embeddings and, in a mixture of experts, MLPs get no "
-        "adapter)"
+        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers are "
+        f"{', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs)"
     )

@@ -58,7 +58,7 @@ def decode_reference_model(node: Node, path: str) -> ReferenceModelConfig | None
     if node.value is None:
         return None
     if node.value in ("copy", "base"):
-        return ReferenceModelConfig(**{str(node.value): True})
+        return ReferenceModelConfig(copy=node.value == "copy", base=node.value == "base")
     if not isinstance(node.value, dict):
         raise ConfigError(
             f"{node.where} {path}: must be copy, base, a mapping with one of {', '.join([*SOURCES, 'precomputed'])}, "
@@ -87,5 +87,5 @@ def _check(config: ReferenceModelConfig, where: str, path: str) -> None:
     if excluded:
         cause = "base" if config.base else "precomputed"
         raise ConfigError(
-            f"{where} {path}: {excluded[0]} has no effect with {cause}, since training loads no further model; delete it"
+            f"{where} {path}: {excluded[0]} has no effect with {cause}, which loads no further model; delete it"
         )
