@@ -130,7 +130,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": config.r,
-        "lora_alpha": config.lora_alpha,
+        "lora_alpha": int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": modules,
         "rank_pattern": dict(config.rank_pattern),

@@ -1,0 +1,86 @@
+"""Contradictions between `megatron_wrap.adapter` and the rest of a run, and patterns that match no module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.mapping.adapter import adapted_layers
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.errors import ConfigError
+
+CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-sft.yaml"
+LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((f"{KEYS}.r=4",), "has no effect without an adapter"),
+        (("megatron_wrap.models.reference=base",), "base is the policy without its adapter"),
+        ((LORA, "megatron_wrap.models.reference=copy"), "write base"),
+        ((LORA, "megatron_lm.model.arch.transformer_impl=transformer_engine"), "beside torch's layers"),
+        ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
+        ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
+        ((LORA, f"{KEYS}.rank_pattern={{q_proj: 1.5}}"), "q_proj must be a positive integer, not 1.5"),
+        ((LORA, f"{KEYS}.r=0"), "must be at least 1"),
+        ((LORA, f"{KEYS}.use_dora=true"), "use_dora"),
+    ],
+)
+def test_a_contradiction_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_values(load_run_config(CONFIG, overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target_modules=[q_prj]", "q_prj matches no linear layer of the model; did you mean q_proj"),
+        ("target_modules=q_proj", "target_modules: q_proj matches no linear layer"),  # a whole name, as in peft
+        ("target_modules=[lm_head]", "no adapters: output layer"),
+        ("exclude_modules=[k_prj]", "exclude_modules: k_prj"),
+        ("rank_pattern={gate: 3}", "rank_pattern: gate matches"),
+        ("exclude_modules=.*", "no linear layer remains"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(override, message):
+    config = load_run_config(CONFIG, (LORA, f"{KEYS}.{override}"))
+    model = export_format(config, 4096)
+    with pytest.raises(ConfigError, match=message):
+        adapted_layers(model.family.parameters(model.arch), config.adapter)
+
+
+def test_peft_s_rules_choose_the_modules():
+    """The names of peft's own model with the same options."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    options = {
+        "target_modules": ["q_proj", "mlp.up_proj", "down_proj"],
+        "exclude_modules": ["layers.2.mlp.up_proj"],
+        "layers_to_transform": [1, 2],
+        "rank_pattern": {"q_proj": 3, r"layers\.2\.mlp\.down_proj": 5},
+        "alpha_pattern": {"down_proj": 32},
+    }
+    overrides = [f"{KEYS}.{key}={json.dumps(value)}" for key, value in options.items()]
+    config = load_run_config(CONFIG, (LORA, *overrides))
+    form = export_format(config, 64)
+    layers = adapted_layers(form.family.parameters(form.arch), config.adapter)
+    ours = {module.name: (module.rank, module.scale) for layer in layers for module in layer.modules}
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **heads))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=8, **options))
+    theirs = {
+        name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+        for name, module in adapted.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+    assert ours == theirs
+
+
+pytestmark = pytest.mark.transformers
