@@ -4,7 +4,9 @@ Entry points print only the message and exit with `exit_code`; a Python caller c
 """
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 _TYPO = 2
 """Largest number of edits of a misspelling."""
@@ -31,6 +33,27 @@ def did_you_mean(name: object, known: Iterable[str], further: Iterable[str] = ()
     """The suffix `; did you mean NAME?` with the closest name; empty if no name is similar."""
     suggestion = closest(name, known, further)
     return "" if suggestion is None else f"; did you mean {suggestion}?"
+
+
+def missing_path_hint(path: str | os.PathLike[str]) -> str:
+    """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
+    or the part of the path that exists; `~` is the home folder."""
+    wanted = Path(path).expanduser()
+    folder = wanted.parent
+    # the folder of the shipped example is not part of the repository
+    build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+        while not os.path.isdir(folder) and folder != folder.parent:
+            folder = folder.parent
+        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{build}"
+    names = sorted(os.listdir(folder))
+    similar = closest(wanted.name, names)
+    if similar is not None:
+        return f"; did you mean {folder / similar}?"
+    if str(folder) == ".":
+        return build
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    return f"; {folder} contains {listed}{build}"
 
 
 def _folded(name: object) -> str:

@@ -62,7 +62,7 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
     """The run's dataclasses from a composed tree; `name` is the name of the run."""
     sections = {field: _decode_section(tree, field) for field in SECTION_PATHS}
     leaves = tree.leaves()
-    origins = {path: str(settings[-1]) for path, settings in leaves.items()}
+    origins = {path: settings[-1] for path, settings in leaves.items()}
     undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
     return RunConfig(name=name, **sections, resolved=tree.values, origins=origins, undeclared=undeclared)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.yaml_nodes import Node
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
@@ -143,7 +145,7 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
         for name in SECTION_PATHS[section].split("."):
             values = values.setdefault(name, {})
         values[key] = choice.value
-        origins[choice.path] = f"chosen: {choice.reason}"
+        origins[choice.path] = Origin(Node(choice.value, f"chosen: {choice.reason}"), SetBy.MACHINE)
     changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
     return dataclasses.replace(config, **changed, resolved=resolved, origins=origins)
 

@@ -9,7 +9,7 @@ from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.errors import CheckpointError, DataError, closest
+from megatron_wrap.errors import CheckpointError, DataError, missing_path_hint
 
 
 def check_paths(config: RunConfig) -> None:
@@ -39,27 +39,6 @@ def check_paths(config: RunConfig) -> None:
         _need_writable(config, "train.save", train.save)
     _need_writable(config, "logger.output_dir", derived.output_dir(config))
     _check_tensorboard(config)
-
-
-def missing_path_hint(path: str | os.PathLike[str]) -> str:
-    """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
-    or the part of the path that exists; `~` is the home folder."""
-    wanted = _expanded(path)
-    folder = wanted.parent
-    # the folder of the shipped example is not part of the repository
-    build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""
-    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
-        while not os.path.isdir(folder) and folder != folder.parent:
-            folder = folder.parent
-        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{build}"
-    names = sorted(os.listdir(folder))
-    similar = closest(wanted.name, names)
-    if similar is not None:
-        return f"; did you mean {folder / similar}?"
-    if str(folder) == ".":
-        return build
-    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    return f"; {folder} contains {listed}{build}"
 
 
 # os.path instead of pathlib: Path.is_file raises if a folder may not be entered

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_wrap.config.reading.origins import SetBy
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError
-
-_BY_RUN = ("command line", "(override)")  # the value that was set last is the likeliest mistake
 
 
 def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] = ConfigError) -> NoReturn:
     """Raises `error` about the first of `keys` (each section.key) that the command line sets, else the first that the
     run's YAML sets, else the first."""
     paths = [f"{SECTION_PATHS[section]}.{key}" for section, _, key in (name.partition(".") for name in keys)]
-    set_by_run = (path for ending in _BY_RUN for path in paths if config.origins.get(path, "").endswith(ending))
-    raise error(f"{config.located(next(set_by_run, paths[0]))}: {rule}")
+    # the value that was set last is the likeliest mistake
+    path = max(paths, key=lambda path: max(config.set_by(path), SetBy.HF_PATH))
+    raise error(f"{config.located(path)}: {rule}")
 
 
 def divisors(number: int) -> str:

@@ -6,12 +6,12 @@ composes (`compose.py`) and the origins of each value (`origins.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.compose import compose, encode, joined
-from megatron_wrap.config.reading.origins import OVERRIDDEN, ComposedConfig, Origin, Section, find_origins
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, find_origins
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
@@ -55,6 +55,13 @@ def _parse_override(text: str) -> _Override:
     return _Override(parts, node, path)
 
 
+def _nested(node: Node, parts: Sequence[str]) -> Node:
+    """The node of `a.b=c` for its parts a, b."""
+    for part in reversed(parts):
+        node = Node({part: node}, COMMAND_LINE)
+    return node
+
+
 class ValidatedNest:
     """A view and its nest, validated and not yet composed; returned by `read_nest`."""
 
@@ -72,15 +79,10 @@ class ValidatedNest:
         """Origins of the value at the dotted `path`, first to last."""
         return find_origins(self.sections, path)
 
-    def add(self, section_path: str, key: str, node: Node, how: str) -> None:
-        """Set a value of a section over all of its other origins.
-
-        Args:
-            how: `Origin.how` of the value.
-        """
-        section = self.sections[section_path]
-        path = f"{section_path}.{key}"
-        self._set(section.origins, self._overrides[section_path], (key,), node, how, path, add_keys=False)
+    def add(self, section_path: str, key: str, origin: Origin) -> None:
+        """Set a value of a section over all of its other origins."""
+        section, encoded = self.sections[section_path], self._overrides[section_path]
+        self._set(section.origins, encoded, (key,), origin, f"{section_path}.{key}")
 
     def compose(self) -> ComposedConfig:
         """Let confignest compose the values."""
@@ -107,7 +109,8 @@ class ValidatedNest:
                 sections = ", ".join(folder.entries)
                 raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
             if override.parts[0] not in folder.entries:
-                self._rules.refuse_section(folder, override.parts[0], override.node, path)
+                name, *below = override.parts
+                self._rules.refuse_section(folder, name, _nested(override.node, below), path)
         effective: dict[str, Any] = {}
         for name, entry in folder.entries.items():
             overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
@@ -180,7 +183,7 @@ class ValidatedNest:
                 if key == INHERIT:
                     encoded[key] = value.value
                 else:
-                    self._set(section.origins, encoded, (key,), value, step, f"{path}.{key}", add_keys=True)
+                    self._set(section.origins, encoded, (key,), Origin(value, SetBy.TREE, step), f"{path}.{key}")
             self._files[file.relative] = encoded
         self.sections[path] = section
         return section
@@ -210,28 +213,21 @@ class ValidatedNest:
             name = parent.value.removesuffix(".yaml")
 
     def _set(
-        self,
-        origins: dict[str, Any],
-        encoded: dict[str, Any],
-        keys: tuple[str, ...],
-        node: Node,
-        how: str,
-        path: str,
-        add_keys: bool,
+        self, origins: dict[str, Any], encoded: dict[str, Any], keys: tuple[str, ...], origin: Origin, path: str
     ) -> None:
-        """Record that `node` sets the last of the nested `keys`, and write it into the encoded copy.
+        """Record that `origin` sets the last of the nested `keys`, and write its value into the encoded copy.
 
         A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
         there is no value yet); elsewhere it is a single value, such as the sets of data.validation.
 
         Args:
             origins: of the mapping that contains the last key.
-            add_keys: a mapping may name keys that `origins` lacks.
         """
-        key = keys[-1]
+        key, node = keys[-1], origin.node
+        add_keys = origin.set_by is SetBy.TREE
         new_mapping = add_keys and key not in origins and isinstance(node.value, dict) and bool(node.value)
         if not (isinstance(origins.get(key), dict) or new_mapping):
-            origins.setdefault(key, []).append(Origin(node, how))
+            origins.setdefault(key, []).append(origin)
             encoded[joined(*keys)] = encode(node.plain())
             return
         if not isinstance(node.value, dict):
@@ -239,8 +235,9 @@ class ValidatedNest:
         nested = origins.setdefault(key, {})
         for sub_key, sub_node in node.value.items():
             if not add_keys and sub_key not in nested:
-                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{did_you_mean(sub_key, nested)}")
-            self._set(nested, encoded, (*keys, sub_key), sub_node, how, f"{path}.{sub_key}", add_keys)
+                hint = self._rules.familiar_hint(sub_key, sub_node) or did_you_mean(sub_key, nested)
+                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{hint}")
+            self._set(nested, encoded, (*keys, sub_key), replace(origin, node=sub_node), f"{path}.{sub_key}")
 
     def _override_all(
         self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
@@ -251,7 +248,7 @@ class ValidatedNest:
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
             self._rules.check_key(section, key, node)
-            self._set(section.origins, encoded, (key,), node, OVERRIDDEN, f"{section.path}.{key}", add_keys=False)
+            self.add(section.path, key, Origin(node, SetBy.RUN, "override"))
         for override in command_line:
             if not override.parts:
                 raise ConfigError(
@@ -260,15 +257,12 @@ class ValidatedNest:
                 )
             key, *rest = override.parts
             self._rules.check_key(section, key, override.node)
-            node = self._wrapped(section, key, rest, override)
-            self._set(section.origins, encoded, (key,), node, COMMAND_LINE, f"{section.path}.{key}", add_keys=False)
+            self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
         return encoded
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
         """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even if the mapping is a single value."""
-        node = override.node
-        for part in reversed(rest):
-            node = Node({part: node}, COMMAND_LINE)
+        node = _nested(override.node, rest)
         origins = section.origins.get(key)
         if not rest or not isinstance(origins, list):
             return node

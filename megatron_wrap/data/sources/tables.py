@@ -10,9 +10,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.data.sources.rows import Rows
-from megatron_wrap.errors import DataError, did_you_mean
+from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
 
 DEFAULT_SPLIT = "train"
 
