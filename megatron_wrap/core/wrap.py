@@ -191,12 +191,12 @@ class MegatronWrap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            error.args = (self._run.interrupted() if self._run is not None else "interrupted before the run began",)
-            if self._processes is not None and self._processes.world_size > 1:
-                # the end of a process group would wait for ranks that have ended
-                if self._run is not None:
-                    self._run.close()
-                return
+            message = "interrupted before the run began" if self._run is None else self._run.interrupted()
+            if self._processes is None or self._processes.world_size == 1:
+                self.close()
+            elif self._run is not None:  # the end of a process group would wait for ranks that have ended
+                self._run.close()
+            raise KeyboardInterrupt(message).with_traceback(trace) from None
         self.close()
 
     # ---- training ----

@@ -5,8 +5,10 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 
-from megatron_wrap.utils.progress import ProgressBar
+from megatron_wrap.utils.progress import ProgressBar, WorkProgress, tracked
+from megatron_wrap.utils.session import logger_session
 
 
 def test_bar_is_disabled_in_a_pipe_and_on_other_ranks(capsys, monkeypatch):
@@ -60,3 +62,32 @@ def test_log_lines_appear_above_the_bar_on_a_terminal():
     assert [re.sub(r"^\S+ \S+ ", "", line) for line in lines[:4]] == [f"INFO    line {i}" for i in range(3, 7)]
     assert len(lines) == 5
     assert re.search(r"100%\|.*\| 6/6 \[\d\d:\d\d<\d\d:\d\d, .*step.*, loss 0.5000\]", lines[4])
+
+
+def test_long_work_in_a_pipe_is_a_line_every_ten_seconds_with_the_remaining_time(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with logger_session():
+        for _ in tracked(range(1200), "precompute", 1200, "sample"):
+            now += 0.0625
+        now = 100.0
+        with WorkProgress("export", 4 * 10**9, "B") as progress:
+            now += 30
+            progress.advance(10**9)
+        with WorkProgress("count", None, "row") as progress:
+            now += 10
+            progress.advance()
+    lines = [line.split("INFO    ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == [
+        "precompute: 160 of 1,200 samples, 0:01:05 left",
+        "precompute: 320 of 1,200 samples, 0:00:55 left",
+    ]
+    assert lines[-2:] == ["export: 1.00GB of 4.00GB, 0:01:30 left", "count: 1 row"]
+
+
+def test_long_work_on_another_rank_shows_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("megatron_wrap.utils.progress._SECONDS_BETWEEN_LINES", 0.0)
+    with logger_session():
+        assert list(tracked("ab", "work", 2, "item")) == ["a", "b"]
+    assert capsys.readouterr().err == ""
