@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -95,6 +95,7 @@ def generate(
     n: int = 1,
     log_probs: bool = False,
     caller: str = "generate",
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Completion]:
     """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
 
@@ -109,6 +110,8 @@ def generate(
         n: completions of each prompt.
         log_probs: also return the log-probabilities of the new tokens.
         caller: name of the call in error messages.
+        on_tokens: called with the index and the new tokens so far of a completion after each token, on the processes of
+            the replica that computes it; replica 0 computes the first.
 
     Returns:
         `n` completions for each prompt, in the order of the prompts, the same on every rank.
@@ -131,7 +134,7 @@ def generate(
     finished: list[tuple[int, list[int], str, list[float]]] = []
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
-            for row in _complete(state, batch, rule, ends, log_probs):
+            for row in _complete(state, batch, rule, ends, log_probs, on_tokens):
                 finished.append((row.index, row.new_ids, str(row.finish_reason), row.log_probs))
     replicas = gather_objects(finished, state.parallel.dp.group)
     completions = []
@@ -147,22 +150,33 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """(`prompt_text`, greedy completion) for each prompt, a text or messages; `max_new_tokens` is lowered to fit the
     model's learned positions. Collective."""
-    limit = _position_limit(state.config.arch, state.config.train.seq_length)
-    if limit is not None:
-        longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
-        max_new_tokens = max(1, min(max_new_tokens, limit - longest))
+    max_new_tokens = fitting_max_new_tokens(state, tokenizer, prompts, max_new_tokens)
     caller = "evaluate(sample_prompts)"
     completions = generate(
         state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller=caller
     )
     return [
-        (prompt_text(prompt), completion["text"] or "")
-        for prompt, completion in zip(prompts, completions, strict=True)
+        (prompt_text(prompt), completion["text"] or "") for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 
+def fitting_max_new_tokens(state: TrainingState, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int) -> int:
+    """`max_new_tokens`, or fewer where learned positions have no room for as many after the longest prompt; at least
+    1."""
+    limit = _position_limit(state.config.arch, state.config.train.seq_length)
+    if limit is None:
+        return max_new_tokens
+    longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
+    return max(1, min(max_new_tokens, limit - longest))
+
+
 def _complete(
-    state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule, log_probs: bool
+    state: TrainingState,
+    batch: list[_Row],
+    rule: SamplingRule,
+    ends: StopRule,
+    log_probs: bool,
+    on_tokens: Callable[[int, list[int]], None] | None,
 ) -> list[_Row]:
     """Complete a batch that is spread over all replicas; returns this replica's rows.
 
@@ -195,6 +209,8 @@ def _complete(
                 if row.finish_reason is None:
                     row.new_ids.append(token)
                     row.finish_reason = ends.reason(row.new_ids)
+                    if on_tokens is not None:
+                        on_tokens(row.index, row.new_ids)
             if _all_done(rows, dp.group if exchanges_tokens else None, state.platform.device):
                 break
             fed = chosen[:, None]
