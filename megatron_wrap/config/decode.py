@@ -12,13 +12,14 @@ from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
 from megatron_wrap.config.schema.reference_models import decode_reference_model
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
@@ -55,7 +56,7 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Co
 
 def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ValidatedNest:
     """A run's YAML with the tree, before it is composed; keys are validated."""
-    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice))
+    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice, familiar_advice))
 
 
 def decode(tree: ComposedConfig, name: str) -> RunConfig:
@@ -132,7 +133,9 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
         decoded[name] = {key: decode_further(tree, section, key) for key in further}
     if further and not catch_all:
         origin = _first_origin(origins[further[0]])
-        raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{did_you_mean(further[0], hints)}")
+        raise ConfigError(
+            f"{origin.node.where} {path}.{further[0]}: unknown key{unknown_key_hint(f'{path}.{further[0]}', hints)}"
+        )
     return section_class(**decoded)
 
 
@@ -185,7 +188,7 @@ def _decode_upstream(tree: ComposedConfig, section: str, key: str) -> Any:
     if key in SET_ELSEWHERE[section]:
         raise ConfigError(f"{where} {path}: {SET_ELSEWHERE[section][key]}")
     if key not in fields:
-        hint = did_you_mean(key, section_hints(section), fields)
+        hint = unknown_key_hint(path, section_hints(section), fields)
         raise ConfigError(f"{where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
     members = upstream_enums().get(annotation)  # set by name; `model/transformer_config.py` converts it

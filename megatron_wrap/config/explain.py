@@ -8,6 +8,7 @@ from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.defaults import Choice
 from megatron_wrap.config.reading.origins import ComposedConfig, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.familiar_names import familiar_advice
 from megatron_wrap.config.schema.keys import describe_key, documentation
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.types import describe_type
@@ -138,6 +139,9 @@ def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
     last = key.rpartition(".")[2]
     ends = {path.rpartition(".")[2]: path for path in leaves}
     end = closest(last, ends)
+    familiar = familiar_advice(key)
+    if familiar is not None and last not in ends:
+        return f"; {familiar}"
     return did_you_mean(key, leaves) or ("" if end is None else f"; did you mean {ends[end]}?")
 
 

@@ -235,7 +235,7 @@ class ValidatedNest:
         nested = origins.setdefault(key, {})
         for sub_key, sub_node in node.value.items():
             if not add_keys and sub_key not in nested:
-                hint = self._rules.familiar_hint(sub_key, sub_node) or did_you_mean(sub_key, nested)
+                hint = self._rules.familiar_hint(f"{path}.{sub_key}", sub_node) or did_you_mean(sub_key, nested)
                 raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{hint}")
             self._set(nested, encoded, (*keys, sub_key), replace(origin, node=sub_node), f"{path}.{sub_key}")
 
