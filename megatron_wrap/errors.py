@@ -5,7 +5,8 @@ Entry points print only the message and exit with `exit_code`; a Python caller c
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _TYPO = 2
@@ -79,6 +80,33 @@ class MegatronWrapError(Exception):
     """Base of all errors that the user can fix; any other exception is a bug in this package."""
 
     exit_code = 2
+    further: tuple["MegatronWrapError", ...] = ()
+    """Errors that do not depend on this one, in the order in which they would be raised once it is corrected."""
+
+
+class Mistakes:
+    """Collects independent errors: the first is raised, with the others in its `further`."""
+
+    def __init__(self) -> None:
+        self._errors: list[MegatronWrapError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps an error of the block. After an error, the block may fail in any way, which reports nothing."""
+        try:
+            yield
+        except MegatronWrapError as error:
+            self._errors += [error, *error.further]
+        except Exception:
+            if not self._errors:
+                raise
+
+    def raise_first(self) -> None:
+        """Raises the first error, if there is any."""
+        if self._errors:
+            first, *further = self._errors
+            first.further = tuple(further)
+            raise first
 
 
 class ConfigError(MegatronWrapError):
