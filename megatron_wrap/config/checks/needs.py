@@ -8,6 +8,7 @@ from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.keys import Range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import Mistakes
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def check_needs(config: RunConfig) -> None:
     Raises:
         ConfigError, LayoutError: a key is set, and the other has not the value that it needs.
     """
+    mistakes = Mistakes()
     for need in NEEDS:
         value, other, unused = config.value(need.key), config.value(need.other), _default(config, need.key)
         if need.when is None:
@@ -95,7 +97,9 @@ def check_needs(config: RunConfig) -> None:
         else:
             applies = value == need.when
         if applies and not need.is_met_by(other):
-            refuse(config, [need.key, need.other], _rule(need, value, other, unused))
+            with mistakes.collected():
+                refuse(config, [need.key, need.other], _rule(need, value, other, unused))
+    mistakes.raise_first()
 
 
 def _default(config: RunConfig, name: str) -> Any:

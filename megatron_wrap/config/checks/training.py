@@ -2,7 +2,7 @@
 
 from megatron_wrap.config.checks.data import check_data
 from megatron_wrap.config.checks.fp8 import check_fp8
-from megatron_wrap.config.checks.refusal import neighbours, refuse
+from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
 from megatron_wrap.config.checks.schedule import check_learning_rate, check_length, check_schedule
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
@@ -13,22 +13,13 @@ def check_training(config: RunConfig) -> None:
     """Check `megatron_lm.train`, with what it requires of data and checkpoints.
 
     Raises:
-        ConfigError, LayoutError: values that contradict each other.
+        ConfigError, LayoutError: values that contradict each other; see `check_each`.
     """
-    check_length(config)
-    _check_batches(config)
-    check_learning_rate(config)
-    if config.train.train_iters is not None or config.train.train_samples is not None:
-        check_schedule(config)
-    _check_optimizer(config)
-    _check_precision(config)
-    check_fp8(config)
-    _check_recompute(config)
-    check_data(config)
-    _check_intervals(config)
-    _check_best_metric(config)
-    _check_models(config)
-    _check_profile(config)
+    known_length = config.train.train_iters is not None or config.train.train_samples is not None
+    schedule = (check_length, _check_batches, check_learning_rate, *((check_schedule,) if known_length else ()))
+    numerics = (_check_optimizer, _check_precision, check_fp8, _check_recompute)
+    samples = (check_data, _check_intervals, _check_best_metric, _check_models, _check_profile)
+    check_each(config, (*schedule, *numerics, *samples))
 
 
 def _check_batches(config: RunConfig) -> None:
