@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
+from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
@@ -81,7 +82,10 @@ def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
             line = f"{line}  # {origin}" if origin else line
         lines.append(line)
     text = (
-        f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n" + "\n".join(lines) + "\n"
+        f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n"
+        + schema_line()
+        + "\n".join(lines)
+        + "\n"
     )
     Path(path).write_text(text, encoding="utf-8")
 

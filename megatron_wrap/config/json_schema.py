@@ -8,7 +8,6 @@ the tree.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.json_types import (
@@ -18,7 +17,7 @@ from megatron_wrap.config.json_types import (
     keys_schema,
     upstream_keys,
 )
-from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, shipped_root
+from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, shipped_schema
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError
 
@@ -34,23 +33,13 @@ UpstreamKeys = Mapping[str, Mapping[str, Schema]]
 """Section with keys of Megatron-Core -> key -> schema."""
 
 
-def schema_path() -> Path:
-    """The shipped schema, of all supported versions of Megatron-Core: in the folder `configs`."""
-    return shipped_root().with_name("schema.json")
-
-
-def modeline() -> str:
-    """The comment by which editors with yaml-language-server find the schema of this installation."""
-    return f"# yaml-language-server: $schema={schema_path()}"
-
-
 def shipped_flow_keys() -> FlowKeys:
     """The keys of the shipped flows, which the shipped schema has: their dataclasses cannot be imported without torch.
 
     Raises:
         ConfigError: the file is missing.
     """
-    path = schema_path()
+    path = shipped_schema()
     if not path.is_file():
         raise ConfigError(f"{path}: the schema of the package is missing; install megatron-wrap again")
     shipped = json.loads(path.read_text(encoding="utf-8"))["$defs"]
