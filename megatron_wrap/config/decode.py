@@ -20,7 +20,7 @@ from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, Mistakes
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
@@ -62,7 +62,11 @@ def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Va
 
 def decode(tree: ComposedConfig, name: str) -> RunConfig:
     """The run's dataclasses from a composed tree; `name` is the name of the run."""
-    sections = {field: _decode_section(tree, field) for field in SECTION_PATHS}
+    mistakes, sections = Mistakes(), {}
+    for field in SECTION_PATHS:
+        with mistakes.collected():
+            sections[field] = _decode_section(tree, field)
+    mistakes.raise_first()
     leaves = tree.leaves()
     origins = {path: settings[-1] for path, settings in leaves.items()}
     undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
@@ -81,13 +85,8 @@ def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
             origin = config.origins.get(".".join(trail))
             line = f"{line}  # {origin}" if origin else line
         lines.append(line)
-    text = (
-        f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n"
-        + schema_line()
-        + "\n".join(lines)
-        + "\n"
-    )
-    Path(path).write_text(text, encoding="utf-8")
+    title = f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n"
+    Path(path).write_text(title + schema_line() + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -119,27 +118,33 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
     hints = section_hints(section)
     decoded: dict[str, Any] = {}
     defaults = _with_default(section)
+    mistakes = Mistakes()
     for key, hint in hints.items():
         if key not in values and key in defaults:
             continue  # a file of the tree that is older than the key
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
             raise ConfigError(f"{file} {path}.{key}: missing; define it, or inherit a file of this section that does")
-        if (section, key) in _DECODERS:
-            decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
-        else:
-            decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
+        with mistakes.collected():
+            if (section, key) in _DECODERS:
+                decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
+            else:
+                decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
     section_class = get_type_hints(RunConfig)[section]
     catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
         decode_further = _decode_upstream if name == "upstream" else _decode_option
-        decoded[name] = {key: decode_further(tree, section, key) for key in further}
+        decoded[name] = {}
+        for key in further:
+            with mistakes.collected():
+                decoded[name][key] = decode_further(tree, section, key)
     if further and not catch_all:
         origin = _first_origin(origins[further[0]])
         raise ConfigError(
             f"{origin.node.where} {path}.{further[0]}: unknown key{unknown_key_hint(f'{path}.{further[0]}', hints)}"
         )
+    mistakes.raise_first()
     return section_class(**decoded)
 
 

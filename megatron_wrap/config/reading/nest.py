@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.compose import compose, encode, joined
-from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, find_origins
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, leaves
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes, did_you_mean
 
 
 def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ValidatedNest":
@@ -71,13 +71,14 @@ class ValidatedNest:
         """Dotted path -> section."""
         self._root = root
         self._rules = rules
+        self._mistakes = Mistakes()
         self._files: dict[str, dict[str, Any]] = {}  # path of a file in the tree -> its encoded content
         self._view: dict[str, Any] = {}  # encoded
         self._overrides: dict[str, dict[str, Any]] = {}  # path of a section -> its part of the view
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last."""
-        return find_origins(self.sections, path)
+        return leaves(self.sections).get(path, ())
 
     def add(self, section_path: str, key: str, origin: Origin) -> None:
         """Set a value of a section over all of its other origins."""
@@ -90,7 +91,9 @@ class ValidatedNest:
 
     def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
         """Validate the view and the command line; called once."""
-        self._view = self._folder(self._root, view, "", command_line)
+        with self._mistakes.collected():
+            self._view = self._folder(self._root, view, "", command_line)
+        self._mistakes.raise_first()
 
     # ---- folders
 
@@ -103,25 +106,31 @@ class ValidatedNest:
             return self._selection(folder, content, view, path, command_line)
         for key, node in content.items():
             if key not in folder.entries:
-                self._rules.refuse_section(folder, key, node, path)
+                with self._mistakes.collected():
+                    self._rules.refuse_section(folder, key, node, path)
         for override in command_line:
-            if not override.parts:
-                sections = ", ".join(folder.entries)
-                raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
-            if override.parts[0] not in folder.entries:
-                name, *below = override.parts
-                self._rules.refuse_section(folder, name, _nested(override.node, below), path)
+            with self._mistakes.collected():
+                self._check_override(folder, override, path)
         effective: dict[str, Any] = {}
         for name, entry in folder.entries.items():
-            overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
+            overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[:1] == (name,)]
             entry_path = f"{path}.{name}" if path else name
             view_part = content.get(name)
-            if isinstance(entry, Folder):
-                effective[name] = self._folder(entry, view_part, entry_path, overrides)
-            else:
-                section = self._open_section(folder, name, entry_path, "default")
-                effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
+            with self._mistakes.collected():
+                if isinstance(entry, Folder):
+                    effective[name] = self._folder(entry, view_part, entry_path, overrides)
+                else:
+                    section = self._open_section(folder, name, entry_path, "default")
+                    effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
         return effective
+
+    def _check_override(self, folder: Folder, override: _Override, path: str) -> None:
+        if not override.parts:
+            sections = ", ".join(folder.entries)
+            raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
+        if override.parts[0] not in folder.entries:
+            name, *below = override.parts
+            self._rules.refuse_section(folder, name, _nested(override.node, below), path)
 
     def _selection(
         self, folder: Folder, content: dict[str, Node], view: Node | None, path: str, command_line: Sequence[_Override]
@@ -151,7 +160,8 @@ class ValidatedNest:
         section.selected = name
         for key, node in content.items():
             if key not in (SELECT, OVERRIDE, name):
-                self._rules.refuse_beside_select(folder, section, key, node)
+                with self._mistakes.collected():
+                    self._rules.refuse_beside_select(folder, section, key, node)
         overrides = self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}")
         inline = self._mapping(content.get(name), f"{path}.{name}")
         for key, node in inline.items():
@@ -247,17 +257,19 @@ class ValidatedNest:
         plug_in = self._rules.plug_ins.get(section.path)
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
-            self._rules.check_key(section, key, node)
-            self.add(section.path, key, Origin(node, SetBy.RUN, "override"))
+            with self._mistakes.collected():
+                self._rules.check_key(section, key, node)
+                self.add(section.path, key, Origin(node, SetBy.RUN, "override"))
         for override in command_line:
-            if not override.parts:
-                raise ConfigError(
-                    f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
-                    f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
-                )
-            key, *rest = override.parts
-            self._rules.check_key(section, key, override.node)
-            self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
+            with self._mistakes.collected():
+                if not override.parts:
+                    raise ConfigError(
+                        f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
+                        f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
+                    )
+                key, *rest = override.parts
+                self._rules.check_key(section, key, override.node)
+                self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
         return encoded
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
