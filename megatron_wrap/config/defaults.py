@@ -86,16 +86,12 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
     return tuple(chosen)
 
 
-def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> tuple[Choice, ...]:
+def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
     """Choices for fields of Megatron-Core's TransformerConfig that select fused kernels.
 
     Args:
         transformer_engine: whether the layers use Transformer Engine.
     """
-    return tuple(_kernel_choices(arch, machine, transformer_engine))
-
-
-def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
     owner = "Transformer Engine has a kernel" if transformer_engine else "megatron-wrap has a kernel in Triton"
     has_kernel = machine.platform == "cuda" and (transformer_engine or machine.triton)
     no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
@@ -111,12 +107,7 @@ def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool
         can = "accumulate" if machine.weight_gradients else "do not accumulate"
         reason = f"torch and the device {can} half-precision products in fp32"
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
-    if arch.num_experts is not None:
-        yield from _expert_kernel_choices(arch, transformer_engine)
-
-
-def _expert_kernel_choices(arch: ArchConfig, transformer_engine: bool) -> Iterator[Choice]:
-    if arch.moe_grouped_gemm is None:
+    if arch.num_experts is not None and arch.moe_grouped_gemm is None:
         without = "the layers do not use Transformer Engine"
         reason = "Transformer Engine multiplies all experts at once" if transformer_engine else without
         yield Choice("arch.moe_grouped_gemm", transformer_engine, reason)

@@ -84,11 +84,11 @@ class ComposedConfig:
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
-        return find_origins(self.sections, path)
+        return self.leaves().get(path, ())
 
     def leaves(self) -> dict[str, Sequence[Origin]]:
         """Dotted path of every value -> its origins."""
-        return {path: origins for section in self.sections.values() for path, origins in section.leaves()}
+        return leaves(self.sections)
 
     def section_values(self, path: str) -> Mapping[str, Any]:
         """The composed values of the section at the dotted `path`."""
@@ -98,14 +98,6 @@ class ComposedConfig:
         return values
 
 
-def find_origins(sections: Mapping[str, Section], path: str) -> Sequence[Origin]:
-    """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
-    for section in sections.values():
-        if path.startswith(section.path + "."):
-            origins: Any = section.origins
-            for part in path[len(section.path) + 1 :].split("."):
-                if not isinstance(origins, dict) or part not in origins:
-                    return ()
-                origins = origins[part]
-            return origins if isinstance(origins, list) else ()
-    return ()
+def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:
+    """Dotted path of every value -> its origins, first to last."""
+    return {path: origins for section in sections.values() for path, origins in section.leaves()}

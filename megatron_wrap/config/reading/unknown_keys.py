@@ -64,7 +64,7 @@ class KeyRules:
         familiar = "" if near and is_mapping else self.familiar_hint(key_path, node)
         hint = familiar or near or f"; the {kind}s are {', '.join(known)}"
         advice = None if familiar and is_mapping else self.advice(path, key)
-        rule = _KEYWORDS.get(key) or advice or f"unknown {kind}{hint}"
+        rule = _KEYWORDS.get(key) or advice or f"unknown {'key' if familiar else kind}{hint}"
         raise ConfigError(f"{node.where} {key_path}: {rule}")
 
     def familiar_hint(self, path: str, node: Node) -> str:

@@ -161,7 +161,7 @@ def test_fused_kernels(
         "arch.gradient_accumulation_fusion": "gradient",
         "arch.moe_grouped_gemm": "grouped",
     }
-    actual = kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine)
+    actual = list(kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine))
     assert {names[choice.key]: choice.value for choice in actual} == expected
     assert all(choice.reason for choice in actual)
 

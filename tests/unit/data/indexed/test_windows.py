@@ -309,9 +309,9 @@ def test_documents_without_their_last_token_cannot_be_separated(folder):
         (["train=null"], ["data.train", "mock_data: true"]),
         (["split=0,1,1"], ["not '0,1,1'"]),
         (["validation=b"], ["95,5,0", "data.validation"]),
-        (["reset_attention_mask=true"], ["flow.packing: true"]),
+        (["reset_attention_mask=true"], ["flow.packing true"]),
         (["shuffle=false"], ["shuffled"]),
-        (["data_key=dataset"], ["split", "no effect with data_key dataset"]),
+        (["data_key=dataset"], ["split", "needs data_key indexed"]),
     ],
 )
 def test_contradictions(overrides, words):
