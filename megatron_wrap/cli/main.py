@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "new-flow": "write a new flow, its configuration and its test",
     "export-hf": "write a Hugging Face folder from a checkpoint",
     "chat": "talk to a model, or complete a file of prompts",
+    "eval": "run tasks of lm-evaluation-harness",
     "verify-hf": "compare a Hugging Face folder with transformers",
 }
 """Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""

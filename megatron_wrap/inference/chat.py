@@ -12,6 +12,7 @@ from megatron_wrap.engine.generation.generate import Completion, fitting_max_new
 from megatron_wrap.engine.generation.sampling import SamplingRule
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.parallel.collectives import broadcast_object
+from megatron_wrap.utils.progress import WorkProgress
 
 RESET = "/reset"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -146,17 +147,19 @@ def complete_rows(
     prompts = [_with_system(row.get("messages", row.get("prompt")), system) for row in rows]
     completions: list[Completion] = []
     if prompts:
-        completions = generate(
-            wrap.state,
-            wrap.tokenizer,
-            prompts,
-            fitting_max_new_tokens(wrap.state, wrap.tokenizer, prompts, sampling.max_new_tokens),
-            SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p),
-            sampling.seed,
-            (),
-            sampling.batch_size,
-            caller="chat",
-        )
+        with WorkProgress("chat", len(prompts), "prompt") as progress:
+            completions = generate(
+                wrap.state,
+                wrap.tokenizer,
+                prompts,
+                fitting_max_new_tokens(wrap.state, wrap.tokenizer, prompts, sampling.max_new_tokens),
+                SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p),
+                sampling.seed,
+                (),
+                sampling.batch_size,
+                caller="chat",
+                progress=progress,
+            )
     return [
         {**row, "completion": completion["text"], "finish_reason": completion["finish_reason"]}
         for row, completion in zip(rows, completions, strict=True)

@@ -19,12 +19,15 @@ from megatron_wrap.engine.generation.sampling import SamplingRule, UniformNumber
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import NotRequired
+
+    from megatron_wrap.utils.progress import WorkProgress
 
 
 class Completion(TypedDict):
@@ -96,6 +99,7 @@ def generate(
     log_probs: bool = False,
     caller: str = "generate",
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    progress: WorkProgress | None = None,
 ) -> list[Completion]:
     """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
 
@@ -112,6 +116,7 @@ def generate(
         caller: name of the call in error messages.
         on_tokens: called with the index and the new tokens so far of a completion after each token, on the processes of
             the replica that computes it; replica 0 computes the first.
+        progress: advanced by the completions of each batch.
 
     Returns:
         `n` completions for each prompt, in the order of the prompts, the same on every rank.
@@ -136,13 +141,20 @@ def generate(
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
             for row in _complete(state, batch, rule, ends, log_probs, on_tokens):
                 finished.append((row.index, row.new_ids, str(row.finish_reason), row.log_probs))
+            if progress is not None:
+                progress.advance(len(batch))
     replicas = gather_objects(finished, state.parallel.dp.group)
-    completions = []
-    for _, new_ids, reason, of_tokens in sorted(result for of_replica in replicas for result in of_replica):
-        completions.append(Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason))
-        if log_probs:
-            completions[-1]["log_probs"] = of_tokens
-    return completions
+    ordered = sorted(result for of_replica in replicas for result in of_replica)
+    return [_completion(ends, *result, log_probs) for result in ordered]
+
+
+def _completion(
+    ends: StopRule, index: int, new_ids: list[int], reason: str, of_tokens: list[float], log_probs: bool
+) -> Completion:
+    completion = Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason)
+    if log_probs:
+        completion["log_probs"] = of_tokens
+    return completion
 
 
 def sample_texts(
@@ -287,7 +299,7 @@ def _check_lengths(rows: list[_Row], max_new_tokens: int, limit: int | None) -> 
     for row in rows:
         if limit is not None and len(row.prompt) + max_new_tokens > limit:
             raise DataError(
-                f"wrap.generate: prompt {row.index} has {len(row.prompt)} tokens, which with max_new_tokens "
+                f"wrap.generate: prompt {row.index} has {counted(len(row.prompt), 'token')}, which with max_new_tokens "
                 f"{max_new_tokens} is more than the model's {limit} learned positions (max_position_embeddings); "
                 "shorten the prompt or lower max_new_tokens"
             )
