@@ -1,11 +1,14 @@
 """Progress with the remaining time: of a run's steps on a terminal, of other long work anywhere."""
 
+import contextlib
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_wrap.metrics.declared import console_text
 from megatron_wrap.metrics.number_format import counted, with_prefix
@@ -24,6 +27,17 @@ def _has_terminal() -> bool:
     return logger.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
 
 
+def _bar(**arguments: Any) -> "tqdm":
+    """A tqdm bar on stderr, as wide as the terminal; a pseudo-terminal may report a width of 0, with which tqdm shows
+    nothing."""
+    from tqdm import tqdm as bar_class
+
+    with contextlib.suppress(OSError):
+        if os.get_terminal_size(sys.stderr.fileno()).columns > 0:
+            return bar_class(**arguments, dynamic_ncols=True, file=sys.stderr)
+    return bar_class(**arguments, ncols=shutil.get_terminal_size().columns, file=sys.stderr)
+
+
 class ProgressBar:
     """A tqdm bar over the steps of a run with the remaining time, on rank 0 of a terminal. Log lines appear above it.
 
@@ -36,9 +50,7 @@ class ProgressBar:
     def __init__(self, total: int, initial: int = 0, enabled: bool | None = None) -> None:
         self._bar: tqdm | None = None
         if _has_terminal() if enabled is None else enabled:
-            from tqdm import tqdm as bar_class
-
-            self._bar = bar_class(total=total, initial=initial, unit="step", dynamic_ncols=True, file=sys.stderr)
+            self._bar = _bar(total=total, initial=initial, unit="step")
 
     @property
     def enabled(self) -> bool:
@@ -84,17 +96,7 @@ class WorkProgress:
         self._reported = self._started
         self._bar: tqdm | None = None
         if _has_terminal():
-            from tqdm import tqdm as bar_class
-
-            self._bar = bar_class(
-                total=total,
-                desc=what,
-                unit=unit,
-                unit_scale=unit == "B",
-                dynamic_ncols=True,
-                file=sys.stderr,
-                leave=False,
-            )
+            self._bar = _bar(total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False)
 
     def advance(self, count: int = 1) -> None:
         """Add units that are done."""
