@@ -90,13 +90,20 @@ class Mistakes:
     def __init__(self) -> None:
         self._errors: list[MegatronWrapError] = []
 
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, error: "MegatronWrapError") -> None:
+        """Keeps an error."""
+        self._errors += [error, *error.further]
+
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Keeps an error of the block. After an error, the block may fail in any way, which reports nothing."""
         try:
             yield
         except MegatronWrapError as error:
-            self._errors += [error, *error.further]
+            self.add(error)
         except Exception:
             if not self._errors:
                 raise
