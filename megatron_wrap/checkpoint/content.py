@@ -18,6 +18,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.gpu.fp8_scales import readable_scales
 
@@ -31,9 +32,15 @@ RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
 
-def model_entries(chunks: Sequence[Any], parallel: ParallelState) -> dict[str, dict[str, Any]]:
-    """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline."""
-    metadata = _metadata(parallel)
+def model_entries(
+    chunks: Sequence[Any], parallel: ParallelState, tensor_per_layer: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline.
+
+    Args:
+        tensor_per_layer: a tensor for each layer, else one tensor for a parameter of all layers, if these are alike.
+    """
+    metadata = {**_metadata(parallel), **({"non_homogeneous_layers": True} if tensor_per_layer else {})}
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return {
         name: bare_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
@@ -46,11 +53,13 @@ def optimizer_entry(
     """Sharded state of the optimizer. Collective.
 
     Args:
-        models: from `model_entries`, for the same save or load.
+        models: from `model_entries`, for the same save or load; with frozen parameters those with a tensor for each
+            layer, because a tensor of all layers must be complete.
         distributed: the distributed optimizer is used.
     """
     for part in optimizer_parts(optimizer):
         _allocate_state(part)
+    _align_steps(optimizer)
     # the state is allocated above; without the distributed optimizer is_loading would allocate it again, and fail for
     # SGD
     return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
@@ -180,6 +189,16 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:
     return {**CONTENT_METADATA, "dp_cp_group": parallel.dp_cp.group}
+
+
+def _align_steps(optimizer: Any) -> None:
+    """Set Adam's step in groups without parameters, which do not count it: global rank 0, whose groups are saved, may
+    have no parameters that are trained. Collective."""
+    groups = [group for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups]
+    step = max(gather_objects(max((group.get("step", 0) for group in groups), default=0)))
+    for group in groups:
+        if step and not group["params"]:
+            group["step"] = step
 
 
 def _allocate_state(part: Any) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
 
-_FUSED_NORMS = {
+SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
@@ -43,7 +43,7 @@ def mapped_parameters(
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
     for name, parameter in itertools.chain(named, _router_biases(chunk)):
-        for fused, separate in _FUSED_NORMS.items():
+        for fused, separate in SEPARATE_NORMS.items():
             name = name.replace(fused, separate)
         if name not in table:
             raise CheckpointError(
