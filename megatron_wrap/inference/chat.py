@@ -144,7 +144,7 @@ def complete_rows(
         DataError: a row cannot be completed.
     """
     _has_template(wrap.tokenizer, system)
-    prompts = [_with_system(row.get("messages", row.get("prompt")), system) for row in rows]
+    prompts = [_with_system(row["messages"] if "messages" in row else row["prompt"], system) for row in rows]
     completions: list[Completion] = []
     if prompts:
         with WorkProgress("chat", len(prompts), "prompt") as progress:

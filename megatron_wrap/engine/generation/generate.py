@@ -136,25 +136,29 @@ def generate(
     rows = [_Row(index, prompt, UniformNumbers(seed, index)) for index, prompt in enumerate(repeated)]
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     _check_lengths(rows, max_new_tokens, limit)
-    finished: list[tuple[int, list[int], str, list[float]]] = []
+    finished: list[_Row] = []
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
-            for row in _complete(state, batch, rule, ends, log_probs, on_tokens):
-                finished.append((row.index, row.new_ids, str(row.finish_reason), row.log_probs))
+            finished += _complete(state, batch, rule, ends, log_probs, on_tokens)
             if progress is not None:
                 progress.advance(len(batch))
-    replicas = gather_objects(finished, state.parallel.dp.group)
-    ordered = sorted(result for of_replica in replicas for result in of_replica)
-    return [_completion(ends, *result, log_probs) for result in ordered]
+    return _completions(finished, ends, log_probs, state.parallel.dp.group)
 
 
-def _completion(
-    ends: StopRule, index: int, new_ids: list[int], reason: str, of_tokens: list[float], log_probs: bool
-) -> Completion:
-    completion = Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason)
-    if log_probs:
-        completion["log_probs"] = of_tokens
-    return completion
+def _completions(rows: list[_Row], ends: StopRule, log_probs: bool, dp_group: ProcessGroup) -> list[Completion]:
+    """The completions of all replicas, in the order of the prompts. Collective over the replicas.
+
+    Args:
+        rows: this replica's, finished.
+    """
+    mine = [(row.index, row.new_ids, str(row.finish_reason), row.log_probs) for row in rows]
+    completions = []
+    ordered = sorted(of_row for of_replica in gather_objects(mine, dp_group) for of_row in of_replica)
+    for _, new_ids, reason, of_tokens in ordered:
+        completions.append(Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason))
+        if log_probs:
+            completions[-1]["log_probs"] = of_tokens
+    return completions
 
 
 def sample_texts(
