@@ -27,6 +27,7 @@ metric-docs: install
 config-docs: install
 	.venv/bin/python scripts/config_docs.py
 	.venv/bin/python scripts/config_schema.py
+	.venv/bin/python scripts/familiar_names.py
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict

@@ -32,9 +32,10 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn", "liger-kernel>=0.8.5,<0.9"],
     "tensorboard": ["tensorboard"],
     "png": ["matplotlib"],
+    "eval": ["lm_eval>=0.4.13,<0.5"],
     "dev": [
         *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
-        *("tensorboard", "matplotlib", "jsonschema"),
+        *("tensorboard", "matplotlib", "lm_eval>=0.4.13,<0.5", "jsonschema"),
     ],
 }
 

@@ -4,7 +4,10 @@ Entry points print only the message and exit with `exit_code`; a Python caller c
 """
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _TYPO = 2
 """Largest number of edits of a misspelling."""
@@ -33,6 +36,27 @@ def did_you_mean(name: object, known: Iterable[str], further: Iterable[str] = ()
     return "" if suggestion is None else f"; did you mean {suggestion}?"
 
 
+def missing_path_hint(path: str | os.PathLike[str]) -> str:
+    """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
+    or the part of the path that exists; `~` is the home folder."""
+    wanted = Path(path).expanduser()
+    folder = wanted.parent
+    # the folder of the shipped example is not part of the repository
+    build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+        while not os.path.isdir(folder) and folder != folder.parent:
+            folder = folder.parent
+        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{build}"
+    names = sorted(os.listdir(folder))
+    similar = closest(wanted.name, names)
+    if similar is not None:
+        return f"; did you mean {folder / similar}?"
+    if str(folder) == ".":
+        return build
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
+    return f"; {folder} contains {listed}{build}"
+
+
 def _folded(name: object) -> str:
     return str(name).casefold().replace("-", "_")
 
@@ -56,6 +80,40 @@ class MegatronWrapError(Exception):
     """Base of all errors that the user can fix; any other exception is a bug in this package."""
 
     exit_code = 2
+    further: tuple["MegatronWrapError", ...] = ()
+    """Errors that do not depend on this one, in the order in which they would be raised once it is corrected."""
+
+
+class Mistakes:
+    """Collects independent errors: the first is raised, with the others in its `further`."""
+
+    def __init__(self) -> None:
+        self._errors: list[MegatronWrapError] = []
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, error: "MegatronWrapError") -> None:
+        """Keeps an error."""
+        self._errors += [error, *error.further]
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps an error of the block. After an error, the block may fail in any way, which reports nothing."""
+        try:
+            yield
+        except MegatronWrapError as error:
+            self.add(error)
+        except Exception:
+            if not self._errors:
+                raise
+
+    def raise_first(self) -> None:
+        """Raises the first error, if there is any."""
+        if self._errors:
+            first, *further = self._errors
+            first.further = tuple(further)
+            raise first
 
 
 class ConfigError(MegatronWrapError):

@@ -12,10 +12,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from _generated import write_or_check
 
+from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.json_schema import (
     SECTION_PATHS,
     FlowKeys,
@@ -25,7 +25,7 @@ from megatron_wrap.config.json_schema import (
     keys_name,
 )
 from megatron_wrap.config.json_types import Schema, keys_schema
-from megatron_wrap.config.reading.tree import open_tree
+from megatron_wrap.config.reading.tree import INHERIT, open_tree
 from megatron_wrap.config.schema.run import UPSTREAM
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.flow import MegatronWrapFlowEntry
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 FILE = "configs/schema.json"
 COMMAND = "make config-docs"
 CORES = "--megatron-core"
-_ONLY = "Only in Megatron-Core "
+ONLY = "Only in Megatron-Core "
 
 
 def schema_text(upstream: UpstreamKeys) -> str:
@@ -61,13 +61,9 @@ def shipped_upstream_keys(root: Path) -> UpstreamKeys:
     upstream = {}
     for section in UPSTREAM:
         properties = shipped[keys_name(SECTION_PATHS[section])]["properties"]
-        upstream[section] = {name: key for name, key in properties.items() if "(Megatron-Core's " in key_text(key)}
+        declared = {INHERIT, *section_hints(section)}
+        upstream[section] = {name: key for name, key in properties.items() if name not in declared}
     return upstream
-
-
-def key_text(key: Any) -> str:
-    """The description of a key."""
-    return str(key.get("description", "")) if isinstance(key, dict) else ""
 
 
 def keys_of_all(cores: Mapping[str, Path]) -> UpstreamKeys:
@@ -88,7 +84,7 @@ def keys_of_all(cores: Mapping[str, Path]) -> UpstreamKeys:
 def joined(keys: Mapping[str, Schema]) -> Schema:
     """One schema of the same key in several versions, the newest last; its description is the newest one."""
     *_, newest = keys.values()
-    forms = {json.dumps(_without_text(key)): _without_text(key) for key in keys.values()}
+    forms = {json.dumps(without_text(key)): without_text(key) for key in keys.values()}
     if len(forms) == 1:
         return newest
     return {"anyOf": list(forms.values()), "description": newest["description"]}
@@ -96,10 +92,11 @@ def joined(keys: Mapping[str, Schema]) -> Schema:
 
 def marked(version: str, key: Schema) -> Schema:
     """The schema of a key that only one version has."""
-    return {**key, "description": f"{key['description']} {_ONLY}{version}."}
+    return {**key, "description": f"{key['description']} {ONLY}{version}."}
 
 
-def _without_text(key: Schema) -> Schema:
+def without_text(key: Schema) -> Schema:
+    """What a schema accepts, without its description."""
     return {name: value for name, value in key.items() if name != "description"}
 
 

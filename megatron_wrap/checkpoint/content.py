@@ -19,6 +19,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.gpu.fp8_scales import readable_scales
 
@@ -34,15 +35,21 @@ OPTIMIZER_PREFIX = "optimizer.state."
 
 
 def model_entries(
-    chunks: Sequence[Any], parallel: ParallelState, *, base: bool = True, adapter: bool = True
+    chunks: Sequence[Any],
+    parallel: ParallelState,
+    tensor_per_layer: bool = False,
+    *,
+    base: bool = True,
+    adapter: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Sharded state of each model chunk, named `model`, or `model0`, `model1`, ... in an interleaved pipeline.
 
     Args:
+        tensor_per_layer: a tensor for each layer, else one tensor for a parameter of all layers, if these are alike.
         base: with all parameters that are not factors of an adapter.
-        adapter: with the factors of adapters.
+        adapter: with the factors of adapters, which are a tensor for each layer.
     """
-    metadata = _metadata(parallel)
+    metadata = {**_metadata(parallel), **({"non_homogeneous_layers": True} if tensor_per_layer else {})}
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     entries = {}
     for name, chunk in zip(names, chunks, strict=True):
@@ -63,11 +70,13 @@ def optimizer_entry(
     """Sharded state of the optimizer. Collective.
 
     Args:
-        models: from `model_entries`, for the same save or load.
+        models: from `model_entries`, for the same save or load; with frozen parameters those with a tensor for each
+            layer, because a tensor of all layers must be complete.
         distributed: the distributed optimizer is used.
     """
     for part in optimizer_parts(optimizer):
         _allocate_state(part)
+    _align_steps(optimizer)
     # the state is allocated above; without the distributed optimizer is_loading would allocate it again, and fail for
     # SGD
     return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
@@ -200,6 +209,16 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:
     return {**CONTENT_METADATA, "dp_cp_group": parallel.dp_cp.group}
+
+
+def _align_steps(optimizer: Any) -> None:
+    """Set Adam's step in groups without parameters, which do not count it: global rank 0, whose groups are saved, may
+    have no parameters that are trained. Collective."""
+    groups = [group for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups]
+    step = max(gather_objects(max((group.get("step", 0) for group in groups), default=0)))
+    for group in groups:
+        if step and not group["params"]:
+            group["step"] = step
 
 
 def _allocate_state(part: Any) -> None:

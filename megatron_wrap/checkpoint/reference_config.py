@@ -18,11 +18,11 @@ from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.adapter import AdapterConfig
-from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
 from megatron_wrap.errors import CheckpointError, ConfigError, LayoutError, MegatronWrapError
+from megatron_wrap.metrics.number_format import counted
 
 if TYPE_CHECKING:
     from megatron_wrap.engine.state.state import TrainingState
@@ -124,8 +124,8 @@ def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
         raise type(error)(f"{config.models.path}: {str(error).removeprefix(f'{HF_PATH}: ')}") from error
     if derived.virtual_pipeline_size(reference) != derived.virtual_pipeline_size(config):
         raise LayoutError(
-            f"{config.models.path}: the model has {reference.arch.num_layers} layers, which is another number of "
-            f"virtual pipeline stages than the policy's with {config.arch.num_layers}; set "
+            f"{config.models.path}: the model has {counted(reference.arch.num_layers, 'layer')}, which is another "
+            f"number of virtual pipeline stages than the policy's with {config.arch.num_layers}; set "
             "num_layers_per_virtual_pipeline_stage to null"
         )
     if settings.update_interval is not None:

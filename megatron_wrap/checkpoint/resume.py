@@ -126,7 +126,7 @@ class RunCheckpoints:
             self._reference_saved = str(folder), saved_iteration(reference, state.progress)
         parts = [*report.loaded, *(["reference model"] if with_reference else [])]
         skipped = f" (not loaded: {', '.join(report.skipped)})" if report.skipped else ""
-        layout = ", saved on another layout" if report.other_layout else ""
+        layout = ", saved on another layout" if report.other_layout and not report.skipped else ""
         logger.info_rank_0(f"loaded {', '.join(parts)} from {folder}{layout}{skipped}")
         return with_reference
 

@@ -15,6 +15,7 @@ from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
@@ -102,9 +103,8 @@ def load_checkpoint(
     if with_optimizer:
         kind = content.optimizer_kind(state.config)
         _check_optimizer(saved, kind)
-        request["optimizer"] = content.optimizer_entry(
-            state.optimizer, models, state.parallel, is_loading=True, distributed=kind[0] == "distributed"
-        )
+        _check_frozen(saved, state.config)
+        request["optimizer"] = _optimizer_entry(state, models, is_loading=True)
     with_rng = with_rng and not weights_only
     if with_rng and (other_layout or saved.layout is None or not saved.has_rng):
         reason = "saved on another layout" if other_layout else "none in the checkpoint"
@@ -159,17 +159,22 @@ def prune(store: CheckpointStore, keep: int | None, best: int | None) -> None:
 
 def _full_state(state: TrainingState) -> dict[str, Any]:
     synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
-    train, optim = state.config.train, state.config.optimizer
+    train = state.config.train
     models = content.model_entries(state.chunks, state.parallel, base=not saves_adapter_alone(state.config))
     sharded_state: dict[str, Any] = {**content.common_entries(state.progress, state.best), **models}
     if not train.no_save_optim:
-        sharded_state["optimizer"] = content.optimizer_entry(
-            state.optimizer, models, state.parallel, is_loading=False, distributed=bool(optim.use_distributed_optimizer)
-        )
+        sharded_state["optimizer"] = _optimizer_entry(state, models, is_loading=False)
         sharded_state["opt_param_scheduler"] = state.lr_scheduler.state_dict()
     if not train.no_save_rng:
         sharded_state["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=False)
     return content.without_fp8(sharded_state)
+
+
+def _optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is_loading: bool) -> Any:
+    if state.config.train.freeze:
+        models = content.model_entries(state.chunks, state.parallel, tensor_per_layer=True)
+    distributed = bool(state.config.optimizer.use_distributed_optimizer)
+    return content.optimizer_entry(state.optimizer, models, state.parallel, is_loading, distributed)
 
 
 def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partial: Path) -> None:
@@ -201,6 +206,8 @@ class SavedContent:
     objects: set[str]
     layout: dict[str, Any] | None
     has_optimizer: bool
+    frozen: tuple[str, ...] | None
+    """`train.freeze` of the run that saved it; None: not recorded."""
     base: dict[str, Any] | None
     """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
 
@@ -253,8 +260,11 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
     tracked = CheckpointStore(folder).tracked()
     if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
         logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or incomplete; loading {path}")
+    frozen = None
     if (path / RESOLVED).is_file():
-        compare_models(load_resolved(path / RESOLVED), config)
+        resolved = load_resolved(path / RESOLVED)
+        compare_models(resolved, config)
+        frozen = tuple(section_of(resolved, "train").get("freeze", ()))
     facts = read_facts(path)
     vocabulary = facts.get("vocab_size", vocab_size)
     if vocabulary != vocab_size:
@@ -272,6 +282,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         layout=facts.get("layout"),
         has_optimizer="optimizer" in common,
         base=facts.get("base"),
+        frozen=frozen,
     )
 
 
@@ -315,6 +326,16 @@ def _check_optimizer(saved: SavedContent, kind: tuple[str, str]) -> None:
             f"{saved.path} contains the state of a {' '.join(saved_kind)} optimizer, but this run has a "
             f"{' '.join(kind)} one; use the precision, optimizer and use_distributed_optimizer that it was saved with, "
             + hint
+        )
+
+
+def _check_frozen(saved: SavedContent, config: RunConfig) -> None:
+    here = sorted(config.train.freeze)
+    if saved.frozen is not None and sorted(saved.frozen) != here:
+        raise CheckpointError(
+            f"{saved.path} contains the optimizer of a run with megatron_lm.train.common.freeze "
+            f"{sorted(saved.frozen)}, here {here}, so other parameters are trained; set freeze as it was, or "
+            "megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_wrap.config import RunConfig
 from megatron_wrap.data.inspect.inspection import Counts, Finding, Inspected, Inspection, histogram, ordered, segments
 from megatron_wrap.data.inspect.mistakes import MISTAKES
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.report import charts
 from megatron_wrap.report.page import Cell, Item, Page, visible
 
@@ -19,7 +20,7 @@ def facts(sample: Inspected) -> list[str]:
     trained = sum(tokens.count("trained") for tokens in sample.sequences)
     cut = sum(tokens.count("cut") for tokens in sample.sequences)
     total = sum(len(tokens.input_ids) for tokens in sample.sequences)
-    texts = [f"{total:,} tokens", f"{trained:,} trained"]
+    texts = [f"{counted(total, 'token')}", f"{trained:,} trained"]
     texts += [f"{cut:,} cut off"] if cut else []
     texts += [f"weight {sample.weight:g}"] if sample.weight != 1 else []
     return texts + [MISTAKES[key].title for key in sample.mistakes]

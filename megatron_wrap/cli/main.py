@@ -23,6 +23,8 @@ COMMANDS: dict[str, str] = {
     "precompute": "store the outputs of a reference model, so that training needs none",
     "new-flow": "write a new flow, its configuration and its test",
     "export-hf": "write a Hugging Face folder from a checkpoint",
+    "chat": "talk to a model, or complete a file of prompts",
+    "eval": "run tasks of lm-evaluation-harness",
     "verify-hf": "compare a Hugging Face folder with transformers",
 }
 """Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import keyword
+import random
 import re
+import shlex
 from pathlib import Path
 
+from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.errors import ConfigError
 
 EXAMPLES = (
-    ("my_flows/focal_loss.py, its configuration and its test", "new-flow focal_loss --folder my_flows"),
+    ("my_flows/focal_loss.py, its configuration, samples and test", "new-flow focal_loss --folder my_flows"),
     ("in the working directory", "new-flow my_loss"),
 )
 
@@ -66,9 +70,9 @@ class CLASS(MegatronWrapGPTModelSFTFlow):
 '''
 
 _RUN = """\
-# A small Llama with the flow of NAME.py. The folder of NAME.py must be on PYTHONPATH:
-#   PYTHONPATH=FOLDER megatron-wrap train FOLDER/NAME.yaml megatron_wrap.data.__select__=jsonl \\
-#     megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER
+# A small Llama with the flow of NAME.py, on the tokenized samples of NAME.jsonl. The folder of NAME.py must be on
+# PYTHONPATH. With data of your own, such as messages, and a tokenizer whose vocabulary fits the model's:
+#   megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER
 megatron_lm:
   model:
     arch:
@@ -79,6 +83,9 @@ megatron_lm:
     learning-rate: {lr: 1.0e-3}
     dtype: {__select__: fp32}
 megatron_wrap:
+  data:
+    __select__: jsonl
+    __override__: {train: DATA}
   flow:
     __select__: custom
     __override__:
@@ -91,7 +98,6 @@ _TEST = '''\
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 from megatron_wrap.testing import assert_layout_invariant
@@ -100,21 +106,10 @@ LAYOUTS = None
 """None: all. While developing, a few are faster: ["dp2", "tp2-sp", "cp2"]."""
 
 
-def samples(count: int = 16) -> list[dict[str, list[int]]]:
-    """Tokenized samples; part of the tokens is masked out of the loss."""
-    generator = random.Random(1)
-    lengths = [generator.randint(12, 48) for _ in range(count)]
-    return [
-        {
-            "input_ids": [generator.randrange(4096) for _ in range(length)],
-            "loss_mask": [int(index > 0 and generator.random() < 0.7) for _ in range(length)],
-        }
-        for index, length in enumerate(lengths)
-    ]
-
-
 def test_every_layout_trains_alike():
-    assert_layout_invariant(Path(__file__).parent / "NAME.yaml", samples=samples(), layouts=LAYOUTS)
+    folder = Path(__file__).parent
+    data = f"megatron_wrap.data.train={folder / 'NAME.jsonl'}"
+    assert_layout_invariant(folder / "NAME.yaml", overrides=[data], layouts=LAYOUTS)
 '''
 
 
@@ -127,27 +122,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes NAME.py, NAME.yaml and test_NAME.py, and refuses to overwrite an existing file."""
+    """Writes NAME.py, NAME.yaml, NAME.jsonl and test_NAME.py, and refuses to overwrite an existing file."""
     name, folder = arguments.name, Path(arguments.folder)
     _check_name(name)
     flow_class = "".join(part.capitalize() for part in name.removesuffix("_flow").split("_")) + "Flow"
-    contents = {f"{name}.py": _FLOW, f"{name}.yaml": _RUN, f"test_{name}.py": _TEST}
+    contents = {
+        f"{name}.py": _FLOW,
+        f"{name}.yaml": _RUN,
+        f"{name}.jsonl": _samples(),
+        f"test_{name}.py": _TEST,
+    }
     taken = [str(folder / file) for file in contents if (folder / file).exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)}: exists already; choose another name or --folder")
+    data = json.dumps(str(folder / f"{name}.jsonl"), ensure_ascii=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in contents.items():
-            filled = text.replace("FOLDER", str(folder)).replace("NAME", name).replace("CLASS", flow_class)
-            (folder / file).write_text(filled, encoding="utf-8")
+            filled = text.replace("NAME", name).replace("CLASS", flow_class).replace("DATA", data)
+            first_line = schema_line() if file.endswith(".yaml") else ""
+            (folder / file).write_text(first_line + filled, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
     print(f"wrote {', '.join(str(folder / file) for file in contents)}")
-    print(f"its parity test: PYTHONPATH={folder} python -m pytest {folder / f'test_{name}.py'}")
-    print(
-        f"the same as a table: PYTHONPATH={folder} megatron-wrap check-parity {folder / f'{name}.yaml'} --samples FILE"
-    )
+    path, config = shlex.quote(str(folder)), shlex.quote(str(folder / f"{name}.yaml"))
+    print(f"its parity test: PYTHONPATH={path} python -m pytest {shlex.quote(str(folder / f'test_{name}.py'))}")
+    print(f"the same as a table: PYTHONPATH={path} megatron-wrap check-parity {config}")
+    print(f"train it: PYTHONPATH={path} megatron-wrap train {config}")
     return 0
+
+
+def _samples(count: int = 32) -> str:
+    """Tokenized samples as JSON lines; part of the tokens is masked out of the loss, the first sample has none."""
+    generator = random.Random(1)
+    lengths = [generator.randint(12, 48) for _ in range(count)]
+    samples = [
+        {
+            "input_ids": [generator.randrange(4096) for _ in range(length)],
+            "loss_mask": [int(index > 0 and generator.random() < 0.7) for _ in range(length)],
+        }
+        for index, length in enumerate(lengths)
+    ]
+    return "".join(f"{json.dumps(sample)}\n" for sample in samples)
 
 
 def _check_name(name: str) -> None:

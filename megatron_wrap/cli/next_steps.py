@@ -10,13 +10,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.checkpoint.precheck import find_checkpoint
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir
-from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.errors import ConfigError, MegatronWrapError
 
 _TRAIN = "megatron_lm.train.common."
 _UNITS = {"train_iters": "step", "train_samples": "sample", "train_epochs": "epoch"}
@@ -55,8 +57,12 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
                 _shell([_program("megatron-wrap"), "export-hf", config.train.save, folder]),
             )
             if config.data.tokenizer is not None:
-                prompt = (config.train.sample_prompts or ["The"])[0]
-                add("then generate with transformers", _shell([_program("python"), "-c", _generation(folder, prompt)]))
+                comment, program = _use(config, folder, config.data.tokenizer)
+                add(f"then {comment} with transformers", _shell([_program("python"), "-c", program]))
+        if config.data.tokenizer is not None and not derived.has_value_head(config):
+            chats = _has_chat_template(config.data.tokenizer)
+            comment = "talk to the model" if chats else "let the model complete what you type"
+            add(f"{comment}; Ctrl-D ends", _shell([_program("megatron-wrap"), "chat", config.train.save]))
     metrics, events = Path(output_dir(config), "metrics.jsonl"), tensorboard_dir(config)
     if metrics.is_file():
         add("the metrics of each step", _shell(["tail", "-n", "3", str(metrics)]))
@@ -86,11 +92,38 @@ def _longer(config: RunConfig, command: Sequence[str], key: str, length: float) 
     return words if chosen else [*words, "megatron_lm.train.optimizer.override_opt_param_scheduler=true"]
 
 
-def _generation(folder: str, prompt: str) -> str:
-    """A Python program that completes the prompt; with double quotes, because the shell's are single."""
-    model, text = json.dumps(folder, ensure_ascii=False), json.dumps(prompt, ensure_ascii=False)
-    pipe = f'pipeline("text-generation", {model})({text}, max_new_tokens=64, do_sample=False)'
-    return f'from transformers import pipeline; print({pipe}[0]["generated_text"])'
+def _use(config: RunConfig, folder: str, tokenizer: str) -> tuple[str, str]:
+    """What the exported model is for, and a Python program that does it; with double quotes, because the shell's are
+    single."""
+    chats = _has_chat_template(tokenizer)
+    question = {"role": "user", "content": "What is the capital of France?"}
+    if derived.has_value_head(config):
+        answer = {"role": "assistant", "content": "Paris."}
+        text = f"{question['content']} {answer['content']}"
+        shown = f"score.tokenizer.apply_chat_template({_literal([question, answer])}, tokenize=False)"
+        score = f'score = pipeline("text-classification", {_literal(folder)}, function_to_apply="none")'
+        call = f"score({shown}, add_special_tokens=False)" if chats else f"score({_literal(text)})"
+        return "score an answer", f'from transformers import pipeline; {score}; print({call}[0]["score"])'
+    prompts = config.train.sample_prompts or [[question] if chats and config.flow.flow_key != "gpt_pretrain" else "The"]
+    pipe = (
+        f'pipeline("text-generation", {_literal(folder)})({_literal(prompts[0])}, max_new_tokens=64, do_sample=False)'
+    )
+    text_of = "" if isinstance(prompts[0], str) else '[-1]["content"]'
+    return "generate", f'from transformers import pipeline; print({pipe}[0]["generated_text"]{text_of})'
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _has_chat_template(tokenizer: str) -> bool:
+    """Whether the files of a tokenizer contain a chat template."""
+    with suppress(ConfigError, OSError, ValueError):
+        folder = resolve_folder(tokenizer)
+        if (folder / "chat_template.jinja").is_file():
+            return True
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    return False
 
 
 def _train(config: RunConfig, command: Sequence[str]) -> str:

@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 def run_rank(folder: str, config: str, *overrides: str) -> None:
     """The work of one process."""
     from megatron_wrap.core import MegatronWrap, exit_on_user_error
+    from megatron_wrap.metrics.number_format import counted
     from megatron_wrap.utils.dist_logger import logger
+    from megatron_wrap.utils.progress import tracked
 
     with exit_on_user_error():
         run_config = read_run(config, overrides)
@@ -67,8 +69,24 @@ def run_rank(folder: str, config: str, *overrides: str) -> None:
             from megatron_wrap.engine.precompute import precompute  # after the platform, whose Megatron-Core it imports
 
             skip_bad = run_config.data.on_bad_sample == "skip"
-            count = precompute(wrap.state, _samples(run_config), folder, run_config.models.role, skip_bad)
-            logger.info_rank_0(f"outputs of {count:,} samples: {folder}")
+            samples = tracked(_samples(run_config), "precompute", _count(run_config), "sample")
+            count = precompute(wrap.state, samples, folder, run_config.models.role, skip_bad)
+            logger.info_rank_0(f"outputs of {counted(count, 'sample')}: {folder}")
+
+
+def _count(config: RunConfig) -> int | None:
+    """The number of `_samples`; None if a source streams."""
+    from megatron_wrap.data.sources.files import open_rows
+
+    training = derived.training_sources(config)
+    validation = [source for sources in derived.validation_sources(config).values() for source in sources]
+    if any(source.streaming for source in (*training, *validation)):
+        return None
+    count = (derived.mock_samples(config.data) or 0) + sum(len(open_rows(source)) for source in training)
+    for source in validation:
+        rows = len(open_rows(source))
+        count += rows if source.samples is None else min(rows, source.samples)
+    return count
 
 
 def _samples(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.cli.arguments import add_input_arguments, count
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.metrics.number_format import counted
 
 if TYPE_CHECKING:
     from megatron_wrap.data.preprocess.preprocess import PreprocessProgress
@@ -109,7 +110,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         raise ConfigError("--merge takes prefixes and --output-prefix alone; delete --input and --tokenizer")
     prefixes = [prefix for name in arguments.merge for prefix in _prefixes(name)]
     documents, tokens = merge(prefixes, arguments.output_prefix)
-    contents = f"{documents:,} documents, {tokens:,} tokens of {len(prefixes)} prefixes"
+    contents = f"{counted(documents, 'document')}, {counted(tokens, 'token')} of {counted(len(prefixes), 'prefix')}"
     print(f"{arguments.output_prefix}.bin, .idx: {contents}")
     return 0
 
@@ -138,7 +139,7 @@ class _ProgressLines:
         if self._begin is None:
             self._begin, self._last = (now, progress.done_bytes, progress.tokens), now
             if progress.rows and not progress.complete:
-                self._print(f"continuing after {progress.rows:,} rows")
+                self._print(f"continuing after {counted(progress.rows, 'row')}")
                 self.end()
         elif now - self._last >= (_SECONDS_TERMINAL if self._terminal else _SECONDS_FILE):
             self._last = now
@@ -167,6 +168,6 @@ def progress_text(progress: PreprocessProgress, seconds: float, done_before: int
     left: Any = (progress.total_bytes - progress.done_bytes) * seconds / done if done > 0 else None
     minutes = "" if left is None else f" | {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02} left"
     return (
-        f"{progress.documents:,} documents | {progress.tokens:,} tokens | "
+        f"{counted(progress.documents, 'document')} | {counted(progress.tokens, 'token')} | "
         f"{(progress.tokens - tokens_before) / max(seconds, 1e-9):,.0f} tokens/s | {share:.1%}{minutes}"
     )

@@ -10,15 +10,17 @@ from megatron_wrap.config.json_schema import (
     FlowKeys,
     installed_upstream_keys,
     json_schema,
-    schema_path,
     shipped_flow_keys,
 )
 from megatron_wrap.config.json_types import keys_schema
-from megatron_wrap.config.reading.tree import open_tree
+from megatron_wrap.config.reading.tree import open_tree, shipped_schema
 
 EXAMPLES = (
-    ("for `# yaml-language-server: $schema=schema.json`, the first line of a YAML", "schema > schema.json"),
-    ("with the keys of the YAML's own flow, and the files of the folder nest beside it", "schema my_flows/focal.yaml"),
+    ("into a file: schema > schema.json, for `# yaml-language-server: $schema=schema.json` in a YAML", "schema"),
+    (
+        "with the keys of a flow of your own, and the files of a folder nest beside the YAML",
+        "schema examples/custom_flow/tiny-llama-max-z.yaml",
+    ),
 )
 
 
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     flows = shipped_flow_keys()
     if args.config is not None:
         flows = {**flows, **_flow_of(args.config, flows)}
-    root = open_tree(schema_path() if args.config is None else Path(args.config))
+    root = open_tree(shipped_schema() if args.config is None else Path(args.config))
     print(json.dumps(json_schema(root, flows, installed_upstream_keys()), indent=1, ensure_ascii=False))
     return 0
 

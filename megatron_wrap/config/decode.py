@@ -10,15 +10,17 @@ from typing import Any, Literal, get_type_hints
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
+from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
 from megatron_wrap.config.schema.reference_models import decode_reference_model
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
@@ -55,14 +57,18 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Co
 
 def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ValidatedNest:
     """A run's YAML with the tree, before it is composed; keys are validated."""
-    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice))
+    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice, familiar_advice))
 
 
 def decode(tree: ComposedConfig, name: str) -> RunConfig:
     """The run's dataclasses from a composed tree; `name` is the name of the run."""
-    sections = {field: _decode_section(tree, field) for field in SECTION_PATHS}
+    mistakes, sections = Mistakes(), {}
+    for field in SECTION_PATHS:
+        with mistakes.collected():
+            sections[field] = _decode_section(tree, field)
+    mistakes.raise_first()
     leaves = tree.leaves()
-    origins = {path: str(settings[-1]) for path, settings in leaves.items()}
+    origins = {path: settings[-1] for path, settings in leaves.items()}
     undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
     return RunConfig(name=name, **sections, resolved=tree.values, origins=origins, undeclared=undeclared)
 
@@ -79,10 +85,8 @@ def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
             origin = config.origins.get(".".join(trail))
             line = f"{line}  # {origin}" if origin else line
         lines.append(line)
-    text = (
-        f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n" + "\n".join(lines) + "\n"
-    )
-    Path(path).write_text(text, encoding="utf-8")
+    title = f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n"
+    Path(path).write_text(title + schema_line() + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -114,25 +118,33 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
     hints = section_hints(section)
     decoded: dict[str, Any] = {}
     defaults = _with_default(section)
+    mistakes = Mistakes()
     for key, hint in hints.items():
         if key not in values and key in defaults:
             continue  # a file of the tree that is older than the key
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
             raise ConfigError(f"{file} {path}.{key}: missing; define it, or inherit a file of this section that does")
-        if (section, key) in _DECODERS:
-            decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
-        else:
-            decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
+        with mistakes.collected():
+            if (section, key) in _DECODERS:
+                decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
+            else:
+                decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
     section_class = get_type_hints(RunConfig)[section]
     catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
         decode_further = _decode_upstream if name == "upstream" else _decode_option
-        decoded[name] = {key: decode_further(tree, section, key) for key in further}
+        decoded[name] = {}
+        for key in further:
+            with mistakes.collected():
+                decoded[name][key] = decode_further(tree, section, key)
     if further and not catch_all:
         origin = _first_origin(origins[further[0]])
-        raise ConfigError(f"{origin.node.where} {path}.{further[0]}: unknown key{did_you_mean(further[0], hints)}")
+        raise ConfigError(
+            f"{origin.node.where} {path}.{further[0]}: unknown key{unknown_key_hint(f'{path}.{further[0]}', hints)}"
+        )
+    mistakes.raise_first()
     return section_class(**decoded)
 
 
@@ -185,7 +197,7 @@ def _decode_upstream(tree: ComposedConfig, section: str, key: str) -> Any:
     if key in SET_ELSEWHERE[section]:
         raise ConfigError(f"{where} {path}: {SET_ELSEWHERE[section][key]}")
     if key not in fields:
-        hint = did_you_mean(key, section_hints(section), fields)
+        hint = unknown_key_hint(path, section_hints(section), fields)
         raise ConfigError(f"{where} {path}: unknown key{hint}")
     annotation = fields[key].annotation
     members = upstream_enums().get(annotation)  # set by name; `model/transformer_config.py` converts it

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.yaml_nodes import Node
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
@@ -85,16 +87,12 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
     return tuple(chosen)
 
 
-def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> tuple[Choice, ...]:
+def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
     """Choices for fields of Megatron-Core's TransformerConfig that select fused kernels.
 
     Args:
         transformer_engine: whether the layers use Transformer Engine.
     """
-    return tuple(_kernel_choices(arch, machine, transformer_engine))
-
-
-def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
     owner = "Transformer Engine has a kernel" if transformer_engine else "megatron-wrap has a kernel in Triton"
     has_kernel = machine.platform == "cuda" and (transformer_engine or machine.triton)
     no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
@@ -110,12 +108,7 @@ def _kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool
         can = "accumulate" if machine.weight_gradients else "do not accumulate"
         reason = f"torch and the device {can} half-precision products in fp32"
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
-    if arch.num_experts is not None:
-        yield from _expert_kernel_choices(arch, transformer_engine)
-
-
-def _expert_kernel_choices(arch: ArchConfig, transformer_engine: bool) -> Iterator[Choice]:
-    if arch.moe_grouped_gemm is None:
+    if arch.num_experts is not None and arch.moe_grouped_gemm is None:
         without = "the layers do not use Transformer Engine"
         reason = "Transformer Engine multiplies all experts at once" if transformer_engine else without
         yield Choice("arch.moe_grouped_gemm", transformer_engine, reason)
@@ -146,7 +139,7 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
         for name in SECTION_PATHS[section].split("."):
             values = values.setdefault(name, {})
         values[key] = choice.value
-        origins[choice.path] = f"chosen: {choice.reason}"
+        origins[choice.path] = Origin(Node(choice.value, f"chosen: {choice.reason}"), SetBy.MACHINE)
     changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
     return dataclasses.replace(config, **changed, resolved=resolved, origins=origins)
 

@@ -1,5 +1,6 @@
 """The text of `megatron-wrap explain`: value, type, meaning and origins of a key."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
@@ -8,11 +9,15 @@ from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.defaults import Choice
 from megatron_wrap.config.reading.origins import ComposedConfig, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.familiar_names import familiar_advice
 from megatron_wrap.config.schema.keys import describe_key, documentation
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.types import describe_type
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
+
+_COMMENT = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<!\s)#|[^'"#])+(?<=\s)#\s*(\S.*)""")
+"""A line of YAML with a comment after the value; `#` in quotes, or not after a space, begins none."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,9 @@ def _nearest_path(key: str, leaves: Mapping[str, Any]) -> str:
     last = key.rpartition(".")[2]
     ends = {path.rpartition(".")[2]: path for path in leaves}
     end = closest(last, ends)
+    familiar = familiar_advice(key)
+    if familiar is not None and last not in ends:
+        return f"; {familiar}"
     return did_you_mean(key, leaves) or ("" if end is None else f"; did you mean {ends[end]}?")
 
 
@@ -148,25 +156,13 @@ def _comment(section: Section, key: str) -> str:
         for number, line in enumerate(lines):
             if line.strip().partition(":")[0].strip("'\"") != key.rpartition(".")[2]:
                 continue
-            comment = _comment_after_value(line)
+            comment = _COMMENT.match(line)
             if comment:
-                return comment
+                return comment[1].strip()
             lines_above: list[str] = []
             while number > 0 and lines[number - 1].strip().startswith("#"):
                 number -= 1
                 lines_above.insert(0, lines[number].strip().lstrip("# "))
             if lines_above and number > 0:  # a comment at the top of a file describes the file
                 return " ".join(lines_above)
-    return ""
-
-
-def _comment_after_value(line: str) -> str:
-    quote = ""
-    for index, character in enumerate(line):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character == "#" and index > 0 and line[index - 1].isspace():
-            return line[index + 1 :].strip()
     return ""

@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.config.reading.nest import ValidatedNest
-from megatron_wrap.config.reading.origins import Origin
+from megatron_wrap.config.reading.origins import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
+from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean, missing_path_hint
 from megatron_wrap.registry import Registry
 
 HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"
-HOW = "hf_path"
-"""`Origin.how` of values from config.json."""
 FROM_HUGGING_FACE = "hugging-face"
 """File of the tree that leaves the architecture to config.json; selected by default."""
 
@@ -204,7 +201,7 @@ def add_hugging_face(nest: ValidatedNest) -> None:
         _add_to_arch(nest, hf_config, key, value)
     tokenizer = nest.origins(f"{SECTION_PATHS['data']}.tokenizer")
     if tokenizer and tokenizer[-1].node.value is None and hf_config.has_tokenizer:
-        nest.add(SECTION_PATHS["data"], "tokenizer", Node(str(hf_config.folder), hf_config.shown), HOW)
+        nest.add(SECTION_PATHS["data"], "tokenizer", _origin(hf_config, str(hf_config.folder)))
 
 
 def spelled_out(config: RunConfig) -> list[str]:
@@ -221,7 +218,7 @@ def _add_to_arch(nest: ValidatedNest, hf_config: HuggingFaceConfig, key: str, va
     origin = _origin_in_run(section.origins.get(key, []), is_selected=section.selected != FROM_HUGGING_FACE)
     if origin is None:
         if key in section.origins or value is not None:
-            nest.add(section.path, key, Node(value, hf_config.shown), HOW)
+            nest.add(section.path, key, _origin(hf_config, value))
         return
     positions_are_rotary = hf_config.arch_values.get("position_embedding_type") != "learned_absolute"
     if key in TRAINING_KEYS or (key == "max_position_embeddings" and positions_are_rotary):
@@ -232,6 +229,10 @@ def _add_to_arch(nest: ValidatedNest, hf_config: HuggingFaceConfig, key: str, va
             f"{origin.node.where} {section.path}.{key}: {describe(run_value)} contradicts {describe(value)} of "
             f"{hf_config.shown}; delete the key (and any selection of {section.path}), or choose another {HF_PATH}"
         )
+
+
+def _origin(hf_config: HuggingFaceConfig, value: Any) -> Origin:
+    return Origin(Node(value, hf_config.shown), SetBy.HF_PATH, "hf_path")
 
 
 def _origin_in_run(origins: list[Origin], is_selected: bool) -> Origin | None:

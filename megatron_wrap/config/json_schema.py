@@ -8,7 +8,6 @@ the tree.
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.json_types import (
@@ -16,9 +15,10 @@ from megatron_wrap.config.json_types import (
     definitions,
     described,
     keys_schema,
+    or_null,
     upstream_keys,
 )
-from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, shipped_root
+from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, shipped_schema
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError
 
@@ -34,23 +34,13 @@ UpstreamKeys = Mapping[str, Mapping[str, Schema]]
 """Section with keys of Megatron-Core -> key -> schema."""
 
 
-def schema_path() -> Path:
-    """The shipped schema, of all supported versions of Megatron-Core: in the folder `configs`."""
-    return shipped_root().with_name("schema.json")
-
-
-def modeline() -> str:
-    """The comment by which editors with yaml-language-server find the schema of this installation."""
-    return f"# yaml-language-server: $schema={schema_path()}"
-
-
 def shipped_flow_keys() -> FlowKeys:
     """The keys of the shipped flows, which the shipped schema has: their dataclasses cannot be imported without torch.
 
     Raises:
         ConfigError: the file is missing.
     """
-    path = schema_path()
+    path = shipped_schema()
     if not path.is_file():
         raise ConfigError(f"{path}: the schema of the package is missing; install megatron-wrap again")
     shipped = json.loads(path.read_text(encoding="utf-8"))["$defs"]
@@ -75,12 +65,12 @@ def json_schema(root: Folder, flows: FlowKeys, upstream: UpstreamKeys) -> Schema
     """
     defs = definitions()
     for key, keys in flows.items():
-        defs[_flow_name(key)] = {"properties": {INHERIT: {}, **keys}, "additionalProperties": False}
+        defs[_flow_name(key)] = {"properties": dict(keys), "additionalProperties": False}
     files: list[Schema] = []
     for path, entry in _sections(root, "").items():
-        defs[keys_name(path)] = _keys(path, entry, flows, upstream.get(_SECTION_AT[path], {}))
-        defs[path] = _selection(entry, path, flows) if isinstance(entry, Folder) else _within_run(path)
-        files.append(_tree_file(entry, path, flows))
+        keys = defs[keys_name(path)] = _keys(path, entry, flows, upstream.get(_SECTION_AT[path], {}))
+        defs[path] = _selection(entry, path, flows) if isinstance(entry, Folder) else _ref(keys_name(path))
+        files.append(_tree_file(entry, path, keys["properties"], flows))
     defs[_TREE_FILE] = {"anyOf": files}
     defs["run"] = _folder(root, "", _ref)
     defs[_RESOLVED] = _folder(root, "", lambda path: _ref(keys_name(path)))
@@ -92,8 +82,7 @@ def json_schema(root: Folder, flows: FlowKeys, upstream: UpstreamKeys) -> Schema
         "title": "megatron-wrap",
         "description": "A run's YAML, a file of the tree, or a resolved configuration (docs/configuration.md).",
         "type": "object",
-        "properties": {name: {} for name in root.entries},
-        "if": {"anyOf": [{"required": [name]} for name in root.entries]},
+        "if": {"anyOf": [*({"required": [name]} for name in root.entries), {"maxProperties": 0}]},
         "then": {"if": flow_is_resolved, "then": _ref(_RESOLVED), "else": _ref("run")},
         "else": _ref(_TREE_FILE),
         "$defs": defs,
@@ -151,28 +140,20 @@ def _section_class(path: str) -> type:
 
 
 def _keys(path: str, entry: Folder | TreeFile, flows: FlowKeys, upstream: Mapping[str, Schema]) -> Schema:
-    """The keys of a section, wherever they are written; a file of the tree may leave a required one null."""
+    """The keys of a section."""
     section_class = _section_class(path)
-    keys = keys_schema(section_class, without=_CATCH_ALL)
-    for name in _required(path):
-        keys[name] = {**keys[name], "type": [keys[name]["type"], "null"]}
     schema: Schema = {
         "type": ["object", "null"],
         "description": " ".join((section_class.__doc__ or "").split()),
-        "properties": {INHERIT: _inherited(entry), **keys, **upstream},
+        "properties": {**keys_schema(section_class, without=_CATCH_ALL), **upstream},
     }
     if path == FLOW:
         schema["allOf"] = [_when(_is("flow_key", key), _ref(_flow_name(key))) for key in flows]
         return schema
     # a file of an overlay may define options of a provider
     defined = {key for file in _files(entry).values() for key in file.read().value} if path == PROVIDER else set()
-    schema["properties"] |= {key: {} for key in sorted(defined) if key not in schema["properties"]}
+    schema["properties"] |= {key: {} for key in sorted(defined - {INHERIT, *schema["properties"]})}
     return {**schema, "additionalProperties": False}
-
-
-def _inherited(entry: Folder | TreeFile) -> Any:
-    """Values of `__inherit__`: a file of the same folder."""
-    return {"enum": [f"{name}.yaml" for name in _files(entry)]} if isinstance(entry, Folder) else False
 
 
 def _required(path: str) -> list[str]:
@@ -188,13 +169,10 @@ def _within_run(path: str, flow_key: str | None = None) -> Schema:
     Args:
         flow_key: flow of the selected file, which applies unless the run names another.
     """
-    view: Schema = {
-        **_ref(keys_name(path)),
-        "properties": {INHERIT: False, **{name: {"not": {"type": "null"}} for name in _required(path)}},
-    }
-    if flow_key is not None:
-        view |= _when({"not": {"required": ["flow_key"]}}, _ref(_flow_name(flow_key)))
-    return view
+    keys = _ref(keys_name(path))
+    if flow_key is None:
+        return keys
+    return {**keys, **_when({"not": {"required": ["flow_key"]}}, _ref(_flow_name(flow_key)))}
 
 
 def _files(entry: Folder | TreeFile) -> dict[str, TreeFile]:
@@ -244,19 +222,34 @@ def _selection(folder: Folder, path: str, flows: FlowKeys) -> Schema:
     return {**section, "allOf": rules}
 
 
-def _tree_file(entry: Folder | TreeFile, path: str, flows: FlowKeys) -> Schema:
-    """A file of the tree for the section at the dotted `path`."""
-    keys = {**_ref(keys_name(path)), "type": "object"}
-    if path == PROVIDER:  # the provider's own options have any name
-        properties = keys_schema(_section_class(path), without=_CATCH_ALL)
-        recognized = [{"required": ["provider_key"]}, {"required": [INHERIT]}]
-        return {"type": "object", "properties": {INHERIT: _inherited(entry), **properties}, "anyOf": recognized}
-    if path != FLOW:
-        return keys
-    inherited = {name: _flow_key(_files(entry), name, flows) for name in _files(entry)}
-    rules = [
-        _when({**_is(INHERIT, f"{name}.yaml"), "not": {"required": ["flow_key"]}}, _ref(_flow_name(flow_key)))
-        for name, flow_key in inherited.items()
-        if flow_key is not None
-    ]
-    return {**keys, "anyOf": [{"required": ["flow_key"]}, {"required": [INHERIT]}], "allOf": rules}
+def _tree_file(entry: Folder | TreeFile, path: str, keys: Mapping[str, Schema], flows: FlowKeys) -> Schema:
+    """A file of the tree for the section at the dotted `path`. It may leave a required key null, and inherit a file of
+    the same folder."""
+    files = _files(entry) if isinstance(entry, Folder) else {}
+    inherited: Schema = {INHERIT: {"enum": [f"{name}.yaml" for name in files]}} if files else {}
+    required = {name: or_null(_key_ref(keys_name(path), name)) for name in _required(path)}
+    properties = {**inherited, **{name: _key_ref(keys_name(path), name) for name in keys}, **required}
+    file: Schema = {"type": "object", "properties": properties}
+    if path not in (FLOW, PROVIDER):
+        return {**file, "additionalProperties": False}
+    # options have any name, unless they are those of a known flow
+    name = "flow_key" if path == FLOW else "provider_key"
+    file["anyOf"] = [{"required": [name]}, {"required": [INHERIT]}]
+    if path == FLOW:
+        options = {key: _closed_file(inherited, _flow_name(key), flows[key]) for key in flows}
+        file["allOf"] = [_when(_is("flow_key", key), options[key]) for key in flows]
+        for file_name in files:
+            flow_key = _flow_key(files, file_name, flows)
+            if flow_key is not None:
+                condition = {**_is(INHERIT, f"{file_name}.yaml"), "not": {"required": ["flow_key"]}}
+                file["allOf"].append(_when(condition, options[flow_key]))
+    return file
+
+
+def _closed_file(inherited: Schema, definition: str, keys: Mapping[str, Schema]) -> Schema:
+    properties = {**inherited, **{name: _key_ref(definition, name) for name in keys}}
+    return {"properties": properties, "additionalProperties": False}
+
+
+def _key_ref(definition: str, name: str) -> Schema:
+    return _ref(f"{definition}/properties/{name}")

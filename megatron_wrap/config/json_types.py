@@ -1,6 +1,7 @@
 """JSON schemas (draft 2020-12) of types, and of the keys that a dataclass or Megatron-Core declares."""
 
 import dataclasses
+import json
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,8 @@ def type_schema(hint: Any) -> Schema:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        return _any_of([type_schema(argument) for argument in arguments])
+        # typing caches unions: their order is that of the first equal one in the process
+        return _any_of(sorted(map(type_schema, arguments), key=json.dumps))
     if origin is tuple and Ellipsis not in arguments:
         items = [type_schema(argument) for argument in arguments]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
@@ -124,6 +126,7 @@ def _any_of(schemas: list[Schema]) -> Schema:
     """A value of one of the schemas; types alone, and null beside one schema, are joined into `type` and `enum`."""
     if all(set(schema) == {"type"} for schema in schemas):
         names = list(dict.fromkeys(name for schema in schemas for name in _listed(schema["type"])))
+        names.sort(key="null".__eq__)
         return {"type": names[0] if len(names) == 1 else names}
     null, others = {"type": "null"}, [schema for schema in schemas if schema != {"type": "null"}]
     if len(others) == 1 and len(others) < len(schemas):

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import all_reduce_values, broadcast_object
 from megatron_wrap.utils.dist_logger import logger
 
@@ -54,8 +55,9 @@ class BestCheckpoint:
             return False
         than = "" if best.value is None else f" than {best.value:.6g} of iteration {best.iteration}"
         logger.info_rank_0(
-            f"early stop at iteration {self._state.progress.iteration}: {best.evaluations_since} evaluations without "
-            f"a better {self._state.config.checkpoint.best_metric}{than}"
+            f"early stop at iteration {self._state.progress.iteration}: "
+            f"{counted(best.evaluations_since, 'evaluation')} without a better "
+            f"{self._state.config.checkpoint.best_metric}{than}"
         )
         return True
 

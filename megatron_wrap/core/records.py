@@ -134,8 +134,8 @@ class RunRecords:
         self._metric_loggers.close()
 
 
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+def _shortened(quoted: str, length: int) -> str:
+    return quoted if len(quoted) <= length else f"{quoted[: length - 4]}...{quoted[-1]}"
 
 
 def describe_model(state: TrainingState) -> None:

@@ -24,6 +24,7 @@ from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.utils.dist_logger import logger
@@ -139,10 +140,11 @@ def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any)
     samples_per_epoch = stream.samples_per_epoch
     assert samples_per_epoch is not None, "train_epochs is refused for sources that stream"
     steps = steps_of_epochs(config.train.train_epochs, samples_per_epoch, rule, reader)
-    logger.info_rank_0(f"{config.train.train_epochs:g} epochs of {samples_per_epoch:,} samples are {steps:,} steps")
-    counted = _with_steps(config, steps)
-    check_schedule(counted)
-    return counted
+    epochs, samples = counted(config.train.train_epochs, "epoch"), counted(samples_per_epoch, "sample")
+    logger.info_rank_0(f"{epochs} of {samples}: {counted(steps, 'step')}")
+    with_steps = _with_steps(config, steps)
+    check_schedule(with_steps)
+    return with_steps
 
 
 def _with_steps(config: RunConfig, train_iters: int) -> RunConfig:

@@ -60,7 +60,7 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
         "layout": layout_facts(parallel, state.platform.name),
         "processes": parallel.world.size,
         "environment": _environment(state),
-        "configuration": [[path, value, config.origins[path]] for path, value in _values(config).items()],
+        "configuration": [[path, value, str(config.origins[path])] for path, value in _values(config).items()],
     }
     path = output_dir / FILE_NAME
     with refuse_unwritable("facts about the run", path):

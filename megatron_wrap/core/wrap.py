@@ -19,6 +19,7 @@ from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import logger_session
@@ -66,6 +67,16 @@ class MegatronWrap:
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
+
+    def __repr__(self) -> str:
+        """Name, model, flow, layout and iteration."""
+        arch, hf_path = self.config.arch, self.config.model_provider.hf_path
+        model = f"{counted(arch.num_layers, 'layer')} of {arch.hidden_size}" if hf_path is None else hf_path
+        layout = "not initialized" if self._parallel is None else self._parallel.layout
+        where = "no model yet" if self._run is None else f"iteration {self.iteration}"
+        if self._run is not None and self._run.training is not None:
+            where += f" of {self.train_iters}"
+        return f"<MegatronWrap {self.config.name}: {model}, {self.config.flow.flow_key}, {layout}, {where}>"
 
     @classmethod
     def from_pretrained(
@@ -130,7 +141,7 @@ class MegatronWrap:
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
         seed_everything(self.config.train.seed, self._parallel)
         logger.info_rank_0(
-            f"{self.config.name}: {self._processes.world_size} processes on {self.platform.name} over "
+            f"{self.config.name}: {counted(self._processes.world_size, 'process')} on {self.platform.name} over "
             f"{self.platform.backend}, layout {self._parallel.layout}"
         )
 
@@ -201,12 +212,12 @@ class MegatronWrap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            error.args = (self._run.interrupted() if self._run is not None else "interrupted before the run began",)
-            if self._processes is not None and self._processes.world_size > 1:
-                # the end of a process group would wait for ranks that have ended
-                if self._run is not None:
-                    self._run.close()
-                return
+            message = "interrupted before the run began" if self._run is None else self._run.interrupted()
+            if self._processes is None or self._processes.world_size == 1:
+                self.close()
+            elif self._run is not None:  # the end of a process group would wait for ranks that have ended
+                self._run.close()
+            raise KeyboardInterrupt(message).with_traceback(trace) from None
         self.close()
 
     # ---- training ----

@@ -16,6 +16,7 @@ from megatron_wrap.ops.log_probs import token_log_probs
 from megatron_wrap.ops.ranking import top_k
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
+from megatron_wrap.utils.progress import WorkProgress
 
 
 class Score(NamedTuple):
@@ -60,10 +61,10 @@ def score_continuations(
         for row, index in enumerate(micro_batch.sample_indices):
             ids, count = sequences[index]
             values, are_greedy = merged[:, row, len(ids) - 1 - count : len(ids) - 1]
-            rows.append((index, Score(float(values.sum()), bool(are_greedy.all()))))
+            rows.append((index, Score(float(values.double().sum()), bool(are_greedy.all()))))
         return rows
 
-    with evaluation_mode(state):
+    with evaluation_mode(state), WorkProgress("scoring", len(sequences), "sequence") as progress:
         for start in range(0, len(batches), parallel.dp.size * in_flight):
             group = batches[start : start + parallel.dp.size * in_flight]
             num_microbatches = -(-len(group) // (parallel.dp.size * multiple)) * multiple
@@ -74,6 +75,7 @@ def score_continuations(
             local = state.localization.localize([*mine, *[filler] * (num_microbatches - len(mine))])
             for rows in state.pipeline_schedule.forward(state.chunks, local, score):
                 scores += rows
+            progress.advance(sum(len(batch) for batch in group))
     contributed = scores if parallel.counts_once and parallel.cp.rank == 0 else []
     of_index = dict(pair for of_rank in gather_objects(contributed) for pair in of_rank)
     return [of_index[index] for index in range(len(sequences))]

@@ -20,6 +20,7 @@ from megatron_wrap.engine.step import add_gradients, begin_step, check_size, fin
 from megatron_wrap.engine.step_inputs import localized, replica_micro_batches
 from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
 from megatron_wrap.errors import DataError, TrainingError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 
@@ -75,8 +76,8 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
     part = 0 if step is None else step.parts
     if part >= len(weights.sizes) or len(batch) != weights.sizes[part]:
         raise DataError(
-            f"wrap.forward_backward: part {part + 1} of the step has {len(batch)} samples, but wrap.count_weights got "
-            f"parts of {list(weights.sizes)}; pass the same parts in the same order"
+            f"wrap.forward_backward: part {part + 1} of the step has {counted(len(batch), 'sample')}, but "
+            f"wrap.count_weights got parts of {list(weights.sizes)}; pass the same parts in the same order"
         )
     if step is None:
         step = begin_step(state, weights, [], started)
@@ -106,7 +107,7 @@ def optimizer_step(state: TrainingState) -> StepReport:
     missing = len(step.weights.sizes) - step.parts
     if missing:
         raise TrainingError(
-            f"wrap.optimizer_step: {missing} of {len(step.weights.sizes)} parts of the step are missing; call "
+            f"wrap.optimizer_step: {counted(missing, 'part')} of {len(step.weights.sizes)} missing in the step; call "
             "wrap.forward_backward for each"
         )
     state.open_step = None
@@ -169,7 +170,7 @@ def _check_parts(state: TrainingState, sizes: list[int]) -> None:
         if size % unit:
             of_pipeline = f" x {multiple} of the interleaved pipeline" if multiple > 1 else ""
             raise DataError(
-                f"wrap.count_weights: part {number} has {size} samples, which is not a multiple of {unit} "
+                f"wrap.count_weights: part {number} has {counted(size, 'sample')}, which is not a multiple of {unit} "
                 f"(micro_batch_size {state.flow.micro_batch_size} x data-parallel size {state.parallel.dp.size}"
                 f"{of_pipeline}); split the batch at other samples"
             )

@@ -19,6 +19,7 @@ from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
@@ -132,7 +133,7 @@ def check_size(state: TrainingState, num_samples: int, rule: str) -> None:
     expected_size = state.global_batch_size
     by_tokens = state.config.train.global_batch_tokens is not None
     if num_samples != expected_size and not (by_tokens and num_samples):
-        raise DataError(f"{rule} of global_batch_size = {expected_size} samples, got {num_samples}")
+        raise DataError(f"{rule} of global_batch_size = {counted(expected_size, 'sample')}, got {num_samples}")
 
 
 def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> ReplicaMicroBatches:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from megatron_wrap.engine.batches.localize import NOISE
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch, batch_key
@@ -17,6 +18,7 @@ from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, phase
+from megatron_wrap.model.random_numbers import key_of
 
 
 def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int = 0) -> ReplicaMicroBatches:
@@ -89,9 +91,17 @@ def normalized_loss(
 def localized(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """This process's part of micro-batches, with the reference model's outputs. Collective."""
     local = state.localization.localize(micro_batches, state.extra_padding)
+    if state.config.train.neftune_noise_alpha is not None:
+        local = [_with_noise_of_step(state, micro_batch) for micro_batch in local]
     if state.reference is None:
         return local
     return with_reference_outputs(state.reference, state.flow, state.pipeline_schedule, local)
+
+
+def _with_noise_of_step(state: TrainingState, micro_batch: MicroBatch) -> MicroBatch:
+    key = key_of(state.config.train.seed, f"embedding noise {state.progress.iteration}")
+    noise = replace(micro_batch.model_inputs[NOISE], step_key=key)
+    return replace(micro_batch, model_inputs={**micro_batch.model_inputs, NOISE: noise})
 
 
 def equal_runs(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:

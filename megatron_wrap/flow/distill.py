@@ -16,6 +16,7 @@ from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.next_token import MegatronWrapGPTModelNextTokenFlow
 from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow, contain_keys
 from megatron_wrap.metrics.metric import Metric
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.ops.divergence import DivergenceKind, kl_divergence
 from megatron_wrap.ops.log_probs import token_log_probs
 from megatron_wrap.ops.ranking import TopK, top_k
@@ -83,7 +84,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
                 if row.dim() != 2 or len(row) not in (tokens, min(tokens, self.seq_length)):
                     raise DataError(
                         f"{name} of sample {index + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
-                        f"predicts {tokens} tokens; give [{tokens}, K]"
+                        f"predicts {counted(tokens, 'token')}; give [{tokens}, K]"
                     )
                 kept = row[-self.seq_length :] if self.flow_config.truncation == "left" else row[: self.seq_length]
                 columns[name][index, : len(kept)] = kept

@@ -9,8 +9,10 @@ def whole(value: float) -> str:
 
 
 def counted(count: float, noun: str) -> str:
-    """A count with its noun, which agrees in number: `1 epoch`, `1.5 epochs`, `2,000 samples`."""
-    return f"{count:,.{0 if count % 1 == 0 else 2}f} {noun}{'' if count == 1 else 's'}"
+    """A count with its noun, in the plural unless the count is 1: `1 epoch`, `1.50 epochs`, `2,000 entries`."""
+    if count != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'x', 'h')) else 's'}"
+    return f"{count:,.{0 if count % 1 == 0 else 2}f} {noun}"
 
 
 def four_decimals(value: float) -> str:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 
 
@@ -28,6 +29,13 @@ class BatchFirstGPTModel(GPTModel):
     Rotary embeddings restart with each sequence of a packed row. With an inference context it returns the logits of the
     last position only, [B, 1, V/tp].
     """
+
+    def forward(self, *arguments: Any, embedding_noise: EmbeddingNoise | None = None, **named: Any) -> Any:
+        """As in the base class; `embedding_noise` is added to the word embeddings in training mode."""
+        if embedding_noise is None or not (self.training and self.pre_process):
+            return super().forward(*arguments, **named)
+        with noise_added(self.embedding.word_embeddings, embedding_noise):
+            return super().forward(*arguments, **named)
 
     def _preprocess(self, *arguments: Any, packed_seq_params: PackedSequences | None = None, **named: Any) -> Any:
         rotary = getattr(self, "rotary_pos_emb", None)

@@ -1,13 +1,11 @@
 """Initial weights that depend only on the seed and the parameter's global name, so all parallel layouts start equal.
 
-Element i of a parameter is a normal random number from a hash of (seed, name, i). This is a counter-based generator,
-like Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with the finalizer of splitmix64
-(Steele, Lea, Flood, OOPSLA 2014). A process generates only its own elements, on its own device, for any sharding.
+Element i of a parameter is a normal random number from a hash of (seed, name, i) (`random_numbers.py`). A process
+generates only its own elements, on its own device, for any sharding.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
+from megatron_wrap.model.random_numbers import key_of, normal
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import Axis
@@ -57,7 +56,7 @@ def fill_initial_weights(
             rows = vocab_size if name.startswith(("embedding.word_embeddings", "output_layer")) else None
             axis = expert_tp if is_expert(name) and expert_tp is not None else tp
             with writable(parameter) as values:
-                _fill_normal(values, std, _key(seed, name), axis, split_dim(name, parameter), gated, rows)
+                _fill_normal(values, std, key_of(seed, name), axis, split_dim(name, parameter), gated, rows)
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -101,11 +100,6 @@ def split_dim(name: str, parameter: Tensor) -> int | None:
     return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 
 
-def _key(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
 def _fill_normal(
     parameter: Tensor, std: float, key: int, tp: Axis, dim: int | None, gated: bool, valid_rows: int | None
 ) -> None:
@@ -124,37 +118,7 @@ def _fill_normal(
     step = max(1, CHUNK_ELEMENTS[parameter.device.type] // columns)
     for start in range(0, rows, step):
         part = row_index[start : start + step]
-        values = normal_values(part[:, None] * full_columns + column_index[None, :], key).mul_(std)
+        values = normal(part[:, None] * full_columns + column_index[None, :] + key).mul_(std)
         if valid_rows is not None:
             values[part >= valid_rows] = 0.0
         parameter[start : start + step].copy_(values)
-
-
-def normal_values(counter: Tensor, key: int) -> Tensor:
-    """Standard normal random numbers, fp32, from int64 counters: Box-Muller on the two 32-bit halves of a hash."""
-    bits = _splitmix64(counter + key)
-    low = _unit_interval(bits)
-    high = ((bits >> 32) & 0xFFFFFFFF).to(torch.float32).mul_(2.0 * math.pi * 2.0**-32)
-    return low.log_().mul_(-2.0).sqrt_().mul_(high.cos_())
-
-
-def uniform_values(counter: Tensor, key: int) -> Tensor:
-    """Uniform random numbers between 0 and 1, both excluded, fp32, from int64 counters."""
-    return _unit_interval(_splitmix64(counter + key))
-
-
-def _unit_interval(bits: Tensor) -> Tensor:
-    """The low 32 bits as fp32 between 0 and 1, both excluded."""
-    return (bits & 0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
-
-
-def _splitmix64(value: Tensor) -> Tensor:
-    """The finalizer of splitmix64 on int64 with wraparound and logical shifts."""
-    value = value * -7046029254386353131  # 0x9E3779B97F4A7C15
-    value = (value ^ _logical_shift_right(value, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    value = (value ^ _logical_shift_right(value, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return value ^ _logical_shift_right(value, 31)
-
-
-def _logical_shift_right(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -20,7 +20,6 @@ from megatron_wrap.nn.kernels.available import layer_kernels
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.platform.base.platform import Platform
 
 
@@ -47,10 +46,9 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     return available
 
 
-def transformer_config(
-    config: RunConfig, state: ParallelState, platform: Platform, training: bool = True
-) -> TransformerConfig:
-    """Megatron-Core's configuration of the model for this layout; `arch.upstream` overrides other fields.
+def transformer_config(config: RunConfig, platform: Platform, training: bool = True) -> TransformerConfig:
+    """Megatron-Core's configuration of the model for the run's layout; `arch.upstream` overrides other fields. Needs no
+    process group.
 
     Args:
         training: the model is trained; others compute in bf16 where the run has FP8.
@@ -66,11 +64,12 @@ def transformer_config(
     if fp8 is not None:
         _refuse_missing(fp8, platform, transformer_engine)
     config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
+    virtual_size = derived.virtual_pipeline_size(config)
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
         **_experts(config.arch, config_class, platform, transformer_engine),
         **same_named(config.parallel, config_class),
-        "virtual_pipeline_model_parallel_size": derived.virtual_pipeline_size(config),
+        "virtual_pipeline_model_parallel_size": virtual_size,
         "sequence_parallel": derived.sequence_parallel(config.parallel),
         "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,
@@ -85,7 +84,9 @@ def transformer_config(
         "output_layer_init_method": _leave_unset,
         "embedding_init_method": _leave_unset,
         **platform.transformer_config_settings(
-            pipeline_size=state.pp.size, virtual_size=state.virtual_size, transformer_engine=transformer_engine
+            pipeline_size=config.parallel.pipeline_model_parallel_size,
+            virtual_size=virtual_size,
+            transformer_engine=transformer_engine,
         ),
         **_kernels(config.arch, platform, transformer_engine),
         **config.arch.upstream,

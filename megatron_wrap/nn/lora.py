@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -169,9 +169,8 @@ class LinearAdapter(torch.nn.Module):
         axes = {name: self.sharded_dim(name.partition(".")[0]) for name in state}
         sharded = {name: axis for name, axis in axes.items() if axis is not None}
         entries = make_sharded_tensors_for_checkpoint(state, prefix, sharded)
-        for name in state:
-            entries[f"{prefix}{name}"].key = f"{prefix}{self.layer}.{name}"
-        return entries
+        keys = {f"{prefix}{name}": f"{prefix}{self.layer}.{name}" for name in state}
+        return {name: replace(entries[name], key=key) for name, key in keys.items()}
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.reading.origins import SetBy
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import StepBreakdown
@@ -76,7 +77,7 @@ def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, 
         for rule in _RULES
         for change in rule(step, config, run)
         if change.saves_ms >= _LEAST_SHARE * step.step_ms
-        and not config.origins.get(change.override.partition("=")[0], "").startswith("chosen: ")
+        and config.set_by(change.override.partition("=")[0]) is not SetBy.MACHINE
     ]
     return sorted(worthwhile, key=lambda change: (change.changes_numbers, -change.saves_ms))[:count]
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.checks.paths import missing_path_hint
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, missing_path_hint
 
 METRICS, SAMPLES, FACTS = "metrics.jsonl", "samples.jsonl", "run.json"
 _EVALUATION = "eval/"

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_wrap.metrics.number_format import four_decimals, with_prefix
+from megatron_wrap.metrics.number_format import counted, four_decimals, with_prefix
 from megatron_wrap.report.curves import curves
 from megatron_wrap.report.page import Cell, Item, Page
 from megatron_wrap.report.run_charts import charts_of
@@ -89,7 +89,7 @@ def _subtitle(run: RunFiles) -> str:
     sizes = [f"{name.upper()} {size}" for name, size in layout.items() if isinstance(size, int) and size > 1]
     parts = [str(facts["flow"])] if "flow" in facts else []
     if "processes" in facts:
-        parts.append(f"{facts['processes']} processes" if facts["processes"] != 1 else "1 process")
+        parts.append(counted(facts["processes"], "process"))
     parts += [", ".join(sizes)] if sizes else []
     parts += [f"started {facts['started']}"] if "started" in facts else []
     if facts.get("resumed_from") is not None:
@@ -186,7 +186,7 @@ def _add_configuration(page: Page, runs: Sequence[ReportedRun]) -> None:
         if len(known) == 1:
             page.table(head, set_by_run)
         else:
-            page.folded(f"Set by {run.label}: {len(set_by_run):,} keys", head, set_by_run)
+            page.folded(f"Set by {run.label}: {counted(len(set_by_run), 'key')}", head, set_by_run)
         page.folded(f"All {len(entries):,} values of {run.label}", head, everything)
 
 

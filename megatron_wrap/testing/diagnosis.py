@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
 
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.testing.layouts import LayoutCase
 from megatron_wrap.testing.parity_run import CaseResult
 
@@ -17,6 +19,10 @@ SAME_FACTOR = 1e-3
 PACKING_CAUSE = (
     "likely cause: a sum, mean or other operation over each row, but a packed micro-batch has all its sequences in one "
     "row; sum over the tokens of each sequence with self.sum_per_sequence(per_token, loss_inputs)"
+)
+_MEAN_OF_TOKENS = (
+    "for a mean over tokens write `return float(loss_inputs['loss_mask'].sum())` in get_loss_weight, or delete "
+    "get_loss_weight, because that is its default"
 )
 
 
@@ -36,14 +42,16 @@ class Deviation:
     """Its value divided by the reference's."""
 
 
-def likely_cause(deviation: Deviation, agrees_on_equal_samples: Callable[[], bool]) -> str:
+def likely_cause(deviation: Deviation, ratio_on_equal_samples: Callable[[], float]) -> str:
     """One sentence with the likely mistake and its fix; empty if no known pattern fits.
 
     Args:
-        agrees_on_equal_samples: runs the layout on samples of equal length; called only if the result is needed.
+        ratio_on_equal_samples: runs the layout on samples of equal length, and returns the factor between its gradient
+            and the reference's, nan if there is none; called only if the result is needed.
     """
+    ratio_on_equal_samples = functools.cache(ratio_on_equal_samples)
     for applies, message in _CAUSES:
-        if applies(deviation, agrees_on_equal_samples):
+        if applies(deviation, ratio_on_equal_samples):
             return message if isinstance(message, str) else message(deviation)
     return ""
 
@@ -55,7 +63,7 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
     if name in seen.over_tp:
         return (
             f"likely cause: metric {name!r} differs between tensor-parallel ranks ({seen.over_tp[name]}), so it is "
-            "computed from a part of the vocabulary; use megatron_wrap.ops"
+            f"computed from a part of the vocabulary; {seen.vocabulary_calls or 'use megatron_wrap.ops'}"
         )
     kind = seen.metric_kinds.get(name, "")
     if name in seen.over_cp:
@@ -103,9 +111,7 @@ def _factor(deviation: Deviation) -> str:
         "the context-parallel size": case.cp,
         "the tensor-parallel size": case.tp,
         "the data-parallel size": case.dp,
-        "the change in the number of micro-batches": (
-            deviation.result.num_microbatches / deviation.reference.num_microbatches
-        ),
+        "the change in the number of micro-batches": _cuts(deviation),
     }
     candidates = [named for name, size in sizes.items() for named in ((name, size), (f"1 / {name}", 1 / size))]
     return " or ".join(name for name, value in candidates if value != 1 and abs(ratio / value - 1) < SAME_FACTOR)
@@ -118,11 +124,27 @@ def _is_multiple(deviation: Deviation) -> bool:
     return whole > 0 and rest <= SAME_FACTOR**2 * whole
 
 
-_CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Callable[[Deviation], str]], ...] = (
+def _cuts(deviation: Deviation) -> float:
+    """Number of micro-batches divided by the reference's."""
+    return deviation.result.num_microbatches / deviation.reference.num_microbatches
+
+
+def _equal(value: float, other: float) -> bool:
+    return abs(value / other - 1) <= SAME_FACTOR
+
+
+def _divides_by_one(deviation: Deviation) -> bool:
+    """Whether the weight of each micro-batch is 1, and the layout divides samples or sequences in another way."""
+    case = deviation.case
+    divides = _cuts(deviation) != 1 or case.cp > 1 or case.packing or case.token_budget
+    return deviation.reference.weight_is_one and divides
+
+
+_CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], float]], bool], str | Callable[[Deviation], str]], ...] = (
     (
         lambda d, _: not all(map(math.isfinite, d.result.objectives)),
-        "likely cause: nan on a process whose part of the sequence has no loss token; return sums (self.token_mean), "
-        "not means over a part",
+        "likely cause: nan on a process or in a micro-batch without a loss token; return sums (self.token_mean), not "
+        "means over a part",
     ),
     # if both agree and no metric differs, only router losses differ, for which there is no rule
     (lambda d, _: d.objective_agrees and d.gradients_agree, _cause_of_a_metric),
@@ -139,6 +161,21 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
         ),
     ),
     (
+        lambda d, _: d.case.tp > 1 and bool(d.result.seen.vocabulary_calls),
+        lambda d: f"likely cause: {d.result.seen.vocabulary_calls}",
+    ),
+    (
+        lambda d, _: _divides_by_one(d) and _is_multiple(d) and _equal(d.gradient_ratio, 1 / _cuts(d)),
+        f"likely cause: calculate_loss returns a sum, and get_loss_weight returns 1 for each micro-batch, so the loss "
+        f"depends on the number of samples in one; {_MEAN_OF_TOKENS}",
+    ),
+    (
+        lambda d, _: _divides_by_one(d),
+        "likely cause: a mean of means: calculate_loss divides by a number of tokens or samples of its part, and "
+        "get_loss_weight returns 1 for each micro-batch; return the sum, "
+        f"LossOutput(self.token_mean(per_token, mask)); {_MEAN_OF_TOKENS}",
+    ),
+    (
         lambda d, _: bool(_factor(d)),
         lambda d: (
             f"likely cause: every gradient is multiplied by {d.gradient_ratio:.4g} = {_factor(d)}, so the loss is "
@@ -149,8 +186,8 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
     (
         lambda d, _: bool(_lost_gradients(d)),
         lambda d: (
-            f"likely cause: {len(_lost_gradients(d))} parameters with a gradient on one process get none on this "
-            f"layout, such as {_lost_gradients(d)[0]}: a share of the loss is detached or missing on some ranks"
+            f"likely cause: {counted(len(_lost_gradients(d)), 'parameter')} with a gradient on one process and none on "
+            f"this layout, such as {_lost_gradients(d)[0]}: a share of the loss is detached or missing on some ranks"
         ),
     ),
     (
@@ -159,7 +196,7 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
         "adjoint; use self.sum_on_cp_group and megatron_wrap.ops, not torch.distributed",
     ),
     # samples of equal length agree if it is a mean of means
-    (lambda d, agrees_on_equal_samples: d.case.packing and not agrees_on_equal_samples(), PACKING_CAUSE),
+    (lambda d, ratio: d.case.packing and not _equal(ratio(), 1), PACKING_CAUSE),
     (
         lambda d, _: d.case.tp > 1 and d.case.cp == d.case.dp == 1,
         "likely cause: a softmax, maximum or sum over this process's part of the vocabulary only; use "
@@ -177,15 +214,20 @@ _CAUSES: tuple[tuple[Callable[[Deviation, Callable[[], bool]], bool], str | Call
         "leave sums over ranks to the framework, and keep no state in the loss",
     ),
     (
-        lambda _, agrees_on_equal_samples: agrees_on_equal_samples(),
+        lambda d, ratio: _cuts(d) != 1 and _equal(ratio(), _cuts(d)),
+        "likely cause: divided twice: calculate_loss divides by a number of tokens or samples of its micro-batch, and "
+        "the framework divides by get_loss_weight; return the sum, LossOutput(self.token_mean(per_token, mask))",
+    ),
+    (
+        lambda _, ratio: _equal(ratio(), 1),
         "likely cause: a mean of means, because the layout agrees when all samples have the same length; return the "
         "sum in LossOutput and the number to divide by in get_loss_weight",
     ),
     (
         lambda d, _: d.case.cp > 1,
         "likely cause: a mean, or another operation that is not a sum, over this process's part of the sequence; "
-        "return the sum, or for an operation on whole sequences sum the parts with self.sum_on_cp_group first and "
-        "reduce the result with self.sequence_mean",
+        "return the sum, LossOutput(self.token_mean(per_token, mask)), or for an operation on whole sequences sum the "
+        "parts with self.sum_on_cp_group first and reduce the result with self.sequence_mean",
     ),
 )
 """(whether it applies, message) for each known mistake, the most specific first."""

@@ -27,23 +27,27 @@ def gather_gradients(state: TrainingState) -> dict[str, Tensor]:
     if state.config.optimizer.use_distributed_optimizer:
         for chunk in state.chunks:
             _complete_buffers(chunk)
-    return gather_parameters(state, lambda parameter: getattr(parameter, "main_grad"))  # noqa: B009 - Megatron sets it
+    return gather_parameters(state, lambda parameter: getattr(parameter, "main_grad", None))
 
 
-def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
     """Global name -> unsharded tensor of a parameter, fp32 on the CPU, without vocabulary padding; on every rank.
     Collective.
 
     Of a parameter of several pipeline stages (tied embeddings), the last stage's tensor is returned.
 
     Args:
-        read: returns the tensor to gather for a local parameter, of the same shape; may be collective.
+        read: returns the tensor to gather for a local parameter, of the same shape, or None to leave it out (the
+            gradient of a frozen parameter); may be collective.
     """
     arch, parallel = state.config.arch, state.parallel
     mine: dict[str, Tensor] = {}
     for chunk in state.chunks:
         for name, parameter in global_names(bare_model(chunk), tied=not arch.untie_embeddings_and_output_weights):
-            value = read(parameter).detach().float()
+            read_value = read(parameter)
+            if read_value is None:
+                continue
+            value = read_value.detach().float()
             expert = is_expert(name)
             tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
             dim = split_dim(name, parameter)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_wrap.engine.passes.loss import CalculateLoss
-from megatron_wrap.errors import FlowError
+from megatron_wrap.errors import FlowError, MegatronWrapError
 from megatron_wrap.metrics.metric import Difference, Maximum, Minimum, Total
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.testing.vocabulary_calls import VocabularyCalls, raised_at
 
 SAME_METRIC = 1e-4
 """Largest relative difference of two ranks' values that count as equal."""
@@ -33,6 +35,8 @@ class Seen:
     """Metric -> two different values that tensor-parallel ranks report."""
     over_cp: dict[str, str] = field(default_factory=dict)
     """The same for bare numbers of context-parallel ranks; pairs and totals may differ between them."""
+    vocabulary_calls: str = ""
+    """Calls of torch functions over the vocabulary, which see one tensor-parallel rank's columns; empty if none."""
 
 
 @dataclass
@@ -45,6 +49,9 @@ class Observer:
     draws_random: bool = False
     calls: list[dict[str, tuple[str, float, float]]] = field(default_factory=list)
     """For each call: metric -> (kind, value, weight)."""
+    vocabulary: VocabularyCalls = field(default_factory=VocabularyCalls)
+    error: Exception | None = None
+    """The error that `calculate_loss` raised."""
 
     def around(self, calculate_loss: CalculateLoss) -> CalculateLoss:
         """A function that calls `calculate_loss` and records what it returns."""
@@ -55,7 +62,13 @@ class Observer:
                 noise = torch.randn(model_forward_output.shape, generator=generator).to(model_forward_output)
                 model_forward_output = model_forward_output * (1 + self.noise * noise)
             before = _random_state(model_forward_output.device)
-            returned = calculate_loss(loss_inputs, model_forward_output)
+            self.vocabulary.columns = model_forward_output.shape[-1]
+            try:
+                with self.vocabulary:
+                    returned = calculate_loss(loss_inputs, model_forward_output)
+            except Exception as error:
+                self.error = error
+                raise
             self.draws_random |= not torch.equal(before, _random_state(model_forward_output.device))
             self.two_values |= isinstance(returned, tuple)
             metrics = returned[1] if isinstance(returned, tuple) else getattr(returned, "metrics", {})
@@ -64,6 +77,25 @@ class Observer:
 
         return observed
 
+    @contextlib.contextmanager
+    def reported(self, flow: Any, parallel: ParallelState) -> Iterator[None]:
+        """Convert an error that `calculate_loss` raises inside the block, on the ranks that run it.
+
+        Raises:
+            FlowError: with the line of the flow, and with its likely cause under tensor parallelism.
+        """
+        try:
+            yield
+        except MegatronWrapError:
+            raise
+        except Exception as error:
+            if error is not self.error:
+                raise
+            text = f"{type(flow).__name__}.calculate_loss raised {type(error).__name__}: {str(error).rstrip('.')}"
+            if self.vocabulary.calls and parallel.tp.size > 1:
+                raise FlowError(f"{text}; likely cause: {'; '.join(self.vocabulary.calls.values())}") from error
+            raise FlowError(f"{text}, at {raised_at(error)}") from error
+
     def seen(self, flow: Any, parallel: ParallelState) -> Seen:
         """The observations of all ranks. Collective.
 
@@ -71,13 +103,15 @@ class Observer:
             FlowError: the names of the metrics differ between micro-batches or ranks.
         """
         rank = (parallel.dp.rank, parallel.cp.rank, parallel.tp.rank)
-        everywhere = gather_objects((rank, self.calls, self.two_values, self.draws_random))
-        ranks = {rank: calls for rank, calls, _, _ in everywhere if calls}
+        vocabulary_calls = "; ".join(self.vocabulary.calls.values())
+        everywhere = gather_objects((rank, self.calls, self.two_values, self.draws_random, vocabulary_calls))
+        ranks = {rank: calls for rank, calls, *_ in everywhere if calls}
         _refuse_other_names(type(flow).__name__, ranks)
         names: dict[str, tuple[str, float, float]] = next((calls[0] for calls in ranks.values()), {})
         return Seen(
-            two_values=any(two for _, _, two, _ in everywhere),
-            draws_random=any(random for _, _, _, random in everywhere),
+            two_values=any(two for _, _, two, _, _ in everywhere),
+            draws_random=any(random for _, _, _, random, _ in everywhere),
+            vocabulary_calls=max(of_rank for *_, of_rank in everywhere),
             metric_kinds={name: kind for name, (kind, _, _) in names.items()},
             over_tp=_differences(((dp, cp), calls) for (dp, cp, _), calls in ranks.items()),
             over_cp=_differences(((dp, tp), _bare(calls)) for (dp, _, tp), calls in ranks.items()),

@@ -21,6 +21,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.contract.class_checks import packing_refusal
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.testing import comparison
 from megatron_wrap.testing.comparison import metric_differences, relative, rounding_floor
 from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
@@ -79,6 +80,9 @@ def check_parity(
             )
             for case in map(parse_layout, [] if broken else layouts or default_layouts(reference_config.arch)):
                 rows.append(comparisons.verdict(case, max_processes))
+            calls = comparisons.vocabulary_calls
+            if calls and not any(calls in row.note for row in rows):
+                notes.append(f"{calls}; layouts agree because the values do not depend on it in these steps")
     return ParityReport(reference_config.flow.flow_key, rows, notes, platform)
 
 
@@ -104,6 +108,8 @@ class _Comparisons:
     pools: Pools
     without_packing: str
     """Why layouts with packed rows are left out; empty if the flow supports them."""
+    vocabulary_calls: str = ""
+    """`Seen.vocabulary_calls` of a layout with tensor parallelism that agrees."""
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
@@ -186,13 +192,16 @@ class _Comparisons:
             deviation = Deviation(
                 case, result, reference, ratio, objective_agrees, gradients_agree, worst_metric, metric_ratio
             )
-            note = likely_cause(deviation, lambda: self._agrees_on_equal_samples(case, config))
+            note = likely_cause(deviation, lambda: self._ratio_on_equal_samples(case, config))
+        elif case.tp > 1:
+            self.vocabulary_calls = result.seen.vocabulary_calls
         numbers = (objective, metric, differences[worst])
         parameter = "" if gradients_agree else worst
         return LayoutVerdict(case.name, case.processes, agrees, *numbers, parameter, shown, ratio, router_loss, note)
 
-    def _agrees_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> bool:
-        """Whether reference and layout agree on a batch that repeats one sample, the first with a non-zero loss."""
+    def _ratio_on_equal_samples(self, case: LayoutCase, config: RunConfig) -> float:
+        """The factor between the gradients of layout and reference on a batch that repeats one sample, the first with a
+        non-zero loss; nan if objective and gradients do not have the same factor."""
         size = config.train.global_batch_size
         for sample in self.samples[:size]:
             repeated = [sample] * size
@@ -200,10 +209,11 @@ class _Comparisons:
             if reference.objectives[0]:
                 break
         result = self.pools.run(case.processes, run_case, config, repeated, 1, case.extra_padding)
-        differences = comparison.gradient_differences(result.gradients, reference.gradients)
-        return relative(result.objectives[0], reference.objectives[0]) <= comparison.OBJECTIVE_TOLERANCE and (
-            max(differences.values()) <= comparison.GRADIENT_TOLERANCE
-        )
+        ratio = comparison.gradient_ratio(result.gradients, reference.gradients)
+        multiplied = {name: ratio * gradient for name, gradient in reference.gradients.items()}
+        differences = comparison.gradient_differences(result.gradients, multiplied)
+        is_multiple = relative(result.objectives[0], ratio * reference.objectives[0]) <= comparison.OBJECTIVE_TOLERANCE
+        return ratio if is_multiple and max(differences.values()) <= comparison.GRADIENT_TOLERANCE else math.nan
 
 
 def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
@@ -214,7 +224,7 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
         notes.append(f"router losses, not part of the objective, without coefficients: {values}")
     without_gradient = [name for name, gradient in first.gradients.items() if not gradient.any()]
     if without_gradient:
-        notes.append(f"{len(without_gradient)} parameters get no gradient, such as {without_gradient[0]}")
+        notes.append(f"{counted(len(without_gradient), 'parameter')} without a gradient, such as {without_gradient[0]}")
     if first.undeclared_fields:
         notes.append(
             f"fields {', '.join(first.undeclared_fields)} have a dimension of the sequence's length, but "

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_wrap.metrics.number_format import counted
+
 
 @dataclass(frozen=True)
 class LayoutVerdict:
@@ -65,9 +67,8 @@ class ParityReport:
         lines += ["", *self.notes] if self.notes else []
         ran = [row for row in self.rows if row.agrees is not None]
         right = sum(bool(row.agrees) for row in ran)
-        lines.append(
-            f"{right} of {len(ran)} layouts agree" + ("" if self.agrees else ": the flow is NOT layout-invariant")
-        )
+        verdict = "" if self.agrees else ": the flow is NOT layout-invariant"
+        lines.append(f"{right} of {counted(len(ran), 'layout')} {'agrees' if right == 1 else 'agree'}{verdict}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class CaseResult:
     """Router losses of each step, without their coefficients; empty for a dense model."""
     undeclared_fields: list[str] = field(default_factory=list)
     """Collated fields with a dimension of the sequence's length that `get_fields_and_seqdims` does not list."""
+    weight_is_one: bool = False
+    """Whether each micro-batch has the weight 1, although it has several samples."""
 
 
 def first_windows(config: RunConfig, count: int) -> list[Any]:
@@ -74,7 +76,8 @@ def run_case(
         state.extra_padding = extra_padding
         observer = Observer(noise)
         state.calculate_loss = observer.around(state.calculate_loss)
-        micro_batches = gradients_of_batch(state, samples[:size]).training
+        with observer.reported(state.flow, state.parallel):
+            micro_batches = gradients_of_batch(state, samples[:size]).training
         undeclared = _undeclared_fields(micro_batches[0])
         seen = observer.seen(state.flow, state.parallel)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
@@ -85,7 +88,8 @@ def run_case(
             objectives.append(report.metrics["loss"])
             metrics.append({name: report.metrics[name] for name in report.flow_metrics})
             router_losses.append({name: report.metrics[name] for name in router_names})
-    return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared)
+    is_one = all({*part.weights.values()} == {1.0} and part.num_samples > 1 for part in micro_batches)
+    return CaseResult(objectives, metrics, gradients, seen, len(micro_batches), router_losses, undeclared, is_one)
 
 
 def _undeclared_fields(micro_batch: MicroBatch) -> list[str]:

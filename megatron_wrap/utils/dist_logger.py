@@ -16,6 +16,7 @@ from megatron_wrap.errors import ConfigError
 if TYPE_CHECKING:
     from loguru import Message, Record
 
+_ERASE_LINE = "\r\x1b[K"
 LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
 """Valid values of CONSOLE_LOG_LEVEL: loguru's levels, lowest first."""
 
@@ -166,10 +167,13 @@ def _add_console(level: str) -> int:
 
 
 def _write_to_stderr(message: "Message") -> None:
-    """Write a record to the current stderr, above a tqdm progress bar if there is one."""
+    """Write a record to the current stderr, above a tqdm progress bar if there is one: of this process, or of rank 0 on
+    the same terminal, which draws it again with its next step."""
     stream = sys.stderr
     if stream is None:
         return
+    if logger.rank != 0 and stream.isatty():
+        stream.write(_ERASE_LINE)
     bar_class = getattr(sys.modules.get("tqdm"), "tqdm", None)  # without tqdm imported there is no bar
     if bar_class is not None:
         bar_class.write(str(message), file=stream, end="")

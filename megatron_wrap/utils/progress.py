@@ -1,16 +1,41 @@
 """Progress with the remaining time: of a run's steps on a terminal, of other long work anywhere."""
 
+import contextlib
+import os
+import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_wrap.metrics.declared import console_text
+from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from tqdm import tqdm
     from typing_extensions import Self
+
+
+Item = TypeVar("Item")
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def _has_terminal() -> bool:
+    return logger.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+
+
+def _bar(**arguments: Any) -> "tqdm":
+    """A tqdm bar on stderr, as wide as the terminal; a pseudo-terminal may report a width of 0, with which tqdm shows
+    nothing."""
+    from tqdm import tqdm as bar_class
+
+    with contextlib.suppress(OSError):
+        if os.get_terminal_size(sys.stderr.fileno()).columns > 0:
+            return bar_class(**arguments, dynamic_ncols=True, file=sys.stderr)
+    return bar_class(**arguments, ncols=shutil.get_terminal_size().columns, file=sys.stderr)
 
 
 class ProgressBar:
@@ -24,12 +49,8 @@ class ProgressBar:
 
     def __init__(self, total: int, initial: int = 0, enabled: bool | None = None) -> None:
         self._bar: tqdm | None = None
-        if enabled is None:
-            enabled = logger.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if enabled:
-            from tqdm import tqdm as bar_class
-
-            self._bar = bar_class(total=total, initial=initial, unit="step", dynamic_ncols=True, file=sys.stderr)
+        if _has_terminal() if enabled is None else enabled:
+            self._bar = _bar(total=total, initial=initial, unit="step")
 
     @property
     def enabled(self) -> bool:
@@ -57,3 +78,62 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class WorkProgress:
+    """Progress of long work on rank 0, with the remaining time: on a terminal a bar, which disappears at the end, else
+    a log line every 10 seconds.
+
+    Args:
+        what: the work, such as "precompute".
+        total: of the units; None: it is not known, and neither is the remaining time.
+        unit: in the singular, such as "sample"; "B": bytes, shown with a prefix.
+    """
+
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._done, self._started = 0, time.monotonic()
+        self._reported = self._started
+        self._bar: tqdm | None = None
+        if _has_terminal():
+            self._bar = _bar(total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False)
+
+    def advance(self, count: int = 1) -> None:
+        """Add units that are done."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif time.monotonic() - self._reported >= _SECONDS_BETWEEN_LINES:
+            self._reported = time.monotonic()
+            logger.info_rank_0(self._line())
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self) -> str:
+        def amount(count: int) -> str:
+            return f"{with_prefix(count)}B" if self._unit == "B" else counted(count, self._unit)
+
+        if self._total is None:
+            return f"{self._what}: {amount(self._done)}"
+        done = f"{self._done:,}" if self._unit != "B" else amount(self._done)
+        left = (time.monotonic() - self._started) / max(self._done, 1) * (self._total - self._done)
+        return f"{self._what}: {done} of {amount(self._total)}, {timedelta(seconds=round(left))} left"
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def tracked(items: Iterable[Item], what: str, total: int | None, unit: str) -> Iterator[Item]:
+    """The items, with a `WorkProgress` that counts those that are done."""
+    with WorkProgress(what, total, unit) as progress:
+        for item in items:
+            yield item
+            progress.advance()

@@ -20,7 +20,7 @@ def main() -> None:
 
         config, parallel = wrap.config, wrap._initialized()
         vocab_size = config.arch.vocab_size or 0
-        model_config = transformer_config(config, parallel, wrap.platform)
+        model_config = transformer_config(config, wrap.platform)
         [chunk] = build_chunks(config, wrap.platform, parallel, model_config, vocab_size, new_weights=False)
         model = getattr(chunk, "module", chunk)
         seconds = []

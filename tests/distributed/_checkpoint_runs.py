@@ -39,6 +39,8 @@ MLA = (
 ETP1 = (f"{PARALLEL}.expert_tensor_parallel_size=1",)
 TIED = (f"{ARCH}.untie_embeddings_and_output_weights=false",)
 DROPOUT = (f"{ARCH}.hidden_dropout=0.1", f"{ARCH}.attention_dropout=0.1")
+FROZEN = (f"{TRAIN}.freeze=[embedding, 'decoder.layers.[01].*']",)
+"""With PP 2, all parameters of the first stage."""
 
 
 STEPS, SAVED, BATCH = 6, 3, 4

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_wrap.flow import LossOutput, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.ops import entropy, token_log_probs, vocabulary_max
@@ -248,6 +249,33 @@ class SoftmaxOfAPart(_Base):
         return LossOutput(self.token_mean(-picked, loss_inputs["loss_mask"]))
 
 
+class PlainCrossEntropy(_Base):
+    """torch's cross-entropy: labels outside this process's part of the vocabulary are out of bounds."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        labels = loss_inputs["labels"]
+        loss = functional.cross_entropy(model_forward_output.flatten(0, 1), labels.flatten(), reduction="none")
+        return LossOutput(self.token_mean(loss.view_as(labels), loss_inputs["loss_mask"]))
+
+
+class SumWithWeightOne(_Base):
+    """A sum over tokens, divided by the number of micro-batches."""
+
+    def get_loss_weight(self, loss_inputs: Any) -> float:
+        return 1.0
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        return LossOutput((-self.log_probs(loss_inputs, model_forward_output) * loss_inputs["loss_mask"]).sum())
+
+
+class DividedTwice(_Base):
+    """A mean over the tokens of each micro-batch; the framework divides by their number again."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+        return LossOutput((-log_probs * mask).sum() / mask.sum().clamp(min=1))
+
+
 class NanOnAnEmptyPart(_Base):
     """A mean over this rank's tokens: 0 / 0 if it has none."""
 
@@ -315,6 +343,14 @@ class ReducedByHand(_Base):
         total = mask.sum().clone()
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return LossOutput(self.token_mean(-log_probs, mask) * mask.sum() / total.clamp(min=1))
+
+
+class WrongShape(_Base):
+    """Raises an error on every layout."""
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        log_probs = self.log_probs(loss_inputs, model_forward_output)
+        return LossOutput((log_probs @ log_probs).sum())
 
 
 class OverMicroBatchSize(_Base):
@@ -391,6 +427,20 @@ class MetricOfSomeColumns(_WithMetric):
 
     def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
         return self.token_mean(logits.amax(-1), mask), mask.sum()
+
+
+class ArgmaxOfAPart(_WithMetric):
+    """The most likely id of each token among this process's columns."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return self.token_mean(logits.argmax(-1).float(), mask), mask.sum()
+
+
+class AccuracyOfAPart(_WithMetric):
+    """The same, compared with labels that an untrained model never finds."""
+
+    def metric(self, log_probs: Tensor, mask: Tensor, logits: Tensor, labels: Tensor) -> Any:
+        return self.token_mean((logits.argmax(dim=-1) == -labels).float(), mask), mask.sum()
 
 
 class MetricRightOnTheFirst(_WithMetric):
@@ -473,7 +523,11 @@ WRONG = {
     TimesTensorSize: ("tp2", "the tensor-parallel size"),
     WrongAdjoint: ("cp2", "adjoint"),
     MeanOfMeans: ("mbs1", "mean of means"),
-    SoftmaxOfAPart: ("tp2", "part of the vocabulary"),
+    SoftmaxOfAPart: ("tp2", "_flow_zoo.py:LINE calls log_softmax over this process's part of the vocabulary"),
+    PlainCrossEntropy: ("tp2", "write -token_log_probs(logits, labels), of megatron_wrap.ops"),
+    ArgmaxOfAPart: ("tp2", "write top_k(logits, 1).ids[..., 0], of megatron_wrap.ops"),
+    SumWithWeightOne: ("mbs1", "calculate_loss returns a sum, and get_loss_weight returns 1"),
+    DividedTwice: ("mbs1", "divided twice"),
     NanOnAnEmptyPart: ("cp2", "nan"),
     UndeclaredField: ("cp2", "token_weight"),
     Undetermined: ("one process", "not deterministic"),

@@ -184,7 +184,7 @@ def test_the_base_is_the_reference(folder_of, ranks, tmp_path):
     folder = str(folder_of("llama")[0])
     base = ranks(2).run(runs.train_dpo, folder, "base", LAYOUTS["tp2-sp"][1], str(tmp_path / "base"))[0]
     path = ranks(1).run(runs.train_dpo, folder, {"hf_path": folder}, (), str(tmp_path / "path"))[0]
-    assert base[-1]["rewards/margins"] > 1e-3
+    assert base[-1]["rewards/margins"] > 1e-4
     for ours, expected in zip(base, path, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import _flow_zoo as zoo
@@ -12,6 +13,7 @@ from _covering import covering, each_axis_and_some
 from layout_runs import token_samples
 
 from megatron_wrap.cli.main import main
+from megatron_wrap.errors import FlowError
 from megatron_wrap.testing import check_parity
 from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS, parse_layout
 
@@ -27,6 +29,30 @@ def samples() -> list[dict[str, list[int]]]:
     result[1]["loss_mask"] = [0] * len(result[1]["loss_mask"])
     result[1]["loss_mask"][0:3] = [1, 1, 1]
     return result
+
+
+NOISE = "megatron_lm.train.common.neftune_noise_alpha=20"
+
+
+def test_embedding_noise_is_the_same_on_every_layout(samples, ranks):
+    layouts = ["mbs1", "padded", "packed", "tp2", "tp2-sp-pp2", "cp2-dp2"]
+    report = check_parity(CONFIG, [NOISE], samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
+FREEZE = "megatron_lm.train.common.freeze="
+
+
+@pytest.mark.parametrize(
+    ("patterns", "layouts"),
+    [
+        ("[model.embed_tokens, model.layers.0.self_attn]", ["tp2-sp", "dp2-dopt", "pp2-vpp2"]),
+        ("[model.embed_tokens, 'model.layers.[0-1].*']", ["pp2"]),  # the whole first stage
+    ],
+)
+def test_frozen_parameters_agree_on_every_layout(patterns, layouts, samples, ranks):
+    report = check_parity(CONFIG, [FREEZE + patterns], samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
 
 
 def test_label_smoothing_and_z_loss_agree(samples, ranks):
@@ -114,7 +140,33 @@ def test_the_report_names_the_mistake_of_a_wrong_flow(flow, samples, ranks):
     assert not report.agrees
     [row] = [row for row in report.rows if row.layout == layout]
     assert row.agrees is False
-    assert cause in row.note, report.table()
+    assert cause in re.sub(r"py:\d+", "py:LINE", row.note), report.table()
+    assert "Traceback" not in row.note
+
+
+def test_a_call_over_a_part_of_the_vocabulary_is_noted_even_if_the_values_agree(samples, ranks):
+    """An untrained model predicts no label, so the accuracy is 0 on every layout."""
+    report = check_parity(
+        CONFIG, flow="_flow_zoo:AccuracyOfAPart", layouts=["tp2"], samples=samples, steps=1, ranks=ranks
+    )
+    assert report.agrees, report.table()
+    assert "calls argmax over this process's part of the vocabulary" in report.notes[-1]
+
+
+def test_an_error_in_the_loss_is_one_line_with_its_place(samples, ranks):
+    with pytest.raises(FlowError) as caught:
+        check_parity(CONFIG, flow="_flow_zoo:WrongShape", layouts=["mbs1"], samples=samples, steps=1, ranks=ranks)
+    assert re.fullmatch(
+        r"WrongShape.calculate_loss raised RuntimeError: .*, at _flow_zoo.py:\d+: `.*log_probs @ log_probs.*`",
+        str(caught.value),
+    )
+
+
+def test_text_without_a_tokenizer_is_one_line_with_the_key(ranks):
+    messages = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for sample in (messages, {"text": "a"}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(FlowError, match=r"^.*megatron_wrap\.data\.tokenizer.*$"):
+            check_parity(CONFIG, layouts=["mbs1"], samples=[sample], steps=1, ranks=ranks)
 
 
 def test_a_flow_is_left_out_of_packed_layouts_with_the_reason(samples, ranks):
@@ -143,7 +195,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     code = main(["check-parity", str(MOCK), "--layouts", "dp2,tp8", "--steps", "1", "--json", str(tmp_path / "r.json")])
     shown = capsys.readouterr().out
     assert code == 0
-    assert "1 of 1 layouts agree" in shown
+    assert "1 of 1 layout agrees" in shown
     assert "8 processes, more than 4" in shown
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["agrees"]

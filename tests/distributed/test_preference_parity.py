@@ -116,8 +116,8 @@ def test_the_other_losses_agree_on_some_layouts(ranks, name):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [*FLOWS, "aot"])
 def test_the_objective_does_not_depend_on_the_cut(ranks, name):
-    """Packed rows compute attention in another order, whose rounding depends on the machine, so they have check-parity's
-    tolerances, which `report_of` asserts."""
+    """Packed rows compute attention in another order, whose rounding depends on the machine: they have tolerances of
+    check-parity, which `report_of` asserts."""
     for row in report_of(ranks, {**FLOWS, **OTHERS}[name], CUTS).rows:
         assert row.objective_difference < 1e-6 or row.layout == "packed", row
         assert row.gradient_difference < 1e-6 or not row.layout.startswith("mbs"), row

@@ -16,6 +16,7 @@ from _checkpoint_runs import (
     ETP1,
     EXPERTS,
     FP16,
+    FROZEN,
     MLA,
     OVERLAP,
     PP2,
@@ -43,6 +44,7 @@ SAME_LAYOUT = {
     "tp2-bf16": (2, (*TP2, *BF16)),
     "pp2-vpp2": (2, PP2_VPP2),
     "cp2": (2, CP2),
+    "pp2-frozen-stage-distributed-bf16": (2, (*PP2, *FROZEN, *DISTRIBUTED, *BF16)),
     "ep2-distributed-bf16": (2, (*EP2, *DISTRIBUTED, *BF16)),
 }
 OTHER_LAYOUT = {
@@ -53,6 +55,7 @@ OTHER_LAYOUT = {
     "dp2-distributed-to-1": ((2, DISTRIBUTED), (1, DISTRIBUTED)),
     "tp2-distributed-to-dp2": ((2, (*TP2, *DISTRIBUTED)), (2, DISTRIBUTED)),
     "tied-pp2-to-tp2": ((2, (*PP2, *TIED)), (2, (*TP2, *TIED))),
+    "frozen-tied-pp2-to-tp2": ((2, (*PP2, *TIED, *FROZEN, *DISTRIBUTED)), (2, (*TP2, *TIED, *FROZEN, *DISTRIBUTED))),
     "sgd-tp2-to-dp2": ((2, (*TP2, *SGD)), (2, SGD)),
     "ep2-to-1": ((2, EP2), (1, EXPERTS)),
     "1-to-ep2": ((1, EXPERTS), (2, EP2)),
@@ -94,7 +97,10 @@ def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:
     assert saving == in_new_processes(2, runs.train, tmp_path / "b", overrides, 4)
 
 
-@pytest.mark.parametrize("name", quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1")))
+@pytest.mark.parametrize(
+    "name",
+    quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1", "frozen-tied-pp2-to-tp2")),
+)
 def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
     straight = in_new_processes(before, runs.train, tmp_path, saved, STEPS, (SAVED,))[0]

@@ -123,7 +123,7 @@ def test_wrong_calls_are_clear_errors_and_change_nothing(ranks):
         assert "part 1 of the step has 8 samples" in messages["part"]
         assert "[4, 4]" in messages["part"]
         assert "call wrap.optimizer_step first" in messages["train"]
-        assert "1 of 2 parts of the step are missing" in messages["missing"]
+        assert "1 part of 2 missing in the step" in messages["missing"]
         assert "of another step" in messages["another"]
         assert "of another step than iteration 2" in messages["late"]
         assert actual["unchanged"]

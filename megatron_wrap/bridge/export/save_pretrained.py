@@ -22,6 +22,7 @@ from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.parallel.agreement import agreed
 from megatron_wrap.utils.atomic_write import atomic_file, write_atomically
+from megatron_wrap.utils.progress import WorkProgress
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
@@ -64,11 +65,12 @@ def save_pretrained(
         max_shard_size=_size(max_shard_size),
     )
     rank, world = parallel.world.rank, parallel.world.size
-    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+    message = f"no Hugging Face folder could be written to {target}: {{}}"
+    with agreed(message):
         _prepare(target, original)
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
-    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+    with agreed(message), WorkProgress("export", sum(tensor.nbytes for tensor in stream.tensors), "B") as progress:
         failure: OSError | None = None
         for number, (name, members) in enumerate(split.filename_to_tensors.items()):
             writer = number % world
@@ -81,11 +83,12 @@ def save_pretrained(
                             writers[number].write(block)
                         except OSError as error:
                             failure = error
+                progress.advance(tensors[member].nbytes)
         if failure is not None:
             raise failure
         for open_writer in writers.values():
             open_writer.close()
-    with agreed(f"no Hugging Face folder could be written to {target}: {{}}"):
+    with agreed(message):
         if rank == 0:
             _finish(target, split, values, tokenizer, original)
     return target

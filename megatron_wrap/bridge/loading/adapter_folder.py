@@ -11,8 +11,7 @@ from typing import Any
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.adapter import AdaptedLayer, adapter_family, peft_config
 from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.config.schema.adapter import AdapterConfig
-from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
-from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 PEFT_PREFIX = "base_model.model."
@@ -196,6 +196,6 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
 
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
-        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers are "
-        f"{', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs)"
+        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers "
+        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs)"
     )

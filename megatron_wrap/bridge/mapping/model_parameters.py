@@ -26,7 +26,7 @@ BLOCK_BYTES = 32 * 2**20
 ADAPTER_FACTOR = f"{ADAPTER}.lora_"
 """In the names of adapters' factors, which a base's family does not have."""
 
-_FUSED_NORMS = {
+SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
@@ -47,7 +47,7 @@ def mapped_parameters(
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
     for name, parameter in itertools.chain(named, _router_biases(chunk)):
-        for fused, separate in _FUSED_NORMS.items():
+        for fused, separate in SEPARATE_NORMS.items():
             name = name.replace(fused, separate)
         if name not in table and (family.is_adapter or ADAPTER_FACTOR in name):
             continue

@@ -2,7 +2,7 @@
 
 from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 
 
@@ -32,6 +32,8 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, ["arch.transformer_impl"], "adapters are trained beside torch's layers; write auto or torch")
     if config.dtype.fp8 is not None:
         refuse(config, ["dtype.fp8"], "adapters are trained in bf16, fp16 or fp32; write null")
+    if config.train.freeze:
+        refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
     for index in adapter.layers_to_transform:

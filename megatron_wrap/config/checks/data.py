@@ -21,11 +21,7 @@ def check_data(config: RunConfig) -> None:
     check_indexed(config)
     if derived.is_indexed(data):
         return
-    sets = [name for name in ("train", "validation") if getattr(data, name)]
-    if not derived.has_sources(data) and sets:
-        rule = f"a file has no effect with data_key {data.data_key}; write data: {{__select__: dataset}}"
-        refuse(config, [f"data.{sets[0]}"], rule)
-    if derived.has_sources(data) and not sets:
+    if derived.has_sources(data) and not (data.train or data.validation):
         rule = f"{data.data_key} needs samples; set train (or only validation) to a data file or hub id"
         refuse(config, ["data.data_key"], rule)
     _check_training_sources(config, data.train)

@@ -1,19 +1,8 @@
 """Contradictions within the MoE settings, and between the experts and the parallel layout."""
 
-from typing import Any
-
 from megatron_wrap.config.checks.refusal import divisors, refuse
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError, LayoutError
-
-_MOE_ONLY = {
-    "parallel.expert_model_parallel_size": 1,
-    "parallel.expert_tensor_parallel_size": None,
-    "arch.moe_ffn_hidden_size": None,
-    "arch.moe_shared_expert_intermediate_size": None,
-}
-"""Keys that only apply to MoE models -> their value in a dense one."""
+from megatron_wrap.config.schema.run import RunConfig
 
 
 def check_experts(config: RunConfig) -> None:
@@ -23,23 +12,11 @@ def check_experts(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other.
     """
     if config.arch.num_experts is None:
-        for name, unused in _MOE_ONLY.items():
-            _refuse_in_dense_model(config, name, unused)
         return
     _check_layers(config)
     _check_router(config)
     _check_losses(config)
     _check_layout(config, config.arch.num_experts)
-
-
-def _refuse_in_dense_model(config: RunConfig, name: str, unused: Any) -> None:
-    value = config.value(name)
-    if value != unused:
-        rule = (
-            f"{value} needs a model with experts; set {SECTION_PATHS['arch']}.num_experts, or leave it at "
-            f"{'null' if unused is None else unused}"
-        )
-        refuse(config, [name], rule, LayoutError if name.startswith("parallel.") else ConfigError)
 
 
 def _check_layers(config: RunConfig) -> None:
@@ -144,7 +121,6 @@ def _check_layout(config: RunConfig, experts: int) -> None:
             config,
             ["parallel.expert_model_parallel_size"],
             f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}",
-            LayoutError,
         )
     width = derived.moe_ffn_hidden_size(arch)
     keys = ["parallel.expert_tensor_parallel_size", "parallel.tensor_model_parallel_size"]
@@ -154,7 +130,6 @@ def _check_layout(config: RunConfig, experts: int) -> None:
             keys,
             f"moe_ffn_hidden_size {width} is not divisible by the experts' tensor-parallel size {tensor}; legal sizes: "
             f"{divisors(width)}",
-            LayoutError,
         )
     if parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel):
         # moe_layer.py, forward: without it every process would route all tokens
@@ -162,5 +137,4 @@ def _check_layout(config: RunConfig, experts: int) -> None:
             config,
             ["parallel.sequence_parallel"],
             "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null",
-            LayoutError,
         )

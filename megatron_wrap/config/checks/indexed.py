@@ -6,34 +6,20 @@ from collections.abc import Sequence
 
 from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
 
-_INDEXED_KEYS = {
-    "split": None,
-    "mock_data": False,
-    "eod_token": None,
-    "eod_mask_loss": False,
-    "reset_position_ids": False,
-    "reset_attention_mask": False,
-    "index_samples": None,
-}
-"""Keys that only apply to indexed data -> the value without effect."""
 _PREFIX_KEYS = ("path", "name", "weight")
 
 
 def check_indexed(config: RunConfig) -> None:
-    """Check that its keys are set for indexed data only, and check its batches, splits and weights.
+    """Check the batches, splits and weights of indexed data.
 
     Raises:
         ConfigError: the values contradict each other.
     """
     data = config.data
     if not derived.is_indexed(data):
-        for name, default in _INDEXED_KEYS.items():
-            if getattr(data, name) != default:
-                rule = f"{getattr(data, name)} has no effect with data_key {data.data_key}; write data: {{__select__: "
-                refuse(config, [f"data.{name}"], rule + "indexed}, or delete it")
         return
     if data.mock_data == bool(data.train):
         needed = "indexed needs documents; set train to a prefix of .bin and .idx files, or mock_data: true"
@@ -53,10 +39,6 @@ def _check_batches(config: RunConfig) -> None:
     if train.global_batch_tokens is not None:
         rule = f"{train.global_batch_tokens} has no effect with indexed data, whose windows have seq_length tokens each"
         refuse(config, ["train.global_batch_tokens"], f"{rule}; set global_batch_size")
-    if data.reset_attention_mask and not config.flow.packing:
-        path = f"{SECTION_PATHS['flow']}.packing"
-        rule = f"true needs {path}: true, which keeps attention within each document"
-        refuse(config, ["data.reset_attention_mask", "flow.packing"], rule)
 
 
 def _check_split(config: RunConfig) -> None:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 
 from megatron_wrap.config.checks.experts import check_experts
-from megatron_wrap.config.checks.refusal import divisors, refuse
+from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import LayoutError
+from megatron_wrap.metrics.number_format import counted
 
 FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_grpo")
 """Flows that compute log-probabilities of tokens."""
@@ -17,16 +17,11 @@ def check_model(config: RunConfig) -> None:
     """Check the architecture alone, and against `model.parallel`.
 
     Raises:
-        ConfigError, LayoutError: values that contradict each other.
+        ConfigError, LayoutError: values that contradict each other; see `check_each`.
     """
-    _check_output(config)
-    _check_attention(config)
-    if config.arch.multi_latent_attention:
-        _check_latent_attention(config)
-    _check_model(config)
-    check_experts(config)
-    _check_sharding(config)
-    _check_pipeline(config)
+    latent = [_check_latent_attention] if config.arch.multi_latent_attention else []
+    checks = [_check_output, _check_attention, *latent, _check_model, check_experts, _check_sharding, _check_pipeline]
+    check_each(config, checks)
 
 
 def _check_output(config: RunConfig) -> None:
@@ -56,12 +51,6 @@ def _check_attention(config: RunConfig) -> None:
             config,
             ["arch.group_query_attention"],
             f"false contradicts num_query_groups {groups}; delete one of them",
-        )
-    if arch.group_query_attention and arch.num_query_groups is None:
-        refuse(
-            config,
-            ["arch.group_query_attention"],
-            "true needs num_query_groups, the number of key and value heads; set it",
         )
     if heads % groups:
         refuse(
@@ -110,18 +99,11 @@ def _check_latent_attention(config: RunConfig) -> None:
             config,
             ["parallel.sequence_parallel"],
             "false with tensor_model_parallel_size > 1 is not supported for multi_latent_attention; write true or null",
-            LayoutError,
         )
 
 
 def _check_model(config: RunConfig) -> None:
     arch = config.arch
-    if arch.position_embedding_type != "rope" and arch.use_rope_scaling:
-        refuse(
-            config,
-            ["arch.use_rope_scaling"],
-            f"needs position_embedding_type rope, which is {arch.position_embedding_type}",
-        )
     chosen = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
     if len(chosen) > 1:
         refuse(
@@ -166,15 +148,7 @@ def _check_sharding(config: RunConfig) -> None:
                 [key, f"arch.{name.split()[0]}"],
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
                 f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
-                LayoutError,
             )
-    if config.parallel.sequence_parallel and tensor == 1:
-        refuse(
-            config,
-            ["parallel.sequence_parallel"],
-            "true needs tensor_model_parallel_size > 1, which is 1; raise that, or write false or null",
-            LayoutError,
-        )
 
 
 def _check_pipeline(config: RunConfig) -> None:
@@ -187,11 +161,8 @@ def _check_pipeline(config: RunConfig) -> None:
             config,
             virtual_keys,
             "both virtual-pipeline keys are set, and each defines the number of chunks; delete one",
-            LayoutError,
         )
     key = virtual_keys[0 if per_chunk is not None else 1]
-    if stages == 1 and (per_chunk is not None or (chunks or 1) > 1):
-        refuse(config, [key], "a virtual pipeline needs pipeline_model_parallel_size > 1, which is 1", LayoutError)
     ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
     uneven = [name for name in ends if getattr(parallel, name) is not None]
     if uneven:
@@ -206,7 +177,6 @@ def _check_pipeline(config: RunConfig) -> None:
             ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
             f"num_layers {layers} is not divisible by pipeline_model_parallel_size {stages}; legal sizes: "
             f"{divisors(layers)}; or split unevenly with {ends[0]} and {ends[1]}",
-            LayoutError,
         )
     elif per_chunk is not None and layers // stages % per_chunk:
         refuse(
@@ -214,7 +184,6 @@ def _check_pipeline(config: RunConfig) -> None:
             [key],
             f"{per_chunk} does not divide the {layers // stages} layers of a stage; "
             f"legal: {divisors(layers // stages)}",
-            LayoutError,
         )
     if chunks is not None:
         for count in derived.layers_per_stage(config):
@@ -222,8 +191,7 @@ def _check_pipeline(config: RunConfig) -> None:
                 refuse(
                     config,
                     [key],
-                    f"{chunks} chunks do not divide a stage of {count} layers; legal: {divisors(count)}",
-                    LayoutError,
+                    f"{chunks} chunks do not divide a stage of {counted(count, 'layer')}; legal: {divisors(count)}",
                 )
 
 
@@ -231,14 +199,11 @@ def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
     parallel, layers = config.parallel, config.arch.num_layers
     stages = parallel.pipeline_model_parallel_size
     keys = [f"parallel.{name}" for name in ends]
-    if stages == 1:
-        refuse(config, keys, "an uneven split needs pipeline_model_parallel_size > 1, which is 1", LayoutError)
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         refuse(
             config,
             ["parallel.num_layers_per_virtual_pipeline_stage"],
             "stages of an uneven split differ; set virtual_pipeline_model_parallel_size (chunks per stage) instead",
-            LayoutError,
         )
     at_ends = sum(getattr(parallel, name) for name in ends)
     middle_stages, middle = stages - len(ends), layers - at_ends
@@ -250,5 +215,4 @@ def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
             f"stages, which must be a positive multiple of {middle_stages}"
             if middle_stages
             else f"{' and '.join(ends)} take {at_ends} of {layers} layers, and no stage is left for the rest",
-            LayoutError,
         )

@@ -5,11 +5,11 @@ import importlib.util
 import os
 from pathlib import Path
 
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.refusal import check_each, refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.errors import CheckpointError, DataError, closest
+from megatron_wrap.errors import CheckpointError, DataError, Mistakes, missing_path_hint
 
 
 def check_paths(config: RunConfig) -> None:
@@ -20,46 +20,42 @@ def check_paths(config: RunConfig) -> None:
     Raises:
         DataError: a data file is missing.
         ConfigError: the tokenizer folder is missing, or an output folder cannot be written.
-        CheckpointError: the folder of `load` is missing.
+        CheckpointError: the folder of `load` is missing. `further` has the mistakes of the other paths.
     """
-    data, train = config.data, config.train
-    if derived.is_indexed(data):
+    check_each(config, (_need_data, _need_tokenizer, _need_load, _need_outputs, _check_tensorboard))
+
+
+def _need_data(config: RunConfig) -> None:
+    if derived.is_indexed(config.data):
         _need_indices(config)
-    for source in derived.training_sources(config):
-        _need_source(config, "data.train", source)
-    for source in [source for sources in derived.validation_sources(config).values() for source in sources]:
-        _need_source(config, "data.validation", source)
-    if data.tokenizer is not None and not os.path.isdir(_expanded(data.tokenizer)):
-        rule = f"no tokenizer folder {data.tokenizer!r}{missing_path_hint(data.tokenizer)}"
-        refuse(config, ["data.tokenizer"], f"{rule}; name a Hugging Face tokenizer folder{_relative(data.tokenizer)}")
-    if train.load is not None and not os.path.isdir(_expanded(train.load)):
-        rule = f"no checkpoint folder {train.load!r}{missing_path_hint(train.load)}{_relative(train.load)}"
+    named = [("data.train", source) for source in derived.training_sources(config)]
+    for sources in derived.validation_sources(config).values():
+        named += [("data.validation", source) for source in sources]
+    mistakes = Mistakes()
+    for name, source in named:
+        with mistakes.collected():
+            _need_source(config, name, source)
+    mistakes.raise_first()
+
+
+def _need_tokenizer(config: RunConfig) -> None:
+    folder = config.data.tokenizer
+    if folder is not None and not os.path.isdir(_expanded(folder)):
+        rule = f"no tokenizer folder {folder!r}{missing_path_hint(folder)}"
+        refuse(config, ["data.tokenizer"], f"{rule}; name a Hugging Face tokenizer folder{_relative(folder)}")
+
+
+def _need_load(config: RunConfig) -> None:
+    folder = config.train.load
+    if folder is not None and not os.path.isdir(_expanded(folder)):
+        rule = f"no checkpoint folder {folder!r}{missing_path_hint(folder)}{_relative(folder)}"
         refuse(config, ["train.load"], rule, CheckpointError)
-    if train.save is not None:
-        _need_writable(config, "train.save", train.save)
+
+
+def _need_outputs(config: RunConfig) -> None:
+    if config.train.save is not None:
+        _need_writable(config, "train.save", config.train.save)
     _need_writable(config, "logger.output_dir", derived.output_dir(config))
-    _check_tensorboard(config)
-
-
-def missing_path_hint(path: str | os.PathLike[str]) -> str:
-    """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
-    or the part of the path that exists; `~` is the home folder."""
-    wanted = _expanded(path)
-    folder = wanted.parent
-    # the folder of the shipped example is not part of the repository
-    build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""
-    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
-        while not os.path.isdir(folder) and folder != folder.parent:
-            folder = folder.parent
-        return f"; of its path only {'the working directory' if str(folder) == '.' else folder} exists{build}"
-    names = sorted(os.listdir(folder))
-    similar = closest(wanted.name, names)
-    if similar is not None:
-        return f"; did you mean {folder / similar}?"
-    if str(folder) == ".":
-        return build
-    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing"
-    return f"; {folder} contains {listed}{build}"
 
 
 # os.path instead of pathlib: Path.is_file raises if a folder may not be entered

@@ -1,20 +1,35 @@
 """The form of every error about a value: the line that set it, its dotted path, the rule with the numbers, a hint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
+from megatron_wrap.config.reading.origins import SetBy
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError
-
-_BY_RUN = ("command line", "(override)")  # the value that was set last is the likeliest mistake
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 
 
-def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] = ConfigError) -> NoReturn:
+def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] | None = None) -> NoReturn:
     """Raises `error` about the first of `keys` (each section.key) that the command line sets, else the first that the
-    run's YAML sets, else the first."""
+    run's YAML sets, else the first. By default, it is a LayoutError if the first key is one of the parallel layout, and
+    else a ConfigError."""
+    error = error or (LayoutError if keys[0].startswith("parallel.") else ConfigError)
     paths = [f"{SECTION_PATHS[section]}.{key}" for section, _, key in (name.partition(".") for name in keys)]
-    set_by_run = (path for ending in _BY_RUN for path in paths if config.origins.get(path, "").endswith(ending))
-    raise error(f"{config.located(next(set_by_run, paths[0]))}: {rule}")
+    # the value that was set last is the likeliest mistake
+    path = max(paths, key=lambda path: max(config.set_by(path), SetBy.HF_PATH))
+    raise error(f"{config.located(path)}: {rule}")
+
+
+def check_each(config: RunConfig, checks: Iterable[Callable[[RunConfig], None]]) -> None:
+    """Calls all of these checks.
+
+    Raises:
+        MegatronWrapError: the first mistake; `further` are the first ones of the other checks.
+    """
+    mistakes = Mistakes()
+    for check in checks:
+        with mistakes.collected():
+            check(config)
+    mistakes.raise_first()
 
 
 def divisors(number: int) -> str:

@@ -7,13 +7,15 @@ path, and name the legal values.
 from dataclasses import fields
 
 from megatron_wrap.config.checks.model import check_model
+from megatron_wrap.config.checks.needs import check_needs
 from megatron_wrap.config.checks.paths import check_paths
-from megatron_wrap.config.checks.refusal import neighbours, refuse
+from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
 from megatron_wrap.config.checks.training import check_training
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import key_range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import LayoutError
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
+from megatron_wrap.metrics.number_format import counted
 
 
 def check_run(config: RunConfig) -> None:
@@ -29,9 +31,8 @@ def check_run(config: RunConfig) -> None:
 
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
-    _check_ranges(config)
-    check_model(config)
-    check_training(config)
+    _check_ranges(config)  # the others compute with the values
+    check_each(config, (check_needs, check_model, check_training))
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
@@ -64,8 +65,9 @@ def check_layout(config: RunConfig, world_size: int) -> int:
             refuse(
                 config,
                 ["train.global_batch_size" if size == train.global_batch_size else "train.rampup_batch_size"],
-                f"the global batch of {size} samples is not divisible by micro_batch_size {train.micro_batch_size} x "
-                f"data-parallel size {data_parallel} ({world_size} processes / {replica}) = {unit}; "
+                f"the global batch of {counted(size, 'sample')} is not divisible by micro_batch_size "
+                f"{train.micro_batch_size} x data-parallel size {data_parallel} "
+                f"({counted(world_size, 'process')} / {replica}) = {unit}; "
                 f"nearest legal sizes: {neighbours(size, unit)}",
                 LayoutError,
             )
@@ -84,17 +86,21 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
         refuse(
             config,
             ["train.global_batch_size"],
-            f"an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches per step, and "
-            f"{global_batch_size} samples make {count}; nearest legal sizes: {neighbours(global_batch_size, unit)}",
+            f"an interleaved pipeline of {stages} stages needs a multiple of {stages} micro-batches per step, and the "
+            f"{counted(global_batch_size, 'sample')} of a batch are {count}; nearest legal sizes: "
+            f"{neighbours(global_batch_size, unit)}",
             LayoutError,
         )
 
 
 def _check_ranges(config: RunConfig) -> None:
+    mistakes = Mistakes()
     for section in SECTION_PATHS:
         decoded = getattr(config, section)
         for field in fields(decoded):
             allowed, value = key_range(field), getattr(decoded, field.name)
             if allowed is not None and value is not None and not allowed.holds(value):
                 null = "; null disables it" if allowed.null_means_off else ""
-                refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}")
+                with mistakes.collected():
+                    refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}", ConfigError)
+    mistakes.raise_first()

@@ -63,12 +63,6 @@ def check_learning_rate(config: RunConfig) -> None:
     if rate.lr_decay_style == "WSD" and wsd is None:
         rule = f"WSD needs lr_wsd_decay_{unit}, the length of its last phase; set it"
         refuse(config, ["learning_rate.lr_decay_style"], rule)
-    if rate.lr_decay_style != "WSD" and wsd is not None:
-        refuse(
-            config,
-            [f"learning_rate.lr_wsd_decay_{unit}"],
-            f"{wsd} only applies to lr_decay_style WSD, which is {rate.lr_decay_style}; delete it",
-        )
 
 
 def check_schedule(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 from megatron_wrap.config.checks.adapter import check_adapter
 from megatron_wrap.config.checks.data import check_data
 from megatron_wrap.config.checks.fp8 import check_fp8
-from megatron_wrap.config.checks.refusal import neighbours, refuse
+from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
 from megatron_wrap.config.checks.schedule import check_learning_rate, check_length, check_schedule
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
@@ -14,23 +14,13 @@ def check_training(config: RunConfig) -> None:
     """Check `megatron_lm.train`, with what it requires of data and checkpoints.
 
     Raises:
-        ConfigError, LayoutError: values that contradict each other.
+        ConfigError, LayoutError: values that contradict each other; see `check_each`.
     """
-    check_length(config)
-    _check_batches(config)
-    check_learning_rate(config)
-    if config.train.train_iters is not None or config.train.train_samples is not None:
-        check_schedule(config)
-    _check_optimizer(config)
-    _check_precision(config)
-    check_fp8(config)
-    _check_recompute(config)
-    check_data(config)
-    _check_intervals(config)
-    _check_best_metric(config)
-    _check_models(config)
-    check_adapter(config)
-    _check_profile(config)
+    known_length = config.train.train_iters is not None or config.train.train_samples is not None
+    schedule = (check_length, _check_batches, check_learning_rate, *((check_schedule,) if known_length else ()))
+    numerics = (_check_optimizer, _check_precision, check_fp8, _check_recompute)
+    samples = (check_data, _check_intervals, _check_best_metric, _check_models, check_adapter, _check_profile)
+    check_each(config, (*schedule, *numerics, *samples))
 
 
 def _check_batches(config: RunConfig) -> None:
@@ -107,28 +97,6 @@ def _check_optimizer(config: RunConfig) -> None:
         )
     if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
         refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
-    if optimizer.use_distributed_optimizer and optimizer.optimizer == "sgd":
-        refuse(
-            config,
-            ["optimizer.use_distributed_optimizer", "optimizer.optimizer"],
-            "Megatron-Core's distributed optimizer supports adam, not sgd; write false or select adam",
-        )
-    needed = {
-        "optimizer.use_distributed_optimizer": optimizer.use_distributed_optimizer,
-        "ddp.overlap_grad_reduce": config.ddp.overlap_grad_reduce,
-    }
-    for name, value in needed.items():
-        if config.ddp.overlap_param_gather and value is False:
-            section, _, key = name.partition(".")
-            refuse(
-                config, ["ddp.overlap_param_gather", name], f"true needs {SECTION_PATHS[section]}.{key}, which is false"
-            )
-    if config.ddp.overlap_param_gather and optimizer.optimizer == "sgd":
-        refuse(
-            config,
-            ["ddp.overlap_param_gather", "optimizer.optimizer"],
-            "true needs Megatron-Core's distributed optimizer, which supports adam only; write false or select adam",
-        )
     _check_offload(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         refuse(
@@ -158,8 +126,6 @@ def _check_precision(config: RunConfig) -> None:
     dtype = config.dtype
     if dtype.bf16 and dtype.fp16:
         refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
-    if dtype.loss_scale is not None and not dtype.fp16:
-        refuse(config, ["dtype.loss_scale"], f"{dtype.loss_scale} only applies to fp16; delete it or select fp16")
     if dtype.initial_loss_scale < dtype.min_loss_scale:
         refuse(
             config,
@@ -169,24 +135,8 @@ def _check_precision(config: RunConfig) -> None:
 
 
 def _check_recompute(config: RunConfig) -> None:
-    recompute, granularity = config.recompute, config.recompute.recompute_granularity
-    full_only = ("recompute_method", "recompute_num_layers")
-    for name in full_only:
-        if granularity == "full" and getattr(recompute, name) is None:
-            refuse(config, [f"recompute.{name}"], f"recompute_granularity full needs {name}")
-        if granularity != "full" and getattr(recompute, name) is not None:
-            refuse(
-                config,
-                [f"recompute.{name}"],
-                f"{getattr(recompute, name)} only applies to recompute_granularity full",
-            )
-    if recompute.recompute_modules is not None and granularity != "selective":
-        refuse(
-            config,
-            ["recompute.recompute_modules"],
-            "a list only applies to recompute_granularity selective",
-        )
-    if recompute.distribute_saved_activations:
+    if config.recompute.distribute_saved_activations:
+        granularity = config.recompute.recompute_granularity
         tensor, sequence = config.parallel.tensor_model_parallel_size, derived.sequence_parallel(config.parallel)
         if granularity != "full" or tensor == 1 or sequence:
             refuse(
@@ -199,13 +149,6 @@ def _check_recompute(config: RunConfig) -> None:
 
 def _check_intervals(config: RunConfig) -> None:
     train = config.train
-    for name in ("train.save_interval", "checkpoint.keep"):
-        value = config.value(name)
-        if value is not None and train.save is None:
-            rule = f"{value} has no effect without {SECTION_PATHS['train']}.save; set it, or write null"
-            refuse(config, [name], rule)
-    if train.finetune and train.load is None:
-        refuse(config, ["train.finetune"], "true loads the weights of load, which is null; set load")
     from_config = derived.has_sources(config.data) or derived.is_indexed(config.data)
     if train.eval_interval is not None and from_config and not derived.evaluation_set_names(config):
         refuse(
@@ -232,17 +175,8 @@ def _check_profile(config: RunConfig) -> None:
 
 
 def _check_best_metric(config: RunConfig) -> None:
-    patience, metric = config.train.early_stop_patience, config.checkpoint.best_metric
-    sets = derived.evaluation_set_names(config)
-    if patience is not None and metric is None:
-        path = f"{SECTION_PATHS['checkpoint']}.best_metric"
-        refuse(config, ["train.early_stop_patience"], f"{patience} needs {path}, which is null; set it, or write null")
-    if metric is None:
-        return
-    if config.train.eval_interval is None:
-        path = f"{SECTION_PATHS['train']}.eval_interval"
-        refuse(config, ["checkpoint.best_metric"], f"{metric} needs {path}, which is null; set it, or write null")
-    if not any(metric.startswith(f"{name}/") for name in sets):
+    metric, sets = config.checkpoint.best_metric, derived.evaluation_set_names(config)
+    if metric is not None and not any(metric.startswith(f"{name}/") for name in sets):
         known = f"the sets are {', '.join(sets)}" if sets else f"{SECTION_PATHS['data']}.validation is null"
         hint = did_you_mean(metric, [f"{name}/loss" for name in sets])
         refuse(config, ["checkpoint.best_metric"], f"{metric!r} is not SET/METRIC of an evaluation set; {known}{hint}")

@@ -6,16 +6,16 @@ composes (`compose.py`) and the origins of each value (`origins.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.compose import compose, encode, joined
-from megatron_wrap.config.reading.origins import OVERRIDDEN, ComposedConfig, Origin, Section, find_origins
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, leaves
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes, did_you_mean
 
 
 def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ValidatedNest":
@@ -55,6 +55,13 @@ def _parse_override(text: str) -> _Override:
     return _Override(parts, node, path)
 
 
+def _nested(node: Node, parts: Sequence[str]) -> Node:
+    """The node of `a.b=c` for its parts a, b."""
+    for part in reversed(parts):
+        node = Node({part: node}, COMMAND_LINE)
+    return node
+
+
 class ValidatedNest:
     """A view and its nest, validated and not yet composed; returned by `read_nest`."""
 
@@ -64,23 +71,19 @@ class ValidatedNest:
         """Dotted path -> section."""
         self._root = root
         self._rules = rules
+        self._mistakes = Mistakes()
         self._files: dict[str, dict[str, Any]] = {}  # path of a file in the tree -> its encoded content
         self._view: dict[str, Any] = {}  # encoded
         self._overrides: dict[str, dict[str, Any]] = {}  # path of a section -> its part of the view
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last."""
-        return find_origins(self.sections, path)
+        return leaves(self.sections).get(path, ())
 
-    def add(self, section_path: str, key: str, node: Node, how: str) -> None:
-        """Set a value of a section over all of its other origins.
-
-        Args:
-            how: `Origin.how` of the value.
-        """
-        section = self.sections[section_path]
-        path = f"{section_path}.{key}"
-        self._set(section.origins, self._overrides[section_path], (key,), node, how, path, add_keys=False)
+    def add(self, section_path: str, key: str, origin: Origin) -> None:
+        """Set a value of a section over all of its other origins."""
+        section, encoded = self.sections[section_path], self._overrides[section_path]
+        self._set(section.origins, encoded, (key,), origin, f"{section_path}.{key}")
 
     def compose(self) -> ComposedConfig:
         """Let confignest compose the values."""
@@ -88,7 +91,9 @@ class ValidatedNest:
 
     def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
         """Validate the view and the command line; called once."""
-        self._view = self._folder(self._root, view, "", command_line)
+        with self._mistakes.collected():
+            self._view = self._folder(self._root, view, "", command_line)
+        self._mistakes.raise_first()
 
     # ---- folders
 
@@ -101,24 +106,31 @@ class ValidatedNest:
             return self._selection(folder, content, view, path, command_line)
         for key, node in content.items():
             if key not in folder.entries:
-                self._rules.refuse_section(folder, key, node, path)
+                with self._mistakes.collected():
+                    self._rules.refuse_section(folder, key, node, path)
         for override in command_line:
-            if not override.parts:
-                sections = ", ".join(folder.entries)
-                raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
-            if override.parts[0] not in folder.entries:
-                self._rules.refuse_section(folder, override.parts[0], override.node, path)
+            with self._mistakes.collected():
+                self._check_override(folder, override, path)
         effective: dict[str, Any] = {}
         for name, entry in folder.entries.items():
-            overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[0] == name]
+            overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[:1] == (name,)]
             entry_path = f"{path}.{name}" if path else name
             view_part = content.get(name)
-            if isinstance(entry, Folder):
-                effective[name] = self._folder(entry, view_part, entry_path, overrides)
-            else:
-                section = self._open_section(folder, name, entry_path, "default")
-                effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
+            with self._mistakes.collected():
+                if isinstance(entry, Folder):
+                    effective[name] = self._folder(entry, view_part, entry_path, overrides)
+                else:
+                    section = self._open_section(folder, name, entry_path, "default")
+                    effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
         return effective
+
+    def _check_override(self, folder: Folder, override: _Override, path: str) -> None:
+        if not override.parts:
+            sections = ", ".join(folder.entries)
+            raise ConfigError(f"{COMMAND_LINE} {override.path}: names a folder; add one of {sections}")
+        if override.parts[0] not in folder.entries:
+            name, *below = override.parts
+            self._rules.refuse_section(folder, name, _nested(override.node, below), path)
 
     def _selection(
         self, folder: Folder, content: dict[str, Node], view: Node | None, path: str, command_line: Sequence[_Override]
@@ -148,7 +160,8 @@ class ValidatedNest:
         section.selected = name
         for key, node in content.items():
             if key not in (SELECT, OVERRIDE, name):
-                self._rules.refuse_beside_select(folder, section, key, node)
+                with self._mistakes.collected():
+                    self._rules.refuse_beside_select(folder, section, key, node)
         overrides = self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}")
         inline = self._mapping(content.get(name), f"{path}.{name}")
         for key, node in inline.items():
@@ -180,7 +193,7 @@ class ValidatedNest:
                 if key == INHERIT:
                     encoded[key] = value.value
                 else:
-                    self._set(section.origins, encoded, (key,), value, step, f"{path}.{key}", add_keys=True)
+                    self._set(section.origins, encoded, (key,), Origin(value, SetBy.TREE, step), f"{path}.{key}")
             self._files[file.relative] = encoded
         self.sections[path] = section
         return section
@@ -210,28 +223,21 @@ class ValidatedNest:
             name = parent.value.removesuffix(".yaml")
 
     def _set(
-        self,
-        origins: dict[str, Any],
-        encoded: dict[str, Any],
-        keys: tuple[str, ...],
-        node: Node,
-        how: str,
-        path: str,
-        add_keys: bool,
+        self, origins: dict[str, Any], encoded: dict[str, Any], keys: tuple[str, ...], origin: Origin, path: str
     ) -> None:
-        """Record that `node` sets the last of the nested `keys`, and write it into the encoded copy.
+        """Record that `origin` sets the last of the nested `keys`, and write its value into the encoded copy.
 
         A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
         there is no value yet); elsewhere it is a single value, such as the sets of data.validation.
 
         Args:
             origins: of the mapping that contains the last key.
-            add_keys: a mapping may name keys that `origins` lacks.
         """
-        key = keys[-1]
+        key, node = keys[-1], origin.node
+        add_keys = origin.set_by is SetBy.TREE
         new_mapping = add_keys and key not in origins and isinstance(node.value, dict) and bool(node.value)
         if not (isinstance(origins.get(key), dict) or new_mapping):
-            origins.setdefault(key, []).append(Origin(node, how))
+            origins.setdefault(key, []).append(origin)
             encoded[joined(*keys)] = encode(node.plain())
             return
         if not isinstance(node.value, dict):
@@ -239,8 +245,9 @@ class ValidatedNest:
         nested = origins.setdefault(key, {})
         for sub_key, sub_node in node.value.items():
             if not add_keys and sub_key not in nested:
-                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{did_you_mean(sub_key, nested)}")
-            self._set(nested, encoded, (*keys, sub_key), sub_node, how, f"{path}.{sub_key}", add_keys)
+                hint = self._rules.familiar_hint(f"{path}.{sub_key}", sub_node) or did_you_mean(sub_key, nested)
+                raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{hint}")
+            self._set(nested, encoded, (*keys, sub_key), replace(origin, node=sub_node), f"{path}.{sub_key}")
 
     def _override_all(
         self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
@@ -250,25 +257,24 @@ class ValidatedNest:
         plug_in = self._rules.plug_ins.get(section.path)
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
-            self._rules.check_key(section, key, node)
-            self._set(section.origins, encoded, (key,), node, OVERRIDDEN, f"{section.path}.{key}", add_keys=False)
+            with self._mistakes.collected():
+                self._rules.check_key(section, key, node)
+                self.add(section.path, key, Origin(node, SetBy.RUN, "override"))
         for override in command_line:
-            if not override.parts:
-                raise ConfigError(
-                    f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
-                    f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
-                )
-            key, *rest = override.parts
-            self._rules.check_key(section, key, override.node)
-            node = self._wrapped(section, key, rest, override)
-            self._set(section.origins, encoded, (key,), node, COMMAND_LINE, f"{section.path}.{key}", add_keys=False)
+            with self._mistakes.collected():
+                if not override.parts:
+                    raise ConfigError(
+                        f"{COMMAND_LINE} {override.path}: names a section; name a key of it, such as "
+                        f"{section.path}.{next(iter(section.origins), 'KEY')}=VALUE"
+                    )
+                key, *rest = override.parts
+                self._rules.check_key(section, key, override.node)
+                self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
         return encoded
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
         """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even if the mapping is a single value."""
-        node = override.node
-        for part in reversed(rest):
-            node = Node({part: node}, COMMAND_LINE)
+        node = _nested(override.node, rest)
         origins = section.origins.get(key)
         if not rest or not isinstance(origins, list):
             return node

@@ -1,30 +1,43 @@
 """The origins of a configuration's values: recorded for messages and `explain`; no run takes a value from them."""
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_wrap.config.reading.tree import TreeFile
-from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node
+from megatron_wrap.config.reading.yaml_nodes import Node
 
-OVERRIDDEN = "override"
-"""`Origin.how` of a value that the run's YAML sets."""
+
+class SetBy(enum.IntEnum):
+    """What sets a value; a higher one takes precedence."""
+
+    MACHINE = enum.auto()
+    """A default that depends on the machine (`defaults.py`)."""
+    TREE = enum.auto()
+    """A file of the tree."""
+    HF_PATH = enum.auto()
+    """config.json of `hf_path`."""
+    RUN = enum.auto()
+    """The run's YAML."""
+    COMMAND_LINE = enum.auto()
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A line that sets a value: `how` is default, selected, inherited, hf_path, override or command line."""
+    """A line that sets a value. `how` is for messages: default, selected, inherited by NAME, hf_path, override."""
 
     node: Node
-    how: str
+    set_by: SetBy
+    how: str = ""
 
     @property
     def by_run(self) -> bool:
         """Whether the run's YAML or its command line sets the value, and not a file of the tree."""
-        return self.how in (OVERRIDDEN, COMMAND_LINE)
+        return self.set_by >= SetBy.RUN
 
     def __str__(self) -> str:
-        return self.node.where if self.node.where == self.how else f"{self.node.where} ({self.how})"
+        return f"{self.node.where} ({self.how})" if self.how else self.node.where
 
 
 @dataclass
@@ -71,11 +84,11 @@ class ComposedConfig:
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
-        return find_origins(self.sections, path)
+        return self.leaves().get(path, ())
 
     def leaves(self) -> dict[str, Sequence[Origin]]:
         """Dotted path of every value -> its origins."""
-        return {path: origins for section in self.sections.values() for path, origins in section.leaves()}
+        return leaves(self.sections)
 
     def section_values(self, path: str) -> Mapping[str, Any]:
         """The composed values of the section at the dotted `path`."""
@@ -85,14 +98,6 @@ class ComposedConfig:
         return values
 
 
-def find_origins(sections: Mapping[str, Section], path: str) -> Sequence[Origin]:
-    """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
-    for section in sections.values():
-        if path.startswith(section.path + "."):
-            origins: Any = section.origins
-            for part in path[len(section.path) + 1 :].split("."):
-                if not isinstance(origins, dict) or part not in origins:
-                    return ()
-                origins = origins[part]
-            return origins if isinstance(origins, list) else ()
-    return ()
+def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:
+    """Dotted path of every value -> its origins, first to last."""
+    return {path: origins for section in sections.values() for path, origins in section.leaves()}

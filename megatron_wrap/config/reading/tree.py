@@ -46,6 +46,16 @@ def shipped_root() -> Path:
     return installed if installed.is_dir() else package.parent / "configs" / "nest"
 
 
+def shipped_schema() -> Path:
+    """The shipped JSON schema of the configuration, over all supported versions of Megatron-Core, beside the tree."""
+    return shipped_root().with_name("schema.json")
+
+
+def schema_line() -> str:
+    """The comment by which editors that use yaml-language-server find the schema of this installation."""
+    return f"# yaml-language-server: $schema={shipped_schema()}\n"
+
+
 def open_tree(view: Path) -> Folder:
     """The tree for the run's YAML `view`.
 

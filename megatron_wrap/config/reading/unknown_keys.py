@@ -21,11 +21,13 @@ class KeyRules:
 
     `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
     file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
+    `familiar`: dotted path -> what its last name is here, an argument of another library; None for another name.
     """
 
     more_keys: Callable[[str], Collection[str]] = lambda section: ()
     plug_ins: Mapping[str, str] = field(default_factory=dict)
     advice: Callable[[str, str], str | None] = lambda section, key: None
+    familiar: Callable[[str], str | None] = lambda path: None
 
     def check_key(self, section: Section, key: str, node: Node) -> None:
         """Refuse a key that is not one of the section's."""
@@ -49,12 +51,26 @@ class KeyRules:
         else:
             rule = _KEYWORDS.get(key) or self.advice(section.path, key)
         near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
+        near = self.familiar_hint(f"{section.path}.{key}", node) or near
         rule = rule or f"unknown key{near}; only {SELECT} and {OVERRIDE} are allowed here"
         raise ConfigError(f"{node.where} {section.path}.{key}: {rule}")
 
     def _refuse(
         self, node: Node, path: str, key: str, kind: str, known: Collection[str], further: Collection[str] = ()
     ) -> None:
-        hint = did_you_mean(key, known, further) or f"; the {kind}s are {', '.join(known)}"
-        rule = _KEYWORDS.get(key) or self.advice(path, key) or f"unknown {kind}{hint}"
-        raise ConfigError(f"{node.where} {f'{path}.{key}' if path else key}: {rule}")
+        key_path, is_mapping = f"{path}.{key}" if path else key, isinstance(node.value, dict)
+        near = did_you_mean(key, known, further)
+        # a mapping is a misspelled section rather than an argument
+        familiar = "" if near and is_mapping else self.familiar_hint(key_path, node)
+        hint = familiar or near or f"; the {kind}s are {', '.join(known)}"
+        advice = None if familiar and is_mapping else self.advice(path, key)
+        rule = _KEYWORDS.get(key) or advice or f"unknown {'key' if familiar else kind}{hint}"
+        raise ConfigError(f"{node.where} {key_path}: {rule}")
+
+    def familiar_hint(self, path: str, node: Node) -> str:
+        """`; NAME is ...` for an argument of another library: the last name of `path`, or the first one below it."""
+        advice = self.familiar(path)
+        if advice is None and isinstance(node.value, dict):
+            hints = (self.familiar_hint(f"{path}.{name}", below) for name, below in node.value.items())
+            return next(filter(None, hints), "")
+        return "" if advice is None else f"; {advice}"

@@ -4,6 +4,7 @@ import ast
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig
@@ -236,6 +237,24 @@ def lr_wsd_decay_samples(config: RunConfig) -> float | None:
     if rate.lr_wsd_decay_iters is None:
         return rate.lr_wsd_decay_samples
     return lr_decay_samples(config) - samples_of_iterations(config, lr_decay_iters(config) - rate.lr_wsd_decay_iters)
+
+
+def schedule_values(config: RunConfig) -> dict[str, Any]:
+    """The values of Megatron-Core's `OptimizerParamScheduler` that a checkpoint's schedule is compared by; steps are in
+    samples."""
+    rate, optimizer = config.learning_rate, config.optimizer
+    decay = optimizer.weight_decay
+    return {
+        "max_lr": rate.lr,
+        "min_lr": rate.min_lr,
+        "lr_warmup_steps": lr_warmup_samples(config),
+        "lr_decay_steps": lr_decay_samples(config),
+        "lr_decay_style": rate.lr_decay_style,
+        "start_wd": decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay,
+        "end_wd": decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay,
+        "wd_incr_steps": train_samples(config),
+        "wd_incr_style": optimizer.weight_decay_incr_style,
+    }
 
 
 def num_microbatches(config: RunConfig, data_parallel_size: int, global_batch_size: int | None = None) -> int:

@@ -5,8 +5,10 @@ docs/familiar-names.md.
 trl's SFTConfig, DPOConfig and GRPOConfig is missing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from megatron_wrap.errors import did_you_mean
 
 _ARCH, _PARALLEL = "megatron_lm.model.arch", "megatron_lm.model.parallel"
 _TRAIN, _RATE, _OPTIMIZER = "megatron_lm.train.common", "megatron_lm.train.learning-rate", "megatron_lm.train.optimizer"
@@ -173,8 +175,8 @@ TRANSFORMERS: Mapping[str, Counterpart] = {
     **_none("lengths are counted, and stored in data.cache_dir", "length_column_name"),
     **_none("columns that the flow does not read are ignored", "remove_unused_columns"),
     **_none("the flow defines which fields are labels", "label_names"),
-    "label_smoothing_factor": Counterpart(f"{_FLOW}.label_smoothing"),
-    "neftune_noise_alpha": Counterpart(f"{_FLOW}.neftune_noise_alpha"),
+    "label_smoothing_factor": Counterpart(f"{_FLOW}.label_smoothing", "of gpt_sft and gpt_pretrain"),
+    **_same_named(_TRAIN, "", "neftune_noise_alpha"),
     # processes
     "use_cpu": Counterpart(f"{_INIT}.platform", "cpu for true"),
     "ddp_backend": Counterpart(f"{_INIT}.platform", "cuda (NCCL) or cpu (gloo)"),
@@ -253,7 +255,10 @@ TRL: Mapping[str, Counterpart] = {
         *("loss_weights", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau", "rpo_alpha"),
     ),
     "ld_alpha": Counterpart(f"{_FLOW}.ld_alpha", "of gpt_dpo; 1.0 for null"),
-    "label_smoothing": Counterpart(f"{_FLOW}.label_smoothing", "of gpt_dpo and gpt_cpo: share of swapped labels"),
+    "label_smoothing": Counterpart(
+        f"{_FLOW}.label_smoothing",
+        "of gpt_dpo and gpt_cpo, whose labels of pairs it swaps; of gpt_sft it smooths tokens",
+    ),
     "beta": Counterpart(f"{_FLOW}.beta", "of the selected flow"),
     **_same_named(_FLOW, "of gpt_kto", "desirable_weight", "undesirable_weight"),
     **_same_named(_FLOW, "of gpt_cpo", "cpo_alpha", "simpo_gamma"),
@@ -376,7 +381,8 @@ AXOLOTL: Mapping[str, Counterpart] = {
         f"{_TRAIN}.early_stop_patience", f"a number of evaluations; needs {_CHECKPOINT}.best_metric"
     ),
     "auto_resume_from_checkpoints": Counterpart(f"{_CHECKPOINT}.resume", "auto, the default"),
-    "noisy_embedding_alpha": Counterpart(f"{_FLOW}.neftune_noise_alpha"),
+    "unfrozen_parameters": Counterpart(f"{_TRAIN}.freeze", "patterns of those that are not trained"),
+    "noisy_embedding_alpha": Counterpart(f"{_TRAIN}.neftune_noise_alpha"),
     "dpo_beta": Counterpart(f"{_FLOW}.beta", "of gpt_dpo"),
     "rl_beta": Counterpart(f"{_FLOW}.beta", "of the selected flow"),
     "dpo_loss_type": Counterpart(f"{_FLOW}.loss_type", "of gpt_dpo"),
@@ -418,17 +424,25 @@ AXOLOTL: Mapping[str, Counterpart] = {
 LIBRARIES: Mapping[str, Mapping[str, Counterpart]] = {"transformers": TRANSFORMERS, "trl": TRL, "axolotl": AXOLOTL}
 
 
-def familiar_advice(name: str) -> str | None:
-    """What an argument of another library is here, for a message about the key `name`; None for another name.
+def familiar_advice(path: str) -> str | None:
+    """What the argument of another library is here that the dotted `path` ends with, for a message about the path.
 
-    Case, and `-` or `_`, do not count.
+    None: another name, or the path itself is our key. Case, and `-` or `_`, do not count.
     """
-    folded = name.casefold().lstrip("-").replace("-", "_")
+    folded = path.rpartition(".")[2].casefold().lstrip("-").replace("-", "_")
     for library, names in LIBRARIES.items():
         counterpart = names.get(folded)
-        if counterpart is not None:
-            note = f" ({counterpart.note})" if counterpart.note else ""
+        if counterpart is not None and counterpart.key != path:
+            owner = "transformers'" if library == "transformers" else f"{library}'s"
             if counterpart.key is None:
-                return f"{library}'s {folded} has no counterpart here{note}"
-            return f"{library}'s {folded} is {counterpart.key}{note}"
+                return f"{owner} {folded} has no counterpart here: {counterpart.note}"
+            note = f" ({counterpart.note})" if counterpart.note else ""
+            return f"{owner} {folded} is {counterpart.key} here{note}"
     return None
+
+
+def unknown_key_hint(path: str, known: Iterable[str], further: Iterable[str] = ()) -> str:
+    """The ending of a message about the unknown key at the dotted `path`: an argument of another library, or else the
+    closest of the known names."""
+    advice = familiar_advice(path)
+    return did_you_mean(path.rpartition(".")[2], known, further) if advice is None else f"; {advice}"

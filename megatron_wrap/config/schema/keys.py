@@ -10,8 +10,9 @@ from dataclasses import MISSING, Field, dataclass
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.reading.yaml_nodes import Node, describe
+from megatron_wrap.config.schema.familiar_names import unknown_key_hint
 from megatron_wrap.config.schema.types import Mismatch, check_value, describe_type
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 
 _RANGE, _KIND = "range", "kind"
 
@@ -121,7 +122,7 @@ def checked_field(node: Node, into: type, name: str, path: str) -> Any:
     hints, path = get_type_hints(into), f"{path}.{name}"
     fields = {field.name: field for field in dataclasses.fields(into)}
     if name not in fields:
-        hint = did_you_mean(name, fields) or f"; the keys are {', '.join(fields)}"
+        hint = unknown_key_hint(path, fields) or f"; the keys are {', '.join(fields)}"
         raise ConfigError(f"{node.where} {path}: unknown key{hint}")
     try:
         value = check_value(node.plain(), hints[name])

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.reading.origins import Origin, SetBy
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
-from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig, ProviderConfig
+from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig, ParallelConfig, ProviderConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.training import (
     DDPConfig,
@@ -178,8 +178,8 @@ class RunConfig:
     profile: ProfileConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
-    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Dotted path -> last line that sets its value, for messages: `configs/run.yaml:7 (override)`."""
+    origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
+    """Dotted path -> last line that sets its value, for messages."""
     undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
 
@@ -188,9 +188,13 @@ class RunConfig:
         section, _, key = name.partition(".")
         return getattr(getattr(self, section), key)
 
+    def set_by(self, path: str) -> SetBy:
+        """What sets the value at the dotted `path`."""
+        return self.origins[path].set_by if path in self.origins else SetBy.TREE
+
     def located(self, path: str) -> str:
         """`file:line path` of the value at the dotted `path`, the beginning of a message about it."""
-        return f"{self.origins.get(path, '').partition(' (')[0]} {path}".strip()
+        return f"{self.origins[path].node.where} {path}" if path in self.origins else path
 
 
 SECTION_PATHS: dict[str, str] = {

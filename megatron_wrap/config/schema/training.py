@@ -64,6 +64,13 @@ class TrainConfig:
     """Do not save the optimizer and the learning-rate schedule (the run cannot resume exactly)."""
     no_save_rng: bool = False
     """Do not save the states of the random generators."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained, such as [model.embed_tokens, "model.layers.[0-3].*"]: names of
+    Hugging Face, or of Megatron-Core with global layer numbers (decoder.layers.0.mlp.linear_fc1.weight), with *, ? and
+    [...]; the name of a module stands for all of its parameters. []: all are trained."""
+    neftune_noise_alpha: float | None = key(None, above=0, null_means_off=True)
+    """Add uniform noise between -a and a, a = alpha / sqrt(L * hidden_size) for a sequence of L tokens, to the
+    embeddings in training (NEFTune, arXiv:2310.05914); 5 is usual. null: none."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop with an error if the loss or a gradient is not finite, before the weights change."""
 

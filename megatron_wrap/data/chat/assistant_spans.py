@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_wrap.data.chat.spans import Span
+from megatron_wrap.data.chat.spans import Span, check_tokenizer
 from megatron_wrap.errors import DataError
+from megatron_wrap.metrics.number_format import counted
 
 # The pattern of transformers.utils.chat_template_utils.render_jinja_template.
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -140,12 +141,12 @@ def _turn_span(chat: Conversation, index: int, text: str) -> Span:
     except DataError as error:
         raise DataError(
             f"the assistant's turns cannot be found, because the chat template cannot render only the first {index} or "
-            f"{index + 1} messages ({error}); {ADD_MARKERS}"
+            f"{counted(index + 1, 'message')} ({error}); {ADD_MARKERS}"
         ) from error
     if begin is None:
         reason = f"the template does not begin message {index} with its generation prompt"
     elif end is None or end < begin:
-        reason = f"the template renders the first {index + 1} messages differently if others follow"
+        reason = f"the template renders the first {counted(index + 1, 'message')} differently if others follow"
     else:
         return begin, end
     raise DataError(f"the assistant's turns cannot be found: {reason}; {ADD_MARKERS}")
@@ -276,6 +277,7 @@ def _message_weight(message: dict, index: int) -> int:
 
 
 def _chat_template(tokenizer: Any, tools: Any) -> str:
+    check_tokenizer(tokenizer)
     try:
         return str(tokenizer.get_chat_template(None, tools))
     except ValueError as error:

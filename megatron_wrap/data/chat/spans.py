@@ -23,6 +23,7 @@ class TextTokens:
     @classmethod
     def of(cls, tokenizer: Any, text: str) -> "TextTokens":
         """Tokenize `text`; special tokens in it are recognized, as in apply_chat_template."""
+        check_tokenizer(tokenizer)
         if not tokenizer.is_fast:
             return cls(text, _ids(tokenizer, text), None)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -30,6 +31,15 @@ class TextTokens:
         if any(before[1] < after[0] for before, after in pairwise([(0, 0), *offsets, (len(text), len(text))])):
             offsets = _untrimmed(offsets, tokenizer.convert_ids_to_tokens(ids), len(text))
         return cls(text, ids, offsets)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise a DataError if text is to be tokenized without a tokenizer."""
+    if tokenizer is None:
+        raise DataError(
+            "a sample of text or messages needs a tokenizer; set megatron_wrap.data.tokenizer to a Hugging Face "
+            "folder, or give input_ids"
+        )
 
 
 def mask_of_spans(

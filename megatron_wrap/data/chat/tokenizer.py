@@ -7,8 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_wrap.config.checks.paths import missing_path_hint
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, missing_path_hint
 
 
 def load_tokenizer(path: str | Path) -> Any:

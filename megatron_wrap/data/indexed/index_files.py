@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_wrap.config.checks.paths import missing_path_hint
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, missing_path_hint
 
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of PREFIX.idx."""

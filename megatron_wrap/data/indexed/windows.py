@@ -23,6 +23,7 @@ from megatron_wrap.data.order.sample_sets import SampleSet
 from megatron_wrap.data.order.stream import SourceRow
 from megatron_wrap.data.sources.rows import Sample
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.file_lock import locked
 
 _SPLITS = ("training", "validation", "test")
@@ -297,15 +298,15 @@ def _windows_of_parts(files: Sequence[IndexFile], parts: _Parts, split: str | No
             whole = max(0, tokens - 1) // length
             windows[number] += whole
             if tokens == 0:
-                has = "no document" if documents == 0 else f"{documents} documents, which are empty,"
+                has = "no document" if documents == 0 else f"{counted(documents, 'empty document')},"
                 raise DataError(
                     f"{index.prefix}: {part} has {has} of the {index.documents}; raise its share, write 0 for it, or "
                     "give validation a prefix of its own"
                 )
             if number == _VALIDATION and whole == 0:
                 raise DataError(
-                    f"{index.prefix}: {part} has {tokens} tokens, less than a window of seq_length + 1 = {length + 1}; "
-                    "raise its share, give more documents, or lower megatron_lm.train.common.seq_length"
+                    f"{index.prefix}: {part} has {counted(tokens, 'token')}, less than a window of seq_length + 1 = "
+                    f"{length + 1}; raise its share, give more documents, or lower megatron_lm.train.common.seq_length"
                 )
     return windows
 
@@ -320,4 +321,4 @@ def _weights(sources: Sequence[SourceConfig], files: Sequence[IndexFile]) -> lis
 
 def _described(files: Sequence[IndexFile]) -> str:
     documents, tokens = sum(index.documents for index in files), sum(index.tokens for index in files)
-    return f"{len(files)} prefix(es), {documents:,} documents, {tokens:,} tokens"
+    return f"{counted(len(files), 'prefix')}, {counted(documents, 'document')}, {counted(tokens, 'token')}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_wrap.data.order.usable_rows import SampleReader
 from megatron_wrap.errors import DataError
+from megatron_wrap.metrics.number_format import counted
 
 _MOST_BAD = 10_000
 """Successive bad rows after which the run ends, for a source of unknown length."""
@@ -164,7 +165,7 @@ class BatchPlan:
                 in_succession += 1
                 if in_succession >= most:
                     raise DataError(
-                        f"{in_succession} rows in succession cannot be used, and no other is left; {problem}"
+                        f"{counted(in_succession, 'row')} in succession cannot be used, and no other is left; {problem}"
                     )
             position += 1
         self.cursor = replace(self.cursor, ahead=self.cursor.ahead + position - start)

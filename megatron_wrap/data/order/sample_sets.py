@@ -22,7 +22,10 @@ from megatron_wrap.data.sources.rows import (
     Sample,
     StreamOfRows,
 )
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, Mistakes
+
+_LISTED = 5
+"""Malformed rows of a file that are listed."""
 
 
 class NumberedSamples(Sequence[dict[str, int]]):
@@ -127,9 +130,9 @@ def stream_of(samples: Sequence[Any], seed: int, shuffle: bool = True, name: str
 
 def first_training_samples(
     sources: Sequence[SourceConfig], mock_samples: int | None, count: int, skip_bad: bool = False
-) -> list[Any]:
-    """The first samples of the training set, at least one of each source and at most `count` if that is enough for
-    them, without reading the rest of the files; empty without a training set.
+) -> list[tuple[str, Any]]:
+    """`FILE:ROW` and sample of the first rows of the training set, at least one of each source and at most `count` if
+    that is enough for them, without reading the rest of the files; empty without a training set.
 
     Args:
         skip_bad: leave out rows that cannot be used.
@@ -138,8 +141,9 @@ def first_training_samples(
         DataError: a source is missing, or one of these rows is malformed.
     """
     if mock_samples is not None:
-        return list(NumberedSamples(mock_samples)[:count])
-    samples: list[Any] = []
+        numbered = NumberedSamples(mock_samples)
+        return [(numbered.where(row), sample) for row, sample in enumerate(numbered[:count])]
+    samples: list[tuple[str, Any]] = []
     for number, source in enumerate(sources):
         share = -(-(count - len(samples)) // (len(sources) - number))
         samples += _head(source, max(1, share), skip_bad)
@@ -167,7 +171,8 @@ def check_source(source: SourceConfig, every_row: bool) -> None:
     """Open a source, and parse each row of JSON lines.
 
     Raises:
-        DataError: it is missing, empty or cannot be read; with `every_row` also a malformed row.
+        DataError: it is missing, empty or cannot be read; with `every_row` also a malformed row, and the next ones in
+            its `further`.
     """
     if source.streaming:
         if not _head(source, 1, skip_bad=not every_row):
@@ -175,9 +180,15 @@ def check_source(source: SourceConfig, every_row: bool) -> None:
         return
     samples = open_source(source)
     is_json = source.kind == "file" and isinstance(open_rows(source), JsonLines)
-    if is_json and every_row:
-        for row in range(len(samples)):
+    mistakes = Mistakes()
+    for row in range(len(samples)) if is_json and every_row else ():
+        try:
             samples[row]
+        except BadSample as error:
+            mistakes.add(error)
+            if len(mistakes) == _LISTED:
+                break
+    mistakes.raise_first()
 
 
 def validation_sets(sets: Mapping[str, Sequence[SourceConfig]], skip_bad: bool = False) -> dict[str, SampleSet]:
@@ -225,14 +236,15 @@ def _mixture(
     return Mixture(parts, counts, seed, shuffle, is_epoch=not streaming)
 
 
-def _head(source: SourceConfig, count: int, skip_bad: bool) -> list[Sample]:
-    """The first samples in the order of the files, without an index of the rest where the files allow it."""
+def _head(source: SourceConfig, count: int, skip_bad: bool) -> list[tuple[str, Sample]]:
+    """`FILE:ROW` and sample of the first rows in the order of the files, without an index of the rest where the files
+    allow it."""
     in_order = source.streaming or (source.kind in ("file", "glob") and source.split is None)
     rows = stream_rows(source) if in_order else StreamOfRows(open_rows(source))
-    samples: list[Sample] = []
+    samples: list[tuple[str, Sample]] = []
     for where, row in rows.start_at(0):
         try:
-            samples.append(_sample(where, row, source))
+            samples.append((where, _sample(where, row, source)))
         except BadSample:
             if not skip_bad:
                 raise

@@ -21,6 +21,21 @@ class Preparation:
     """Tokens of each sequence of a prepared sample."""
 
 
+def prepare_row(prepare: Callable[[Any], Any], sample: Any, where: Callable[[], str]) -> Any:
+    """The prepared sample.
+
+    Args:
+        where: returns the row as `FILE:ROW`.
+
+    Raises:
+        BadSample: it cannot be used; the message begins with the row.
+    """
+    try:
+        return prepare(sample)
+    except DataError as error:
+        raise BadSample(f"{where()}: {error}") from error
+
+
 class PreparedSamples(Protocol):
     """Samples that were prepared before, see `token_cache`."""
 
@@ -135,10 +150,7 @@ class SampleReader:
 
     def _prepare(self, position: int) -> Any:
         sample = self.sample(position)
-        try:
-            return self._preparation.prepare(sample)
-        except DataError as error:
-            raise BadSample(f"{self._stream.where(position)}: {error}") from error
+        return prepare_row(self._preparation.prepare, sample, lambda: self._stream.where(position))
 
     def _from_store(self, position: int, method: str) -> Any:
         if self._stored is None:

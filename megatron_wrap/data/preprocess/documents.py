@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.data.sources import json_files, tables
 from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample
-from megatron_wrap.errors import DataError, did_you_mean
+from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
 
 Texts = list[str]
 """The sequences of a document: one, or the sentences of a row whose value is a list."""

@@ -23,6 +23,7 @@ from megatron_wrap.data.indexed.preprocess_record import PreprocessProgress, Rec
 from megatron_wrap.data.preprocess.documents import Batch, InputFiles, Position, Unit
 from megatron_wrap.data.preprocess.encoding import Encoded, Encoder
 from megatron_wrap.errors import DataError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.process_pool import ProcessPool
 
 _MESSAGES = 5
@@ -103,7 +104,7 @@ def preprocess(
                 outputs.delete()
                 record.delete()
                 first = f" ({progress.messages[0]})" if progress.messages else ""
-                raise DataError(f"{', '.join(settings.input)}: {progress.rows:,} rows and no document{first}")
+                raise DataError(f"{', '.join(settings.input)}: {counted(progress.rows, 'row')} and no document{first}")
             outputs.finish()
             outputs.delete()
             progress.complete, progress.files = True, {}

@@ -10,6 +10,7 @@ from typing import Literal
 from megatron_wrap.data.preprocess.documents import InputFiles, texts_of
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.metrics.number_format import counted
 
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = 256
@@ -89,4 +90,4 @@ def _texts(
             documents += 1
             yield from (text for texts in document for text in texts)
     if documents == 0:
-        raise DataError(f"{', '.join(inputs.paths[:3])}: {rows:,} rows and no document")
+        raise DataError(f"{', '.join(inputs.paths[:3])}: {counted(rows, 'row')} and no document")

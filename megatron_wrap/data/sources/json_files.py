@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, JsonLines, parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample, ListedRows, Rows, RowStream, StreamOfRows
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, missing_path_hint
 from megatron_wrap.utils.atomic_write import atomic_file
 from megatron_wrap.utils.file_lock import locked
 

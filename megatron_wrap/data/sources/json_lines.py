@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.data.sources.rows import BadSample
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, missing_path_hint
 
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""

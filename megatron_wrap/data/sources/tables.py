@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.config.checks.paths import missing_path_hint
 from megatron_wrap.data.sources.rows import Rows
-from megatron_wrap.errors import DataError, did_you_mean
+from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
+from megatron_wrap.metrics.number_format import counted
 
 DEFAULT_SPLIT = "train"
 
@@ -259,7 +259,7 @@ def part_of_split(split: str, rows: int) -> tuple[int, int]:
     try:
         (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: rows})
     except (ValueError, AssertionError) as error:
-        raise DataError(f"split {split!r} of {rows} rows: {_reason(error)}") from error
+        raise DataError(f"split {split!r} of {counted(rows, 'row')}: {_reason(error)}") from error
     return part.from_ or 0, rows if part.to is None else part.to
 
 

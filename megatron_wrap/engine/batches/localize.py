@@ -13,11 +13,14 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.packed_rows import filled_row
 from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
+from megatron_wrap.model.embedding_noise import EmbeddingNoise
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 PADDING_MASK = "padding_mask"
 """Input of an MoE model: bool [B, S], True on padding, which the routers exclude from their losses."""
+NOISE = "embedding_noise"
+"""Input of the model in training with `neftune_noise_alpha`: an `EmbeddingNoise`."""
 PACKED = "packed_seq_params"
 """Input of the model for a packed micro-batch: the boundaries of its sequences, a `PackedSequences`."""
 
@@ -33,6 +36,10 @@ class Localization:
     """The model takes PADDING_MASK."""
     token_multiple: int = 1
     """Each context-parallel rank has a multiple of it of each sequence's tokens."""
+    noise_alpha: float | None = None
+    """`neftune_noise_alpha`: the model takes NOISE."""
+    hidden_size: int = 0
+    """For the size of the noise."""
 
     def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> tuple[MicroBatch, ...]:
         """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
@@ -49,9 +56,22 @@ class Localization:
         tp, cp = self.parallel.tp, self.parallel.cp
         divisor = context.sequence_divisor(tp.size, cp.size, self.sequence_parallel, self.token_multiple)
         return tuple(
-            shard(micro_batch, -(-length // divisor) * divisor, cp, with_padding_mask=self.has_experts)
+            self._with_noise(shard(micro_batch, -(-length // divisor) * divisor, cp, self.has_experts), micro_batch)
             for micro_batch, length in zip(micro_batches, lengths, strict=True)
         )
+
+    def _with_noise(self, local: MicroBatch, whole: MicroBatch) -> MicroBatch:
+        """The shard `local` of a micro-batch with NOISE, if there is any."""
+        if self.noise_alpha is None:
+            return local
+        cp, width = self.parallel.cp, local.padded_width
+        segments, rows, columns = _sequences(whole, width)
+        lengths = torch.zeros(len(segments) if whole.segments else whole.num_rows, dtype=torch.long)
+        lengths[: len(whole.lengths)] = whole.lengths
+        ids = context.pad_to(whole.model_inputs["input_ids"], 1, width, 0)
+        noise = EmbeddingNoise.of(ids, rows, columns, lengths, self.noise_alpha, self.hidden_size)
+        noise = noise.select(context.packed_positions(segments, cp.size, cp.rank))
+        return replace(local, model_inputs={**local.model_inputs, NOISE: noise})
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
         """`shard`, unless that was done ahead, and copy to the device."""
@@ -109,9 +129,20 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
         if value is None or isinstance(value, Tensor):
             model_inputs[name] = None if value is None else move(value)
         else:
-            model_inputs[name] = value.moved(move)  # PackedSequences
+            model_inputs[name] = value.moved(move)  # PackedSequences, EmbeddingNoise
     loss_inputs = {name: move(tensor) for name, tensor in micro_batch.loss_inputs.items()}
     return replace(micro_batch, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def _sequences(micro_batch: MicroBatch, width: int) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """Segments of a row of `width` tokens; index of each token's sequence and its position in it, [B, width] each."""
+    if not micro_batch.segments:
+        rows = torch.arange(micro_batch.num_rows)[:, None].expand(-1, width)
+        return (width,), rows, torch.arange(width).expand(micro_batch.num_rows, -1)
+    segments = filled_row(micro_batch.segments, width)
+    widths = torch.tensor(segments)
+    rows = torch.arange(len(segments)).repeat_interleave(widths)
+    return segments, rows[None], (torch.arange(width) - (widths.cumsum(0) - widths)[rows])[None]
 
 
 def _padding_mask(micro_batch: MicroBatch, segments: tuple[int, ...], width: int) -> Tensor:

@@ -24,6 +24,7 @@ from megatron_wrap.engine.batches.packed_rows import pack, padded_length
 from megatron_wrap.engine.batches.sample_sharing import micro_batch_indices
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.throughput import ModelShape, training_flops
 from megatron_wrap.parallel.context import sequence_divisor
 from megatron_wrap.parallel.state import Axis, ParallelState
@@ -231,8 +232,8 @@ def _step_samples(
     samples = flow.get_step_samples([prepared_sample(index) for index in range(num_samples)])
     if samples is not None and len(samples) != num_samples:
         raise FlowError(
-            f"{type(flow).__name__}.get_step_samples returns {len(samples)} samples for a batch of {num_samples}; "
-            "return one for each sample, or None"
+            f"{type(flow).__name__}.get_step_samples returns {counted(len(samples), 'sample')} for a batch of "
+            f"{num_samples}; return one for each sample, or None"
         )
     return samples
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -19,12 +19,15 @@ from megatron_wrap.engine.generation.sampling import SamplingRule, UniformNumber
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import NotRequired
+
+    from megatron_wrap.utils.progress import WorkProgress
 
 
 class Completion(TypedDict):
@@ -95,6 +98,8 @@ def generate(
     n: int = 1,
     log_probs: bool = False,
     caller: str = "generate",
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    progress: WorkProgress | None = None,
 ) -> list[Completion]:
     """Complete prompts by incremental decoding with a KV cache; the state is unchanged. Collective over all ranks.
 
@@ -109,6 +114,9 @@ def generate(
         n: completions of each prompt.
         log_probs: also return the log-probabilities of the new tokens.
         caller: name of the call in error messages.
+        on_tokens: called with the index and the new tokens so far of a completion after each token, on the processes of
+            the replica that computes it; replica 0 computes the first.
+        progress: advanced by the completions of each batch.
 
     Returns:
         `n` completions for each prompt, in the order of the prompts, the same on every rank.
@@ -128,14 +136,25 @@ def generate(
     rows = [_Row(index, prompt, UniformNumbers(seed, index)) for index, prompt in enumerate(repeated)]
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     _check_lengths(rows, max_new_tokens, limit)
-    finished: list[tuple[int, list[int], str, list[float]]] = []
+    finished: list[_Row] = []
     with evaluation_mode(state), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
-            for row in _complete(state, batch, rule, ends, log_probs):
-                finished.append((row.index, row.new_ids, str(row.finish_reason), row.log_probs))
-    replicas = gather_objects(finished, state.parallel.dp.group)
+            finished += _complete(state, batch, rule, ends, log_probs, on_tokens)
+            if progress is not None:
+                progress.advance(len(batch))
+    return _completions(finished, ends, log_probs, state.parallel.dp.group)
+
+
+def _completions(rows: list[_Row], ends: StopRule, log_probs: bool, dp_group: ProcessGroup) -> list[Completion]:
+    """The completions of all replicas, in the order of the prompts. Collective over the replicas.
+
+    Args:
+        rows: this replica's, finished.
+    """
+    mine = [(row.index, row.new_ids, str(row.finish_reason), row.log_probs) for row in rows]
     completions = []
-    for _, new_ids, reason, of_tokens in sorted(result for of_replica in replicas for result in of_replica):
+    ordered = sorted(of_row for of_replica in gather_objects(mine, dp_group) for of_row in of_replica)
+    for _, new_ids, reason, of_tokens in ordered:
         completions.append(Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason))
         if log_probs:
             completions[-1]["log_probs"] = of_tokens
@@ -147,10 +166,7 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """(`prompt_text`, greedy completion) for each prompt, a text or messages; `max_new_tokens` is lowered to fit the
     model's learned positions. Collective."""
-    limit = _position_limit(state.config.arch, state.config.train.seq_length)
-    if limit is not None:
-        longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
-        max_new_tokens = max(1, min(max_new_tokens, limit - longest))
+    max_new_tokens = fitting_max_new_tokens(state, tokenizer, prompts, max_new_tokens)
     caller = "evaluate(sample_prompts)"
     completions = generate(
         state, tokenizer, prompts, max_new_tokens, SamplingRule(), 0, (), len(prompts), caller=caller
@@ -160,8 +176,23 @@ def sample_texts(
     ]
 
 
+def fitting_max_new_tokens(state: TrainingState, tokenizer: Any, prompts: Sequence[Any], max_new_tokens: int) -> int:
+    """`max_new_tokens`, or fewer where learned positions have no room for as many after the longest prompt; at least
+    1."""
+    limit = _position_limit(state.config.arch, state.config.train.seq_length)
+    if limit is None:
+        return max_new_tokens
+    longest = max(len(prompt_token_ids(tokenizer, prompt, state.shape.vocab_size)) for prompt in prompts)
+    return max(1, min(max_new_tokens, limit - longest))
+
+
 def _complete(
-    state: TrainingState, batch: list[_Row], rule: SamplingRule, ends: StopRule, log_probs: bool
+    state: TrainingState,
+    batch: list[_Row],
+    rule: SamplingRule,
+    ends: StopRule,
+    log_probs: bool,
+    on_tokens: Callable[[int, list[int]], None] | None,
 ) -> list[_Row]:
     """Complete a batch that is spread over all replicas; returns this replica's rows.
 
@@ -194,6 +225,8 @@ def _complete(
                 if row.finish_reason is None:
                     row.new_ids.append(token)
                     row.finish_reason = ends.reason(row.new_ids)
+                    if on_tokens is not None:
+                        on_tokens(row.index, row.new_ids)
             if _all_done(rows, dp.group if exchanges_tokens else None, state.platform.device):
                 break
             fed = chosen[:, None]
@@ -270,7 +303,7 @@ def _check_lengths(rows: list[_Row], max_new_tokens: int, limit: int | None) -> 
     for row in rows:
         if limit is not None and len(row.prompt) + max_new_tokens > limit:
             raise DataError(
-                f"wrap.generate: prompt {row.index} has {len(row.prompt)} tokens, which with max_new_tokens "
+                f"wrap.generate: prompt {row.index} has {counted(len(row.prompt), 'token')}, which with max_new_tokens "
                 f"{max_new_tokens} is more than the model's {limit} learned positions (max_position_embeddings); "
                 "shorten the prompt or lower max_new_tokens"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +18,12 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.adapter import AdapterConfig
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.setup.freeze import keep_graph
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.model.initial_weights import global_names, normal_values, uniform_values
+from megatron_wrap.model.initial_weights import global_names
+from megatron_wrap.model.random_numbers import key_of, normal, uniform
 from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
 from megatron_wrap.parallel.state import ParallelState
 
@@ -77,10 +78,8 @@ def add_adapters(
             owner.add_module(f"{child_name}{ADAPTER}", adapter)
     for name, factor, mapping in adapter_parameters(chunk, layers, config):
         _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
-    embedding = getattr(chunk, "embedding", None)
-    if embedding is not None and config.recompute.recompute_granularity is not None:
-        # a recomputed block has gradients only if one of its inputs does (torch.utils.checkpoint, use_reentrant)
-        embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+    if config.recompute.recompute_granularity is not None:
+        keep_graph(chunk)
 
 
 def describe_adapters(config: RunConfig, vocab_size: int) -> str:
@@ -179,8 +178,7 @@ def _fill(
     if is_b and adapter.init_lora_weights is not False:
         factor.zero_()
         return
-    digest = hashlib.sha256(f"{seed}\0{next(iter(mapping.shapes()))}".encode()).digest()
-    key = int.from_bytes(digest[:8], "little", signed=True)
+    key = key_of(seed, next(iter(mapping.shapes())))
     (columns,) = {shape[1] for shape in mapping.shapes().values()}
     for piece in local_pieces(name, factor, mapping, parallel):
         (first_row, last_row), (first, last) = piece.region
@@ -188,7 +186,7 @@ def _fill(
         index = rows[:, None] * columns + torch.arange(first, last, device=factor.device)[None, :]
         if adapter.init_lora_weights == "gaussian":
             rank = factor.shape[0]
-            values = normal_values(index, key) / rank
+            values = normal(index + key) / rank
         else:
-            values = (2 * uniform_values(index, key) - 1) / math.sqrt(columns)
+            values = uniform(index + key) / math.sqrt(columns)
         view_of(factor, piece, piece.region).copy_(values)

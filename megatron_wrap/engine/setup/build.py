@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -18,6 +19,8 @@ from megatron_wrap.config.schema.fp8 import token_multiple
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples
+from megatron_wrap.data.order.usable_rows import prepare_row
+from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.engine.batches.localize import Localization
 from megatron_wrap.engine.batches.micro_batch import try_flow
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of
@@ -27,6 +30,7 @@ from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks
 from megatron_wrap.engine.setup.flow import build_flow
+from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
@@ -65,14 +69,16 @@ def build_training_state(
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
     if training:
-        first_samples = _first_samples(config, vocab_size, tokenizer)
-        try_flow(flow, [prepare_sample(sample) for sample in first_samples], config.train.seed)
-    model_config = transformer_config(config, parallel, platform, training)
+        try_flow(flow, _first_samples(config, prepare_sample, vocab_size, tokenizer), config.train.seed)
+    model_config = transformer_config(config, platform, training)
     # a checkpoint of an adapter does not contain the base
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
     bare = build_chunks(config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder)
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
+    if training:
+        check_noise(config, bare)
+        freeze_parameters(config, bare, parallel, vocab_size)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:
         platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
@@ -91,13 +97,7 @@ def build_training_state(
         calculate_loss=flow.calculate_loss,
         shape=shape,
         micro_batching=micro_batching_of(config, parallel, shape, _group_size(model_config, parallel)),
-        localization=Localization(
-            parallel=parallel,
-            device=platform.device,
-            sequence_parallel=model_config.sequence_parallel,
-            has_experts=config.arch.num_experts is not None,
-            token_multiple=token_multiple(config),
-        ),
+        localization=_localization(config, parallel, platform.device, model_config, training),
         pipeline_schedule=PipelineSchedule(
             parallel=parallel,
             sequence_parallel=model_config.sequence_parallel,
@@ -108,18 +108,39 @@ def build_training_state(
     )
 
 
-def _first_samples(config: RunConfig, vocab_size: int, tokenizer: Any) -> list[Any]:
-    """The head of the training data."""
-    count = 2 * config.train.micro_batch_size
+def _localization(
+    config: RunConfig, parallel: ParallelState, device: torch.device, model_config: TransformerConfig, training: bool
+) -> Localization:
+    return Localization(
+        parallel=parallel,
+        device=device,
+        sequence_parallel=model_config.sequence_parallel,
+        has_experts=config.arch.num_experts is not None,
+        token_multiple=token_multiple(config),
+        noise_alpha=config.train.neftune_noise_alpha if training else None,
+        hidden_size=config.arch.hidden_size,
+    )
+
+
+def _first_samples(
+    config: RunConfig, prepare_sample: Callable[[Any], Any], vocab_size: int, tokenizer: Any
+) -> list[Any]:
+    """The head of the training data, prepared."""
+    count, skip_bad = 2 * config.train.micro_batch_size, config.data.on_bad_sample == "skip"
     if derived.is_indexed(config.data):
         windows = open_indexed(config, vocab_size, tokenizer).training
-        return [windows.read(position) for position in range(count)]
-    return first_training_samples(
-        derived.training_sources(config),
-        derived.mock_samples(config.data),
-        count,
-        skip_bad=config.data.on_bad_sample == "skip",
-    )
+        rows = [(windows.where(position), windows.read(position)) for position in range(count)]
+    else:
+        sources, mock_samples = derived.training_sources(config), derived.mock_samples(config.data)
+        rows = first_training_samples(sources, mock_samples, count, skip_bad)
+    prepared = []
+    for where, sample in rows:
+        try:
+            prepared.append(prepare_row(prepare_sample, sample, lambda where=where: where))
+        except BadSample:
+            if not skip_bad:
+                raise
+    return prepared
 
 
 def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:

@@ -59,19 +59,10 @@ def build_lr_scheduler(config: RunConfig, optimizer: CheckedOptimizer) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     rate, optim = config.learning_rate, config.optimizer
-    weight_decay = optim.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=rate.lr_warmup_init,
-        max_lr=rate.lr,
-        min_lr=rate.min_lr,
-        lr_warmup_steps=derived.lr_warmup_samples(config),
-        lr_decay_steps=derived.lr_decay_samples(config),
-        lr_decay_style=rate.lr_decay_style,
-        start_wd=weight_decay if optim.start_weight_decay is None else optim.start_weight_decay,
-        end_wd=weight_decay if optim.end_weight_decay is None else optim.end_weight_decay,
-        wd_incr_steps=derived.train_samples(config),
-        wd_incr_style=optim.weight_decay_incr_style,
+        **derived.schedule_values(config),
         use_checkpoint_opt_param_scheduler=optim.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=optim.override_opt_param_scheduler,
         wsd_decay_steps=derived.lr_wsd_decay_samples(config),

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.reading.yaml_nodes import describe
+from megatron_wrap.config.schema.familiar_names import unknown_key_hint
 from megatron_wrap.config.schema.keys import key_range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
-from megatron_wrap.errors import ConfigError, FlowError, did_you_mean
+from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow.contract.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.class_checks import check_packing
 
@@ -44,9 +45,8 @@ def decode_flow_config(
     values: dict[str, Any] = {}
     for key, value in options.items():
         if key not in hints:
-            raise ConfigError(
-                f"{_where(config, key)}: unknown key{did_you_mean(key, hints) or _keys(flow_class.__name__, hints)}"
-            )
+            hint = unknown_key_hint(f"{_SECTION}.{key}", hints) or _keys(flow_class.__name__, hints)
+            raise ConfigError(f"{_where(config, key)}: unknown key{hint}")
         try:
             values[key] = check_value(value, hints[key])
         except Mismatch as mismatch:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_wrap.errors import did_you_mean
+from megatron_wrap.metrics.number_format import counted
 
 _LARGEST_EXPONENT = 80.0  # exp(80) is finite in fp32
 
@@ -162,7 +163,8 @@ def check_losses(
         raise ValueError(f"loss_type is {list(names)}; name at least one loss, and no loss twice")
     if weights and len(weights) != len(names):
         raise ValueError(
-            f"loss_weights has {len(weights)} values for {len(names)} losses in loss_type; write one for each loss"
+            f"loss_weights has {counted(len(weights), 'value')} for {counted(len(names), 'loss')} in loss_type; "
+            "write one for each loss"
         )
     others = [name for name in names if name not in SCORE_LOSSES]
     if divergence != "reverse_kl" and others:

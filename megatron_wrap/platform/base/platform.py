@@ -18,28 +18,23 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
+# TransformerConfig fields that select kernels of Transformer Engine or Apex which have no other implementation;
+# `config.defaults.kernel_choices` has the others.
+WITHOUT_FUSED_KERNELS = {"masked_softmax_fusion": False, "persist_layer_norm": False}
+
 # Settings that need Transformer Engine or Apex -> the values that work without them.
-NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
-    "fp8": (None, False),
-    "fp4": (None, False),
-    "fp8_param": (False,),
-    "fp8_param_gather": (False,),
-    "tp_comm_overlap": (False,),
-    "cpu_offloading": (False,),
-    "delay_wgrad_compute": (False,),
-    "fused_single_qkv_rope": (False,),
-    "apply_rope_fusion": (False,),
-    "gradient_accumulation_fusion": (False,),
-    "masked_softmax_fusion": (False,),
-    "persist_layer_norm": (False,),
-    "memory_efficient_layer_norm": (False,),
-    "moe_grouped_gemm": (False,),
-    "moe_permute_fusion": (False,),
-    "moe_router_fusion": (False,),
-    "use_te_activation_func": (False,),
-    "use_te_rng_tracker": (False,),
-    "use_kitchen": (False,),
-    "use_precision_aware_optimizer": (False,),
+_NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("fp8", "fp4"), (None, False)),
+    **dict.fromkeys(
+        (
+            *WITHOUT_FUSED_KERNELS,
+            *("fp8_param", "fp8_param_gather", "tp_comm_overlap", "cpu_offloading", "delay_wgrad_compute"),
+            *("fused_single_qkv_rope", "apply_rope_fusion", "gradient_accumulation_fusion"),
+            *("memory_efficient_layer_norm", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
+            *("use_te_activation_func", "use_te_rng_tracker", "use_kitchen", "use_precision_aware_optimizer"),
+        ),
+        (False,),
+    ),
     "cross_entropy_fusion_impl": ("native",),
     "softmax_type": ("vanilla",),
 }
@@ -157,10 +152,4 @@ class Platform(ABC):
                 )
 
     def _safe_values(self, transformer_engine: bool) -> dict[str, tuple[Any, ...]]:
-        return {} if transformer_engine else NEEDS_TRANSFORMER_ENGINE
-
-
-def without_fused_kernels() -> dict[str, bool]:
-    """TransformerConfig fields that disable kernels of Transformer Engine and Apex which have no other implementation;
-    `config.defaults.kernel_choices` has the others."""
-    return {"masked_softmax_fusion": False, "persist_layer_norm": False}
+        return {} if transformer_engine else _NEEDS_TRANSFORMER_ENGINE

@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.base.platform import GIB, Platform, without_fused_kernels
+from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Platform
 from megatron_wrap.platform.cpu.gloo import share_device
 from megatron_wrap.platform.cpu.heap import keep_freed_memory
 from megatron_wrap.platform.cpu.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
@@ -44,20 +44,16 @@ _NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
     # gloo may still be sending the storage that the schedule frees: gave wrong losses with 0.16.
     "deallocate_pipeline_outputs": (False,),
     "cuda_graph_impl": ("none",),
-    "enable_cuda_graph": (False,),
-    "external_cuda_graph": (False,),
-    "optimizer_cuda_graph": (False,),
-    "optimizer_cpu_offload": (False,),
-    "fine_grained_activation_offloading": (False,),
-    "moe_paged_stash": (False,),
-    "moe_enable_deepep": (False,),
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
-    "batch_invariant_mode": (False,),
-    "flash_decode": (False,),
     "symmetric_ar_type": (None,),
-    "use_megatron_fsdp": (False,),
-    "use_ring_exchange_p2p": (False,),
-    "nccl_ub": (False,),
+    **dict.fromkeys(
+        (
+            *("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "optimizer_cpu_offload"),
+            *("fine_grained_activation_offloading", "moe_paged_stash", "moe_enable_deepep", "batch_invariant_mode"),
+            *("flash_decode", "use_megatron_fsdp", "use_ring_exchange_p2p", "nccl_ub"),
+        ),
+        (False,),
+    ),
 }
 
 
@@ -130,7 +126,7 @@ class CpuPlatform(Platform):
             raise PlatformError(
                 "transformer_impl transformer_engine needs a GPU; on platform cpu choose transformer_impl torch or auto"
             )
-        settings: dict[str, Any] = {**without_fused_kernels(), "deallocate_pipeline_outputs": False}
+        settings: dict[str, Any] = {**WITHOUT_FUSED_KERNELS, "deallocate_pipeline_outputs": False}
         if pipeline_size == 2 and virtual_size is not None and virtual_size > 1:
             # A batch would hold two messages between the same two ranks. gloo matches messages in posting order, which
             # would swap them.

@@ -101,10 +101,8 @@ def _cuda_replacements() -> dict[str, Any]:
         "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
         "manual_seed": seed_all,
         "manual_seed_all": seed_all,
-        "memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "max_memory_reserved": lambda device=None: 0,
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: 0),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: 0),
     }
 
 

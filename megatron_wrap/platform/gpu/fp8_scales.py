@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.platform.megatron_core.replacements import Replacements
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,15 +40,10 @@ def readable_scales(states: Iterable[tuple[str, Any]]) -> Iterator[None]:
     for name, state in states:
         if getattr(state, "numel", lambda: 0)():
             _check(name, state)
-    before = os.environ.get(_PERMISSION)
-    os.environ[_PERMISSION] = "1"
-    try:
+    with Replacements() as replacements:
+        replacements.keep_item(os.environ, _PERMISSION)
+        os.environ[_PERMISSION] = "1"
         yield
-    finally:
-        if before is None:
-            del os.environ[_PERMISSION]
-        else:
-            os.environ[_PERMISSION] = before
 
 
 def forget_scales() -> None:

@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.base.platform import GIB, Platform, without_fused_kernels
+from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Platform
 from megatron_wrap.platform.gpu.fp8_requirements import missing_for
 from megatron_wrap.platform.gpu.fp8_scales import forget_scales
 from megatron_wrap.platform.megatron_core import adam, repairs
@@ -57,7 +57,7 @@ class CudaPlatform(Platform):
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         # CUDA has read the others if it is in use
         for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
-            replacements.keep_variable(name)
+            replacements.keep_item(os.environ, name)
             os.environ.setdefault(name, value)
         torch.cuda.set_device(self.device)
         replacements.on_undo(forget_scales)
@@ -96,7 +96,7 @@ class CudaPlatform(Platform):
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
     ) -> dict[str, Any]:
         """See `Platform.transformer_config_settings`."""
-        settings: dict[str, Any] = {} if transformer_engine else dict(without_fused_kernels())
+        settings: dict[str, Any] = {} if transformer_engine else dict(WITHOUT_FUSED_KERNELS)
         if pipeline_size > 1:
             # Megatron-LM's default: free the data of an output that was sent, keep its autograd graph.
             settings["deallocate_pipeline_outputs"] = True

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from megatron_wrap.platform.megatron_core.repairs import hide_log_messages
+from megatron_wrap.platform.megatron_core.replacements import Replacements
 
 _EXTENSION, _USER = "megatron.core.datasets.helpers_cpp", "megatron.core.datasets.helpers"
 _WRITERS = ("megatron.core.datasets.gpt_dataset", "megatron.core.datasets.blended_dataset")
@@ -22,33 +24,17 @@ def with_dataset_helpers() -> Iterator[None]:
     """Let Megatron-Core build data sets in memory even without the compiled extension, without its warning that
     nothing was written. Installed from source, Megatron-Core has the extension only after
     `make -C megatron/core/datasets`."""
-    for name in _WRITERS:
-        logging.getLogger(name).addFilter(_is_no_warning_of_a_cache)
-    substitute = not _has_extension()
-    before = {name: sys.modules.pop(name, None) for name in (_EXTENSION, _USER)} if substitute else {}
-    if substitute:
-        sys.modules[_EXTENSION] = _module()
-    try:
-        yield
-    finally:
+    with Replacements() as replacements:
         for name in _WRITERS:
-            logging.getLogger(name).removeFilter(_is_no_warning_of_a_cache)
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def _has_extension() -> bool:
-    try:
-        importlib.import_module(_EXTENSION)
-    except ImportError:
-        return False
-    return True
-
-
-def _is_no_warning_of_a_cache(record: logging.LogRecord) -> bool:
-    return "path_to_cache is None" not in record.getMessage()
+            hide_log_messages(name, "path_to_cache is None", replacements)
+        try:
+            importlib.import_module(_EXTENSION)
+        except ImportError:
+            for name in (_EXTENSION, _USER):
+                replacements.keep_item(sys.modules, name)
+            sys.modules[_EXTENSION] = _module()
+            sys.modules.pop(_USER, None)
+        yield
 
 
 def _module() -> types.ModuleType:

@@ -60,12 +60,10 @@ def repair(replacements: Replacements) -> None:
     _replace_results_queue(replacements)
     _replace_gradient_norm(replacements)
     for text, logger in _NOISE.items():
-        log_filter = functools.partial(_does_not_contain, text)
-        logging.getLogger(logger).addFilter(log_filter)
-        replacements.on_undo(functools.partial(logging.getLogger(logger).removeFilter, log_filter))
+        hide_log_messages(logger, text, replacements)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         # a model sets them to its attention_backend; a later model with a different one fails (language_module.py)
-        replacements.keep_variable(name)
+        replacements.keep_item(os.environ, name)
 
 
 def _replace_gradient_norm(replacements: Replacements) -> None:
@@ -86,8 +84,14 @@ def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per
     return torch.stack(norms).square().sum().sqrt().float().reshape(1), None
 
 
-def _does_not_contain(text: str, record: logging.LogRecord) -> bool:
-    return text not in record.getMessage()
+def hide_log_messages(logger: str, text: str, replacements: Replacements) -> None:
+    """Hide a logger's messages that contain a text, until the replacements are undone."""
+
+    def does_not_contain_it(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    logging.getLogger(logger).addFilter(does_not_contain_it)
+    replacements.on_undo(lambda: logging.getLogger(logger).removeFilter(does_not_contain_it))
 
 
 def _replace_results_queue(replacements: Replacements) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from types import TracebackType
 from typing import Any
 
@@ -38,10 +37,10 @@ class Replacements:
         """Run `action` in `undo`, which reverts changes and runs actions in reverse order."""
         self._undo.append(action)
 
-    def keep_variable(self, name: str) -> None:
-        """Make `undo` restore the current value of an environment variable."""
-        value = os.environ.get(name)
-        self.on_undo(lambda: os.environ.pop(name, None) if value is None else os.environ.update({name: value}))
+    def keep_item(self, mapping: MutableMapping[str, Any], key: str) -> None:
+        """Make `undo` restore the current item of a mapping, such as an environment variable, or its absence."""
+        value = mapping.get(key)
+        self.on_undo(lambda: mapping.pop(key, None) if value is None else mapping.update({key: value}))
 
     def undo(self) -> None:
         """Revert everything, the last change first."""

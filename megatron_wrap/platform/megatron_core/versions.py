@@ -107,7 +107,7 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
     Raises:
         ConfigError: an argument that this version's function does not take.
     """
-    spec = _layer_spec("get_gpt_layer_local_spec", "get_gpt_layer_local_submodules", arguments)
+    spec = _layer_spec("get_gpt_layer_local_spec", arguments)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if core_attention is not None:
         attention.core_attention = core_attention
@@ -139,13 +139,13 @@ def te_layer_spec(**arguments: Any) -> Any:
     Raises:
         ConfigError: an argument that this version's function does not take.
     """
-    name = "get_gpt_layer_with_transformer_engine"
-    return _layer_spec(f"{name}_spec", f"{name}_submodules", arguments)
+    return _layer_spec("get_gpt_layer_with_transformer_engine_spec", arguments)
 
 
-def _layer_spec(name: str, submodules_name: str, arguments: dict[str, Any]) -> Any:
+def _layer_spec(name: str, arguments: dict[str, Any]) -> Any:
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     # In 0.19 the function takes **kwargs and passes them to the second one, which has the parameter names.
+    submodules_name = name.removesuffix("_spec") + "_submodules"
     known = inspect.signature(getattr(specs, submodules_name, None) or getattr(specs, name)).parameters
     for argument in arguments:
         if argument not in known:
@@ -220,7 +220,5 @@ def common_state_file(folder: str | Path) -> bool:
 def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients of an optimizer's parameters on this rank that count in the gradient norm: without copies of other
     ranks. 0.16: `get_main_grads_for_grad_norm`; 0.19: `get_grads_for_grad_norm`."""
-    name = (
-        "get_grads_for_grad_norm" if hasattr(optimizer, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
-    )
-    return list(getattr(optimizer, name)())
+    older = getattr(optimizer, "get_main_grads_for_grad_norm", None)
+    return list(getattr(optimizer, "get_grads_for_grad_norm", older)())

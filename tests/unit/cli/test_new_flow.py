@@ -9,6 +9,7 @@ import pytest
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
+from megatron_wrap.config.checks.run import check_run
 
 
 def test_it_writes_a_flow_its_run_and_its_test(
@@ -17,14 +18,22 @@ def test_it_writes_a_flow_its_run_and_its_test(
     monkeypatch.chdir(tmp_path)
     assert main(["new-flow", "reward_flow", "--folder", "mine"]) == 0
     files = {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()}
-    assert sorted(files) == ["reward_flow.py", "reward_flow.yaml", "test_reward_flow.py"]
-    assert "mine/test_reward_flow.py" in capsys.readouterr().out
+    assert sorted(files) == ["reward_flow.jsonl", "reward_flow.py", "reward_flow.yaml", "test_reward_flow.py"]
+    commands = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert commands == [
+        "PYTHONPATH=mine python -m pytest mine/test_reward_flow.py",
+        "PYTHONPATH=mine megatron-wrap check-parity mine/reward_flow.yaml",
+        "PYTHONPATH=mine megatron-wrap train mine/reward_flow.yaml",
+    ]
     classes = [node.name for node in ast.parse(files["reward_flow.py"]).body if isinstance(node, ast.ClassDef)]
     assert classes == ["RewardFlow"]
-    flow = load_run_config(tmp_path / "mine/reward_flow.yaml").flow
+    config = load_run_config("mine/reward_flow.yaml")
+    check_run(config)
+    assert [source.path for source in config.data.train] == ["mine/reward_flow.jsonl"]
+    flow = config.flow
     assert (flow.flow_key, flow.options) == ("reward_flow:RewardFlow", {"focus": 2.0})
-    assert not any(word in text for text in files.values() for word in ("NAME", "CLASS", "FOLDER/"))
-    assert all(len(line) <= 120 for text in files.values() for line in text.splitlines())
+    assert not any(word in text for text in files.values() for word in ("NAME", "CLASS", "DATA"))
+    assert all(len(line) <= 120 for name, text in files.items() if name[-1] != "l" for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

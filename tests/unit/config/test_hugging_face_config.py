@@ -71,7 +71,7 @@ def test_the_architecture_is_that_of_config_json(run):
     assert (arch.norm_epsilon, arch.rotary_base, arch.max_position_embeddings) == (1e-6, 5000.0, 512)
     assert arch.untie_embeddings_and_output_weights
     assert (arch.hidden_dropout, arch.attention_dropout) == (0.0, 0.0)
-    assert config.origins["megatron_lm.model.arch.num_layers"] == "model/config.json (hf_path)"
+    assert str(config.origins["megatron_lm.model.arch.num_layers"]) == "model/config.json (hf_path)"
     assert config.resolved["megatron_lm"]["model"]["arch"]["num_layers"] == 3
     assert config.data.tokenizer is None
 

@@ -8,23 +8,28 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from megatron_wrap.cli.main import main
 from megatron_wrap.config.checks.run import _check_ranges
 from megatron_wrap.config.decode import decode, load_tree, read_view
-from megatron_wrap.config.json_schema import schema_path
+from megatron_wrap.config.json_schema import installed_upstream_keys
+from megatron_wrap.config.json_types import type_schema
 from megatron_wrap.config.reading import nest
 from megatron_wrap.config.reading.origins import ComposedConfig
-from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root
+from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root, shipped_schema
 from megatron_wrap.config.reading.yaml_nodes import read_yaml
 from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.config.schema.types import Mismatch, check_value
+from megatron_wrap.config.schema.upstream import upstream_fields
 from megatron_wrap.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = json.loads(schema_path().read_text(encoding="utf-8"))
+SHIPPED = json.loads(shipped_schema().read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SHIPPED)
 MUTANTS = 500
 
@@ -236,3 +241,123 @@ def test_a_mistyped_key_in_a_file_of_the_tree_is_refused(folder: str) -> None:
     name = next(key for key in content if not key.startswith("__"))
     assert not VALIDATOR.is_valid({**content, f"{name}x": content[name]})
     assert not VALIDATOR.is_valid({**content, name: {"a": [1]}})
+
+
+# ---- the shipped file, and what the command prints
+
+
+def test_the_shipped_file_is_that_of_the_dataclasses(load_script: Callable[[str], ModuleType]) -> None:
+    assert load_script("config_schema").main(["--check"]) == 0, "run make config-docs"
+
+
+def test_the_shipped_file_has_every_key_of_the_installed_megatron_core(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    script = load_script("config_schema")
+    shipped = script.shipped_upstream_keys(ROOT)
+    marks = set(re.findall(rf"{script.ONLY}([\d.]+)\.", json.dumps(shipped)))
+    assert marks == {"0.16", "0.19"}
+    for section, keys in installed_upstream_keys().items():
+        for name, key in keys.items():
+            accepted = shipped[section][name]
+            types = [script.without_text(form) for form in accepted.get("anyOf", [accepted])]
+            assert script.without_text(accepted) == script.without_text(key) or script.without_text(key) in types, name
+        # what is not installed is marked as that of the other version
+        others = {name: key["description"] for name, key in shipped[section].items() if name not in keys}
+        assert all(script.ONLY in text for text in others.values()), section
+        assert len(keys) > 10
+
+
+def test_versions_are_joined(load_script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    script = load_script("config_schema")
+    older, newer = {"type": "integer", "description": "Old."}, {"type": "string", "description": "New."}
+    same = {**older, "description": "New."}
+    assert script.joined({"1": older, "2": same}) == same
+    either = {"anyOf": [{"type": "integer"}, {"type": "string"}], "description": "New."}
+    assert script.joined({"1": older, "2": newer}) == either
+    assert script.marked("2", newer)["description"] == f"New. {script.ONLY}2."
+    for version, extra in (("1", ""), ("2", "    new_key: int = 3\n    '''Counts.'''\n")):
+        for file, name in FILES_OF_MEGATRON_CORE.items():
+            path = tmp_path / version / "megatron" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"class {name}:\n    a_key: bool = False\n    '''Is on.'''\n{extra}", encoding="utf-8")
+    union = script.keys_of_all({"1": tmp_path / "1", "2": tmp_path / "2"})["optimizer"]
+    assert union["a_key"]["type"] == "boolean"
+    assert union["new_key"]["description"] == (
+        "Counts. (Megatron-Core's OptimizerConfig, default 3) Only in Megatron-Core 2."
+    )
+    assert upstream_fields("OptimizerConfig")["lr"], "the installed version is read again"
+
+
+FILES_OF_MEGATRON_CORE = {
+    "core/model_parallel_config.py": "ModelParallelConfig",
+    "core/transformer/transformer_config.py": "TransformerConfig",
+    "core/optimizer/optimizer_config.py": "OptimizerConfig",
+    "core/distributed/distributed_data_parallel_config.py": "DistributedDataParallelConfig",
+    "core/transformer/enums.py": "AttnBackend(enum.Enum)",
+}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Draft202012Validator:
+    assert main(["schema", *arguments]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def test_the_command_prints_the_schema_of_the_installed_megatron_core(capsys: pytest.CaptureFixture[str]) -> None:
+    validator = printed(capsys)
+    run = read_yaml(ROOT / "configs/tiny-llama-sft.yaml").plain()
+    assert validator.is_valid(run)
+    assert "Only in Megatron-Core" not in json.dumps(validator.schema)
+    keys = validator.schema["$defs"]["keys-of-megatron_lm.model.arch"]["properties"]
+    assert keys["qk_l2_norm"]["description"] == (
+        "Whether to apply llama 4-style qk L2 norm. (Megatron-Core's TransformerConfig, default False)"
+    )
+    assert keys["num_layers"]["minimum"] == 1
+    assert validator.schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_the_keys_of_a_flow_of_ones_own_and_the_files_of_an_overlay(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["new-flow", "sharp_flow", "--folder", str(tmp_path)]) == 0
+    capsys.readouterr()
+    path = tmp_path / "sharp_flow.yaml"
+    first, *_ = path.read_text(encoding="utf-8").splitlines()
+    assert first == f"# yaml-language-server: $schema={shipped_schema()}"
+    assert shipped_schema().is_file()
+    overlay = tmp_path / "nest/megatron_lm/model/arch/mine.yaml"
+    overlay.parent.mkdir(parents=True)
+    overlay.write_text("__inherit__: tiny-llama.yaml\nnum_layers: 2\n", encoding="utf-8")
+    run = read_yaml(path).plain()
+    arch, flow = run["megatron_lm"]["model"]["arch"], run["megatron_wrap"]["flow"]["__override__"]
+    mistyped = copy.deepcopy(run)
+    mistyped["megatron_wrap"]["flow"]["__override__"]["focsu"] = 1.0
+    assert VALIDATOR.is_valid(run)
+    assert VALIDATOR.is_valid(mistyped), "the shipped schema does not know the flow"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    validator = printed(capsys, str(path))
+    assert validator.is_valid(run)
+    assert not validator.is_valid(mistyped)
+    flow["focus"] = "strong"
+    assert not validator.is_valid(run)
+    flow["focus"], arch["__select__"] = 1, "mine"
+    assert validator.is_valid(run)
+    assert validator.is_valid(read_yaml(overlay).plain())
+    assert not VALIDATOR.is_valid(run)
+
+
+def test_a_type_is_the_schema_of_the_values_that_the_reader_accepts() -> None:
+    hints = [int, float, bool, str, list, dict, Any, int | None, Literal["a", 1] | None, tuple[int, int], int | str]
+    hints += [list[float], tuple[str, ...], int | tuple[int, ...] | None, float | list[str], Literal["a"] | int]
+    values = [None, True, 0, 3, 2.5, "a", "b", [], [1, 2], [1, 2, 3], [True], ["a"], [0.5], {}, {"a": 1}]
+    for hint in hints:
+        validator = Draft202012Validator(type_schema(hint))
+        for value in values:
+            try:
+                check_value(value, hint)
+                accepted = True
+            except Mismatch:
+                accepted = False
+            assert validator.is_valid(value) == accepted, (hint, value)

@@ -470,6 +470,40 @@ def test_records_of_a_resumed_run():
     assert reported[2]["loss"] == reported[3]["loss"]  # step 3, taken twice
 
 
+def test_the_representation_shows_model_layout_and_iteration() -> None:
+    wrap = MegatronWrap("run.yaml")
+    assert repr(wrap) == "<MegatronWrap run: 1 layer of 32, gpt_sft, not initialized, no model yet>"
+    with started() as wrap:
+        wrap.train(data()[:4])
+        assert repr(wrap) == "<MegatronWrap run: 1 layer of 32, gpt_sft, tp1 pp1 cp1 dp1, iteration 1 of 6>"
+
+
+def test_an_interrupt_says_where_the_run_stands_and_how_to_resume() -> None:
+    def train(*overrides: str) -> None:
+        with started(*overrides) as wrap:
+            for batch in wrap.batches(data()):
+                wrap.train(batch)
+                if wrap.iteration == 3:
+                    raise KeyboardInterrupt
+
+    def interrupted(*overrides: str) -> str:
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            train(*overrides)
+        return str(interrupt.value)
+
+    assert "after iteration 3 of 6; nothing was saved, because megatron_lm.train.common.save is null" in interrupted()
+    save = f"{TRAIN}.save=checkpoints"
+    assert "after iteration 3 of 6; there is no checkpoint yet" in interrupted(save)
+    message = interrupted(save, f"{TRAIN}.save_interval=2")
+    assert message == (
+        "interrupted after iteration 3 of 6; newest checkpoint: checkpoints/iter_0000002; the same command resumes "
+        "from it"
+    )
+    save = f"{TRAIN}.save=others"
+    message = interrupted(save, f"{TRAIN}.save_interval=2", "megatron_wrap.checkpoint.resume=never")
+    assert message.endswith("others/iter_0000002; to resume from it, set megatron_wrap.checkpoint.resume=auto")
+
+
 def test_each_step_is_recorded_for_every_log_interval(capfd):
     with started(f"{TRAIN}.log_interval=4", f"{LOGGER}.output_dir=elsewhere") as wrap:
         for batch in wrap.batches(data()):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ ARCH = "megatron_lm.model.arch"
 
 def build(*overrides: str) -> Any:
     choose_platform("cpu").install()
-    state: Any = SimpleNamespace(pp=SimpleNamespace(size=1), virtual_size=None)
-    return transformer_config(load_run_config(RUN, overrides), state, choose_platform("cpu"))
+    return transformer_config(load_run_config(RUN, overrides), choose_platform("cpu"))
 
 
 def test_fields_of_the_same_name_are_passed() -> None:

@@ -45,8 +45,8 @@ def test_console_line_of_a_step_in_fp16_on_gpu():
         "memory_max": 71.26,
     }
     assert ConsoleLines().step(metrics) == (
-        "iteration 12 | loss 5.1234 | accuracy 0.7500 | grad_norm 1.02 | lr 3.0e-4 | loss_scale 65536 | 12.3 s | "
-        "1.23M tokens/s"
+        "iteration 12 | loss 5.1234 | accuracy 0.7500 | num_pairs 8 | grad_norm 1.02 | lr 3.0e-4 | loss_scale 65536 | "
+        "12.3 s | 1.23M tokens/s"
     )
 
 

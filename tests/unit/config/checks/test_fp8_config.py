@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,10 +46,9 @@ class Gpu:
 
 
 def built(config: RunConfig, training: bool = True) -> Any:
-    layout: Any = SimpleNamespace(pp=SimpleNamespace(size=1), virtual_size=None)
     arch = dataclasses.replace(config.arch, upstream={**config.arch.upstream, "apply_rope_fusion": False})
     config = dataclasses.replace(config, arch=arch)  # Megatron-Core looks for the kernel of Transformer Engine
-    return transformer_config(config, layout, Gpu(), training)  # type: ignore[arg-type]
+    return transformer_config(config, Gpu(), training)  # type: ignore[arg-type]
 
 
 FIELDS = ("fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "num_layers_at_end_in_bf16")
@@ -155,7 +153,6 @@ def test_sizes_are_those_of_one_tensor_parallel_process() -> None:
 
 def test_a_cpu_is_refused() -> None:
     config = load("dtype.fp8=hybrid")
-    layout: Any = SimpleNamespace(pp=SimpleNamespace(size=1), virtual_size=None)
     with pytest.raises(PlatformError) as raised:
-        transformer_config(config, layout, choose_platform("cpu"))
+        transformer_config(config, choose_platform("cpu"))
     assert all(fact in str(raised.value) for fact in (f"{DTYPE}.fp8", "hybrid", "delayed", "GPU", "cpu"))

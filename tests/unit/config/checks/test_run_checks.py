@@ -145,7 +145,7 @@ VALUES = [
      "weight_decay_incr_style linear or cosine, which is constant"),
     ("optimizer.adam_beta2=1", ConfigError, "optimizer.adam_beta2: must be at least 0 and below 1, not 1.0"),
     ("dtype.loss_scale=8", ConfigError, "dtype.loss_scale: 8.0 only applies to fp16; delete it or select fp16"),
-    ("recompute.recompute_granularity=full", ConfigError, "recompute.recompute_method: recompute_granularity full "
+    ("recompute.recompute_granularity=full", ConfigError, "recompute.recompute_granularity: recompute_granularity full "
      "needs recompute_method"),
     ("recompute.recompute_num_layers=1", ConfigError, "recompute.recompute_num_layers: 1 only applies to "
      "recompute_granularity full alone"),
@@ -226,7 +226,7 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
         (["dtype.bf16=true", "dtype.fp16=true"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32"),
         (
             ["ddp.overlap_param_gather=true", "ddp.overlap_grad_reduce=false"],
-            "true needs megatron_lm.misc.ddp.overlap_grad_reduce, which is false",
+            "true needs overlap_grad_reduce, which is false",
         ),
         (
             ["ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=false"],
@@ -327,7 +327,7 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
         (["arch.num_experts=4", "arch.moe_layer_freq=0"], "must be at least 1, not 0"),
         (
             ["arch.moe_ffn_hidden_size=64"],
-            "64 needs a model with experts; give megatron_lm.model.arch.num_experts, or leave it at null",
+            "64 needs num_experts, which is null; set it, or write moe_ffn_hidden_size: null",
         ),
         (["arch.num_experts=4", "arch.moe_router_topk=5"], "5 is more than num_experts 4"),
         (

@@ -118,7 +118,9 @@ def test_every_kind_of_file_has_the_rows_it_was_written_from(path: str) -> None:
         assert [row for _, row in read] == ROWS[start:]
         assert [where for where, _ in read] == [samples.where(position) for position in range(start, 25)]
         assert stream.length == 25
-    assert without_source(first_training_samples([source], None, 3)) == ROWS[:3]
+    first = first_training_samples([source], None, 3)
+    assert without_source([sample for _, sample in first]) == ROWS[:3]
+    assert [where for where, _ in first] == [samples.where(row) for row in range(3)]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "arrow"])
@@ -362,11 +364,16 @@ def test_the_head_of_a_mixture_has_each_source_and_no_bad_row() -> None:
     write("a", 5)
     Path("b.jsonl").write_text('{"text": 1}\n{"text": "b"}\nno json\n')
     sources = [SourceConfig(path="a.jsonl"), SourceConfig(path="b.jsonl")]
-    assert [s["text"] for s in first_training_samples(sources, None, 3, skip_bad=True)] == ["a0", "a1", "b"]
+    first = first_training_samples(sources, None, 3, skip_bad=True)
+    assert [(where, sample["text"]) for where, sample in first] == [
+        ("a.jsonl:1", "a0"),
+        ("a.jsonl:2", "a1"),
+        ("b.jsonl:2", "b"),
+    ]
     with pytest.raises(BadSample, match=r"b\.jsonl:1: "):
         first_training_samples(sources, None, 3)
     assert first_training_samples([], None, 3) == []
-    assert first_training_samples([], 9, 2) == [{"index": 0}, {"index": 1}]
+    assert first_training_samples([], 9, 2) == [("mock:1", {"index": 0}), ("mock:2", {"index": 1})]
 
 
 def test_samples_of_the_caller_are_not_changed() -> None:

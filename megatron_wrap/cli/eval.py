@@ -1,0 +1,127 @@
+"""`megatron-wrap eval`: tasks of lm-evaluation-harness, in one process or on a parallel layout."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from contextlib import nullcontext, redirect_stderr
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes, run_process
+from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.utils.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from megatron_wrap.core import MegatronWrap
+
+EXAMPLES = (
+    ("a task, with the model that export-hf has written", "eval outputs/tiny-llama-sft/hf --tasks arc_easy"),
+    (
+        "two tasks with a checkpoint on two tensor-parallel processes, and the results as JSON",
+        "eval configs/tiny-llama-sft.yaml --tasks arc_easy,gsm8k --output results.json "
+        "megatron_lm.model.parallel.tensor_model_parallel_size=2",
+    ),
+    (
+        "a task of your own, a YAML file of lm-evaluation-harness in the folder my_tasks",
+        "eval outputs/tiny-llama-sft/hf --tasks my_task --include-path my_tasks",
+    ),
+)
+_RANK = "import sys; from megatron_wrap.cli.eval import run_rank; run_rank(*sys.argv[1:])"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand; options of lm_eval have its names, also with its underscores."""
+    add_model_arguments(parser)
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, groups or tags; may have *")
+    parser.add_argument("--include-path", "--include_path", metavar="FOLDER", help="folder with YAML files of tasks")
+    parser.add_argument(
+        "--num-fewshot",
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="examples before each question (default: the task's)",
+    )
+    parser.add_argument("--limit", type=float, metavar="N", help="examples of each task; below 1, their share")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=count, default=8, metavar="N", help="sequences at a time (default: 8)"
+    )
+    parser.add_argument(
+        "--apply-chat-template", "--apply_chat_template", action="store_true", help="prompts as messages of a user"
+    )
+    parser.add_argument("--system-instruction", "--system_instruction", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--gen-kwargs", "--gen_kwargs", metavar="K=V,K=V", help="of generation, such as max_gen_toks=64"
+    )
+    parser.add_argument("--output", metavar="FILE", help="also write all results to FILE, as JSON")
+    parser.add_argument(
+        "--log-samples", "--log_samples", action="store_true", help="with each question and answer in --output"
+    )
+    parser.add_argument(
+        "--confirm-run-unsafe-code",
+        "--confirm_run_unsafe_code",
+        action="store_true",
+        help="run the code that a model writes, for tasks that need it",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table of results; returns the exit code of the processes."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("eval needs lm-evaluation-harness; install it: pip install 'megatron-wrap[eval]'")
+    if arguments.log_samples and not arguments.output:
+        raise ConfigError("eval: --log-samples writes into --output; give that, too")
+    return run_on_processes(_use, _RANK, arguments)
+
+
+def run_rank(arguments: str, num_processes: str) -> None:
+    """The work of one of several processes."""
+    run_process(_use, arguments, num_processes)
+
+
+def _use(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from megatron_wrap.inference.harness import HarnessModel
+
+    rank = wrap.state.parallel.world.rank
+    with nullcontext() if rank == 0 else redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
+        # every process does the same, and one of them shows its bars and warnings
+        manager = TaskManager(include_path=arguments.include_path)
+        results: dict[str, Any] | None = simple_evaluate(
+            HarnessModel(wrap, arguments.batch_size),
+            tasks=_matching(arguments.tasks, manager),
+            task_manager=manager,
+            num_fewshot=arguments.num_fewshot,
+            limit=arguments.limit,
+            batch_size=arguments.batch_size,
+            log_samples=arguments.log_samples,
+            apply_chat_template=arguments.apply_chat_template,
+            system_instruction=arguments.system_instruction,
+            gen_kwargs=arguments.gen_kwargs,
+            confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
+        )
+    if results is None or rank != 0:
+        return
+    results["config"]["model"] = arguments.source
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if arguments.output:
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        write_atomically(arguments.output, text + "\n")
+
+
+def _matching(names: str, manager: Any) -> list[str]:
+    """The tasks that the comma-separated names and patterns mean."""
+    tasks: list[str] = []
+    for name in filter(None, (name.strip() for name in names.split(","))):
+        matches = manager.match_tasks([name])
+        if not matches:
+            raise ConfigError(f"eval: unknown task {name!r}{did_you_mean(name, manager.all_tasks)}")
+        tasks += [match for match in matches if match not in tasks]
+    return tasks

@@ -1,0 +1,126 @@
+"""Keys that need a value of another key: without it they have no effect, or do not work."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.keys import Range
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import Mistakes
+
+
+@dataclass(frozen=True)
+class Need:
+    """`key` needs one of some values of `other`; both are section.key of `RunConfig`."""
+
+    key: str
+    other: str
+    values: Range | tuple[Any, ...] = ()
+    """Empty: any but null."""
+    when: Any = None
+    """The value, or the range of values, of `key` that needs `other`; None: all but its default, null and false."""
+    remedy: str = ""
+    """How to set `other`, where the key alone does not tell."""
+
+    def is_met_by(self, value: Any) -> bool:
+        """Whether a value of `other` is what `key` needs."""
+        if isinstance(self.values, Range):
+            return self.values.holds(value)
+        return value in self.values if self.values else value is not None
+
+
+_WITH_SAMPLES = "write data: {__select__: dataset}"
+_INDEXED_ONLY = (
+    *("split", "mock_data", "eod_token", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
+    "index_samples",
+)
+
+NEEDS = (
+    Need("arch.group_query_attention", "arch.num_query_groups"),
+    Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
+    Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
+    Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
+    Need("parallel.expert_model_parallel_size", "arch.num_experts"),
+    Need("parallel.expert_tensor_parallel_size", "arch.num_experts"),
+    Need("parallel.sequence_parallel", "parallel.tensor_model_parallel_size", Range(above=1)),
+    Need(
+        "parallel.virtual_pipeline_model_parallel_size",
+        "parallel.pipeline_model_parallel_size",
+        Range(above=1),
+        when=Range(above=1),
+    ),
+    Need("parallel.num_layers_per_virtual_pipeline_stage", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("parallel.decoder_first_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("parallel.decoder_last_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("learning_rate.lr_wsd_decay_iters", "learning_rate.lr_decay_style", ("WSD",)),
+    Need("learning_rate.lr_wsd_decay_samples", "learning_rate.lr_decay_style", ("WSD",)),
+    Need("optimizer.use_distributed_optimizer", "optimizer.optimizer", ("adam",)),
+    Need("ddp.overlap_param_gather", "optimizer.optimizer", ("adam",)),
+    Need("ddp.overlap_param_gather", "optimizer.use_distributed_optimizer", (None, True)),
+    Need("ddp.overlap_param_gather", "ddp.overlap_grad_reduce", (None, True)),
+    Need("dtype.loss_scale", "dtype.fp16", (True,)),
+    Need("recompute.recompute_granularity", "recompute.recompute_method", when="full"),
+    Need("recompute.recompute_granularity", "recompute.recompute_num_layers", when="full"),
+    Need("recompute.recompute_method", "recompute.recompute_granularity", ("full",)),
+    Need("recompute.recompute_num_layers", "recompute.recompute_granularity", ("full",)),
+    Need("recompute.recompute_modules", "recompute.recompute_granularity", ("selective",)),
+    Need("data.train", "data.data_key", ("dataset", "jsonl", "indexed"), remedy=_WITH_SAMPLES),
+    Need("data.validation", "data.data_key", ("dataset", "jsonl", "indexed"), remedy=_WITH_SAMPLES),
+    *(
+        Need(f"data.{name}", "data.data_key", ("indexed",), remedy="write data: {__select__: indexed}")
+        for name in _INDEXED_ONLY
+    ),
+    Need("data.reset_attention_mask", "flow.packing", (True,)),
+    Need("train.save_interval", "train.save"),
+    Need("checkpoint.keep", "train.save"),
+    Need("train.finetune", "train.load"),
+    Need("train.early_stop_patience", "checkpoint.best_metric"),
+    Need("checkpoint.best_metric", "train.eval_interval"),
+)
+
+
+def check_needs(config: RunConfig) -> None:
+    """Check `NEEDS`.
+
+    Raises:
+        ConfigError, LayoutError: a key is set, and the other has not the value that it needs.
+    """
+    mistakes = Mistakes()
+    for need in NEEDS:
+        value, other, unused = config.value(need.key), config.value(need.other), _default(config, need.key)
+        if need.when is None:
+            applies = value is not None and value is not False and value != unused
+        elif isinstance(need.when, Range):
+            applies = value is not None and need.when.holds(value)
+        else:
+            applies = value == need.when
+        if applies and not need.is_met_by(other):
+            with mistakes.collected():
+                refuse(config, [need.key, need.other], _rule(need, value, other, unused))
+    mistakes.raise_first()
+
+
+def _default(config: RunConfig, name: str) -> Any:
+    section, _, key = name.partition(".")
+    field = type(getattr(config, section)).__dataclass_fields__[key]
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _rule(need: Need, value: Any, other: Any, unused: Any) -> str:
+    (section, _, key), (other_section, _, other_key) = need.key.partition("."), need.other.partition(".")
+    path = other_key if section == other_section else f"{SECTION_PATHS[other_section]}.{other_key}"
+    wanted = str(need.values) if isinstance(need.values, Range) else " or ".join(map(_text, need.values))
+    needed = f"{key} {_text(value)} needs {path} {wanted}".rstrip()
+    remedy = need.remedy or ("set it" if other is None else "change it")
+    return f"{needed}, which is {_text(other)}; {remedy}, or write {key}: {_text(unused)}"
+
+
+def _text(value: Any) -> str:
+    """A value as YAML; of sources their names."""
+    if isinstance(value, Mapping):
+        value = tuple(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(getattr(item, 'name', str(item)) for item in value)}]" if value else "null"
+    return inline_yaml(value)

@@ -1,0 +1,165 @@
+"""Parameters that are not trained (`train.freeze`), and the modules that options of training need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
+from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
+from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.utils.dist_logger import logger
+
+_KEY = ["train.freeze"]
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Named:
+    """One parameter of the whole model."""
+
+    theirs: tuple[str, ...]
+    """Its Hugging Face tensors; () if there is no family that expresses the model."""
+    numel: int
+    """Elements of the unsharded parameter, without padding of the vocabulary."""
+
+
+def freeze_parameters(
+    config: RunConfig, chunks: Sequence[torch.nn.Module], parallel: ParallelState, vocab_size: int
+) -> None:
+    """Disable the gradients of the parameters that `train.freeze` names, and log how many remain. Collective.
+
+    Raises:
+        ConfigError: on every rank, if a pattern matches no parameter or only a part of one, or nothing remains.
+    """
+    patterns = config.train.freeze
+    if not patterns:
+        return
+    mine = list(_named_parameters(config, chunks, parallel, vocab_size))
+    named: dict[str, _Named] = {}
+    for of_rank in gather_objects({name: about for name, about, _ in mine}):
+        named |= of_rank
+    frozen = frozen_names(config, {name: about.theirs for name, about in named.items()})
+    for name, _, parameter in mine:
+        if name in frozen:
+            parameter.requires_grad_(False)
+    if config.recompute.recompute_granularity is not None:
+        for chunk in chunks:
+            keep_graph(bare_model(chunk))
+    total = sum(about.numel for about in named.values())
+    trained = total - sum(named[name].numel for name in frozen)
+    shown = ", ".join(sorted(frozen)[:_SHOWN]) + (f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else "")
+    logger.info_rank_0(
+        f"trainable: {trained:,} of {total:,} parameters ({trained / total:.2%}), {len(named) - len(frozen)} of "
+        f"{len(named)} tensors; frozen: {shown}"
+    )
+
+
+def frozen_names(config: RunConfig, named: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """The parameters that `train.freeze` names.
+
+    Args:
+        named: Megatron-Core's global name of each parameter of the whole model -> its Hugging Face tensors.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or only some of the tensors of a parameter; or nothing is left to train.
+    """
+    patterns = config.train.freeze
+    known = [*named, *(name for theirs in named.values() for name in theirs)]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in known):
+            modules = {name.rpartition(".")[0] for name in known}
+            hint = did_you_mean(pattern, [*known, *modules]) or _examples(named)
+            refuse(config, _KEY, f"{pattern} matches no parameter of the model{hint}")
+    frozen = set()
+    for name, theirs in named.items():
+        hit = [tensor for tensor in theirs if any(_matches(tensor, pattern) for pattern in patterns)]
+        if any(_matches(name, pattern) for pattern in patterns) or (theirs and len(hit) == len(theirs)):
+            frozen.add(name)
+        elif hit:
+            missing = [tensor for tensor in theirs if tensor not in hit]
+            refuse(
+                config,
+                _KEY,
+                f"{hit[0]} matches and {missing[0]} does not, but both are parts of one parameter, {name}; freeze all "
+                "of its parts or none",
+            )
+    if len(frozen) == len(named):
+        refuse(config, _KEY, f"all {len(named)} parameters of the model match, so nothing is trained")
+    return frozen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _examples(named: Mapping[str, tuple[str, ...]]) -> str:
+    ours, theirs = next(
+        ((ours, theirs) for ours, theirs in named.items() if ".layers." in ours), next(iter(named.items()))
+    )
+    names = f"{theirs[0]} or {ours}" if theirs else ours
+    return f"; a name is, for instance, {names}"
+
+
+def _named_parameters(
+    config: RunConfig, chunks: Sequence[torch.nn.Module], parallel: ParallelState, vocab_size: int
+) -> Any:
+    """Global name, `_Named` and local tensor of each parameter of this process."""
+    try:
+        form = export_format(config, vocab_size)
+        table = {name: tuple(mapping.shapes()) for name, mapping in form.family.parameters(form.arch).items()}
+    except UnsupportedModel:
+        table = {}
+    for chunk in chunks:
+        tied = not config.arch.untie_embeddings_and_output_weights
+        for name, parameter in global_names(bare_model(chunk), tied):
+            for fused, separate in SEPARATE_NORMS.items():
+                name = name.replace(fused, separate)
+            axis = parallel.expert_tp if is_expert(name) else parallel.tp
+            numel, dim = parameter.numel(), split_dim(name, parameter)
+            numel *= 1 if dim is None else axis.size
+            if name.startswith(("embedding.word_embeddings", "output_layer")) and dim == 0:
+                numel = numel // (parameter.shape[0] * axis.size) * vocab_size
+            yield name, _Named(table.get(name, ()), numel), parameter
+
+
+def keep_graph(chunk: Any) -> None:
+    """Let the embeddings require a gradient: the recomputation of a module without one would not compute the gradients
+    of its parameters either (Megatron-Core's tensor_parallel/random.py, CheckpointFunction)."""
+
+    def require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
+
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(require_gradient)
+
+
+def check_noise(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse `neftune_noise_alpha` for a model that does not take it.
+
+    Raises:
+        ConfigError: the model provider builds another model than a `BatchFirstGPTModel`.
+    """
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
+
+    if config.train.neftune_noise_alpha is not None:
+        others = [model for model in map(bare_model, chunks) if not isinstance(model, BatchFirstGPTModel)]
+        if others:
+            refuse(
+                config,
+                ["train.neftune_noise_alpha"],
+                f"noise needs the embeddings of a GPT model of megatron_wrap, and provider_key "
+                f"{config.model_provider.provider_key} builds a {type(others[0]).__name__}; set it to null",
+                ConfigError,
+            )

@@ -1,0 +1,84 @@
+"""NEFTune (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings of training samples.
+
+The noise of a token is a function of the seed, the step, the token ids of its sequence and its position in it, so it is
+the same on every layout, packed or not, and in a resumed run. Equal sequences of one step have equal noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.model.random_numbers import hashed, uniform
+
+CHUNK_ELEMENTS = 2**22
+"""Elements of noise generated at once."""
+
+
+@dataclass(frozen=True)
+class EmbeddingNoise:
+    """The noise of a micro-batch's tokens, [B, S] each; after `select` of this context-parallel rank's tokens."""
+
+    keys: Tensor
+    """int64: from the token ids of the sequence and the position in it."""
+    sizes: Tensor
+    """fp32: largest absolute value, alpha / sqrt(L * hidden_size) with L tokens of the sequence; 0 on padding."""
+    step_key: int = 0
+    """A hash of the seed and the step."""
+
+    @classmethod
+    def of(cls, input_ids: Tensor, rows: Tensor, columns: Tensor, lengths: Tensor, alpha: float, hidden: int) -> Any:
+        """The noise of whole sequences.
+
+        Args:
+            input_ids: [B, S], padded.
+            rows: [B, S], the index of each token's sequence.
+            columns: [B, S], its position in the sequence.
+            lengths: [N], tokens of each sequence without padding.
+        """
+        is_token = columns < lengths[rows]
+        contributions = torch.where(is_token, hashed(hashed(columns) + input_ids), 0)
+        sums = torch.zeros_like(lengths).index_add_(0, rows.reshape(-1), contributions.reshape(-1))
+        sizes = alpha * (lengths.clamp(min=1) * hidden).float().rsqrt()
+        return cls(hashed(hashed(sums)[rows] + columns), torch.where(is_token, sizes[rows], 0.0))
+
+    def select(self, positions: Tensor) -> EmbeddingNoise:
+        """The noise of the columns `positions`."""
+        return replace(self, keys=self.keys[:, positions], sizes=self.sizes[:, positions])
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> EmbeddingNoise:
+        """The same with `move` applied to each tensor."""
+        return replace(self, keys=move(self.keys), sizes=move(self.sizes))
+
+    def add_to(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [B, S, hidden_size] plus noise, in their dtype."""
+        result = embeddings.clone()
+        dims = torch.arange(embeddings.shape[-1], device=embeddings.device)
+        keys = hashed(self.keys + self.step_key)
+        step = max(1, CHUNK_ELEMENTS // (embeddings.shape[0] * embeddings.shape[-1]))
+        for start in range(0, embeddings.shape[1], step):
+            part = slice(start, start + step)
+            noise = uniform(keys[:, part, None] + dims).mul_(self.sizes[:, part, None])
+            result[:, part] += noise.to(result.dtype)
+        return result
+
+
+@contextmanager
+def noise_added(word_embeddings: Any, noise: EmbeddingNoise) -> Iterator[None]:
+    """Make Megatron-Core's `VocabParallelEmbedding` add noise to its output in the block: [B, S, H], or with
+    `reduce_scatter_embeddings` this tensor-parallel rank's part [S/tp, B, H]."""
+
+    def add(module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        if not module.reduce_scatter_embeddings:
+            return noise.add_to(output)
+        group = module.tp_group
+        own = torch.arange(noise.keys.shape[1], device=output.device).chunk(group.size())[group.rank()]
+        return noise.select(own).add_to(output.transpose(0, 1)).transpose(0, 1).contiguous()
+
+    with word_embeddings.register_forward_hook(add):
+        yield
