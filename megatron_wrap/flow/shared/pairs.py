@@ -22,7 +22,12 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
     """A sample is a pair (see `megatron_wrap.data.chat.pairs.encode_pair`). A micro-batch of B pairs has 2B sequences,
     the chosen ones first. A pair's `weight`, 1 by default, is its weight in means over pairs."""
 
-    console_metrics: ClassVar[Sequence[str]] = ("rewards/accuracies", "rewards/margins", "nll_loss", "truncated_samples")
+    console_metrics: ClassVar[Sequence[str]] = (
+        "rewards/accuracies",
+        "rewards/margins",
+        "nll_loss",
+        "truncated_samples",
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MegatronWrapGPTModelTextFlow.Config):
