@@ -17,7 +17,6 @@ from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
 
 _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
-_BOUNDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
 
 
 def check_configuration(config: RunConfig) -> None:
@@ -52,7 +51,7 @@ def check_flow_options(config: RunConfig) -> None:
             check_value(value, _type(known[name]))
         except Mismatch as mismatch:
             refuse(config, key, f"{mismatch}, not {describe(value)}")
-        allowed = Range(**{bound: known[name].get(keyword) for bound, keyword in _BOUNDS.items()})
+        allowed = Range(*map(known[name].get, ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")))
         if value is not None and not allowed.holds(value):
             refuse(config, key, f"must be {allowed}, not {value}")
 
