@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     overrides = [text for text in args.rest if "=" in text]
     tree = with_downloads(lambda: load_tree(args.config, overrides))
     config = decode(tree, Path(args.config).stem)  # refuses a value of the wrong type
-    mistakes, chosen = Mistakes(), ()
+    mistakes = Mistakes()
+    chosen: tuple[Choice, ...] = ()
     with mistakes.collected():
         check_configuration(config)
     with mistakes.collected():

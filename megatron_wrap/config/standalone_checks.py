@@ -51,7 +51,8 @@ def check_flow_options(config: RunConfig) -> None:
             check_value(value, _type(known[name]))
         except Mismatch as mismatch:
             refuse(config, key, f"{mismatch}, not {describe(value)}")
-        allowed = Range(*map(known[name].get, ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")))
+        bound = known[name].get
+        allowed = Range(bound("minimum"), bound("exclusiveMinimum"), bound("maximum"), bound("exclusiveMaximum"))
         if value is not None and not allowed.holds(value):
             refuse(config, key, f"must be {allowed}, not {value}")
 
