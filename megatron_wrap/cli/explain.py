@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import with_downloads
-from megatron_wrap.cli.train import nodes_of
+from megatron_wrap.cli.processes import nodes_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
