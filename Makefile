@@ -1,5 +1,13 @@
 # Short names for the scripts; each sets the environment up on its first call.
+# VENV is the environment's folder (default: .venv); with PYTHON=..., `lint` and the pages use that Python, and install nothing.
 .PHONY: install fast test all lint example docs metric-docs config-docs
+
+VENV ?= .venv
+export VENV
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(VENV)/bin/python
+ENVIRONMENT := install
+endif
 
 install:
 	bash -c 'set -euo pipefail; source scripts/environment.sh; environment requirements-dev.txt'
@@ -13,21 +21,21 @@ test:
 all:
 	bash scripts/run_tests.sh --all
 
-lint: install
-	.venv/bin/python -m ruff check .
-	.venv/bin/python -m ruff format --check .
-	.venv/bin/python -m mypy
+lint: $(ENVIRONMENT)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 example:
 	bash scripts/run_example.sh
 
-metric-docs: install
-	.venv/bin/python scripts/metric_docs.py
+metric-docs: $(ENVIRONMENT)
+	$(PYTHON) scripts/metric_docs.py
 
-config-docs: install
-	.venv/bin/python scripts/config_docs.py
-	.venv/bin/python scripts/config_schema.py
-	.venv/bin/python scripts/familiar_names.py
+config-docs: $(ENVIRONMENT)
+	$(PYTHON) scripts/config_docs.py
+	$(PYTHON) scripts/config_schema.py
+	$(PYTHON) scripts/familiar_names.py
 
-docs: install
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+docs: $(ENVIRONMENT)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

@@ -103,7 +103,8 @@ elif [ "$*" = --all ]; then
   $matrix "distributed tests q-z" tests/distributed/test_[q-z]*.py "${all[@]}"
   if [ -n "$two_versions" ]; then
     part "checkpoints across versions" across_versions "$PYTHON" "$NEWER" "$scratch"
-    tests_on_newer "unit tests" tests/unit/platform tests/unit/data/indexed/test_windows.py "${all[@]}"
+    tests_on_newer "unit tests" tests/unit/platform tests/unit/data/indexed/test_windows.py \
+      tests/unit/config/test_json_schema.py "${all[@]}"
   fi
   types
   lint

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.saved_run import read_saved_run, section_of
-from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part
+from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section_of
+from megatron_wrap.checkpoint.schedule import compare_schedules
+from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part, read_facts
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
@@ -98,6 +100,59 @@ def check_checkpoints(config: RunConfig) -> None:
             compare_index(saved.resolved, config)
     except CheckpointError as error:
         raise CheckpointError(f"{start.path}: {error}") from error
+
+
+def check_resumption(config: RunConfig) -> None:
+    """Check that training would continue from the checkpoint that the run begins with.
+
+    Raises:
+        CheckpointError: there is one to resume and `resume` is never; or it has another learning-rate schedule.
+    """
+    start = starting_checkpoint(config)
+    if start is None:
+        return
+    if start.resumes:
+        refuse_resume(config)
+    saved, train = read_saved_run(start.path), config.train
+    if saved is None or train.no_load_optim or saved.section("train").get("no_save_optim"):
+        return
+    if start.resumes or not train.finetune:
+        compare_schedules(saved.resolved, config)
+
+
+def check_saved_vocabulary(checkpoint: Path, vocab_size: int) -> Mapping[str, Any]:
+    """Compare the vocabulary of a checkpoint with the model's, without padding; returns the checkpoint's manifest.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    facts = read_facts(checkpoint)
+    saved = facts.get("vocab_size", vocab_size)
+    if saved != vocab_size:
+        raise CheckpointError(
+            f"{checkpoint} is a checkpoint of another model: embedding.word_embeddings.weight has {saved} rows there "
+            f"and {vocab_size} here; use the checkpoint's tokenizer, or set megatron_lm.model.arch.vocab_size"
+        )
+    return facts
+
+
+def refuse_resume(config: RunConfig) -> None:
+    """Raises CheckpointError if `resume` is never; called with a checkpoint to resume in `save`."""
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{config.train.save} contains a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
+            "folder, or set resume: auto"
+        )
+
+
+def differing_runs(saved: SavedRun, config: RunConfig) -> list[str]:
+    """The keys that usually differ between two runs, not within one that is resumed, as texts with both values."""
+    texts = []
+    for section, key in (("flow", "flow_key"), ("data", "data_key"), ("data", "train"), ("model_provider", "hf_path")):
+        before, now = saved.section(section).get(key), section_of(config.resolved, section).get(key)
+        if before != now:
+            texts.append(f"{SECTION_PATHS[section]}.{key} was {inline_yaml(before)} and is {inline_yaml(now)}")
+    return texts
 
 
 def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_wrap.checkpoint.precheck import starting_checkpoint
+from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
     load_reference,
@@ -57,11 +57,7 @@ class RunCheckpoints:
         resumed_from, with_reference = None, False
         start = starting_checkpoint(state.config)
         if start is not None and start.resumes:
-            if state.config.checkpoint.resume == "never":
-                raise CheckpointError(
-                    f"{train.save} contains a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
-                    "folder, or set resume: auto"
-                )
+            refuse_resume(state.config)
             with_reference = self.load(train.save, weights_only)
             resumed_from = state.progress.iteration
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")

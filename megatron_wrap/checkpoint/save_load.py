@@ -14,10 +14,10 @@ import torch
 from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
-from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
+from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.hugging_face import resolve_folder
@@ -265,13 +265,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         resolved = load_resolved(path / RESOLVED)
         compare_models(resolved, config)
         frozen = tuple(section_of(resolved, "train").get("freeze", ()))
-    facts = read_facts(path)
-    vocabulary = facts.get("vocab_size", vocab_size)
-    if vocabulary != vocab_size:
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: embedding.word_embeddings.weight has {vocabulary} rows there "
-            f"and {vocab_size} here; use the checkpoint's tokenizer, or set megatron_lm.model.arch.vocab_size"
-        )
+    facts = check_saved_vocabulary(path, vocab_size)
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
     common = dist_checkpointing.load_common_state_dict(str(path))
     return SavedContent(

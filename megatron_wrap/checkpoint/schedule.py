@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.checkpoint.saved_run import section_of
+from megatron_wrap.config.decode import section_hints
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.types import check_value
 from megatron_wrap.errors import CheckpointError
 
 _RATE, _OPTIMIZER, _TRAIN = (SECTION_PATHS[name] for name in ("learning_rate", "optimizer", "train"))
@@ -37,6 +42,25 @@ _OLDER_NAMES = {
 }
 """Name in checkpoints of earlier Megatron-LM versions -> current name (optimizer_param_scheduler.py,
 load_state_dict)."""
+
+
+def compare_schedules(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the schedule of the run that saved a checkpoint, as its configuration defines it, with this run's; see
+    `load_schedule`. A length in epochs is not known before the data is counted, and is not compared.
+
+    Args:
+        saved_resolved: the content of `resolved.yaml` in the checkpoint (`config.load_resolved`).
+
+    Raises:
+        CheckpointError: the two schedules differ; the message names the YAML keys.
+    """
+    saved = _with_saved(saved_resolved, config)
+    follows = saved.optimizer.use_checkpoint_opt_param_scheduler  # its schedule is that of an earlier checkpoint
+    optimizer = config.optimizer
+    chosen = optimizer.override_opt_param_scheduler or optimizer.use_checkpoint_opt_param_scheduler
+    if not (follows or chosen or saved.train.train_epochs is not None or config.train.train_epochs is not None):
+        before, now = derived.schedule_values(saved), derived.schedule_values(config)
+        _compare(before, now, config.train.global_batch_size)
 
 
 def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: int) -> None:
@@ -80,6 +104,17 @@ def take_group_values(saved: Any, groups: Sequence[dict[str, Any]], from_checkpo
             continue
         source, target = (saved_group, group) if from_checkpoint else (group, saved_group)
         target.update({name: source[name] for name in _OF_A_GROUP if name in source})
+
+
+def _with_saved(saved_resolved: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """The run's configuration with the saved values of the sections that determine the schedule."""
+    sections = {}
+    for section in ("train", "learning_rate", "optimizer"):
+        hints = section_hints(section)
+        values = {name: value for name, value in section_of(saved_resolved, section).items() if name in hints}
+        typed = {name: check_value(value, hints[name]) for name, value in values.items()}
+        sections[section] = replace(getattr(config, section), **typed)
+    return replace(config, **sections)
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:

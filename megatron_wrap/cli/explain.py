@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import with_downloads
-from megatron_wrap.cli.train import nodes_of
+from megatron_wrap.cli.processes import nodes_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
 from megatron_wrap.config.explain import explain
 from megatron_wrap.config.schema import derived
-from megatron_wrap.errors import ConfigError, LayoutError
+from megatron_wrap.config.standalone_checks import check_configuration
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.platform.base.machine import this_machine
 
 EXAMPLES = (
@@ -43,14 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration; with the
-    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them."""
+    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them.
+
+    Raises:
+        MegatronWrapError: a contradiction of the configuration alone, after the values are printed.
+    """
     keys = [text for text in args.rest if "=" not in text]
     if len(keys) > 1:
         raise ConfigError(f"one KEY at a time, not {len(keys)}: {', '.join(keys)}; an override is written a.b.c=value")
     overrides = [text for text in args.rest if "=" in text]
     tree = with_downloads(lambda: load_tree(args.config, overrides))
     config = decode(tree, Path(args.config).stem)  # refuses a value of the wrong type
-    print(explain(tree, keys[0] if keys else None, _choices_here(config)))
+    mistakes = Mistakes()
+    chosen: tuple[Choice, ...] = ()
+    with mistakes.collected():
+        check_configuration(config)
+    with mistakes.collected():
+        chosen = _choices_here(config)
+    print(explain(tree, keys[0] if keys else None, chosen), flush=True)
+    mistakes.raise_first()
     return 0
 
 

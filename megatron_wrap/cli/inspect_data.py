@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.bridge.loading.hub import read_run
     from megatron_wrap.cli.inspect_page import build_page, summary
     from megatron_wrap.config.checks.run import check_run
-    from megatron_wrap.core.validation import check_flow
+    from megatron_wrap.core.validation.setup import check_flow
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
     from megatron_wrap.data.inspect.inspection import inspect
     from megatron_wrap.data.inspect.mistakes import Checks

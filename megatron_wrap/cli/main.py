@@ -12,6 +12,7 @@ from megatron_wrap.errors import MegatronWrapError
 
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
+    "check": "report everything that is wrong with a run, before it begins",
     "explain": "show a configuration's values, meanings and origins",
     "schema": "print the JSON schema of the configuration, for editors",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",
@@ -41,6 +42,8 @@ EXAMPLES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code, or 2 for a user's error, reported in one line on stderr."""
     module, args = parse(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:  # my_module:MyFlow in the working directory, which `python -m` and `train` find
+        sys.path.append("")
     try:
         return int(module.run(args))
     except MegatronWrapError as error:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_wrap.cli.train import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
 from megatron_wrap.config.checks.run import check_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.train import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run
 from megatron_wrap.config.schema import derived

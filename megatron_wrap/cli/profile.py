@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.train import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 

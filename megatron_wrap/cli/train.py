@@ -4,22 +4,14 @@ examples/train.py."""
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.config import RunConfig
-from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
-from megatron_wrap.config.schema.derived import processes_needed
+from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
+from megatron_wrap.cli.processes import Nodes, add_process_arguments, launch_processes, nodes_of, python_statement
 from megatron_wrap.core.validation import validate
-from megatron_wrap.errors import ConfigError, LayoutError
-from megatron_wrap.platform.base.machine import visible_gpus
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -29,90 +21,62 @@ EXAMPLES = (
         "megatron_wrap.init.platform=cpu",
     ),
     ("the run of scripts/run_example.sh, whose data examples/data/build.py makes", "train configs/tiny-llama-sft.yaml"),
+    ("what would run, if nothing is wrong", "train configs/tiny-llama-mock.yaml --dry-run"),
     ("a training script of your own", "train configs/tiny-llama-mock.yaml --script examples/train.py"),
 )
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 """Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
-_INTERRUPTIBLE = """
-import signal, sys
-try:
-    {statement}
-except KeyboardInterrupt:  # in the imports; later ones are reported with the run's iteration
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(130)
-"""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Where the processes run, from the environment variables in the help text."""
-
-    processes_per_node: int
-    num_nodes: int
-    node_rank: int
-    master_address: str
-    master_port: int
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the whole run."""
-        return self.processes_per_node * self.num_nodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
     add_run_arguments(parser)
-    parser.add_argument("--script", metavar="FILE", help="training script to run instead of examples/train.py")
-    parser.add_argument_group(
-        "environment",
-        "GPUS_PER_NODE  processes on this node (default: one per GPU; without GPUs as many as the layout needs)\n"
-        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT  of a run on several nodes, as for torchrun",
+    add_script_argument(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run megatron-wrap check, and print what would be started"
     )
+    add_process_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the processes."""
+    if arguments.dry_run:
+        return _dry_run(arguments)
     config = read_run(arguments.config, arguments.overrides)
-    nodes = nodes_of(config)
-    validate(config, nodes.world_size, own_script=arguments.script is not None)
-    if arguments.script and not Path(arguments.script).is_file():
-        raise ConfigError(f"--script {arguments.script}: no such file")
-    script = [arguments.script] if arguments.script else [*python_statement(_RUN_FILE), str(_default_script())]
+    nodes = nodes_of(config, arguments.nproc_per_node)
+    own_script = script_of(arguments)
+    validate(config, nodes.world_size, own_script=own_script is not None)
+    script = [own_script] if own_script else [*python_statement(_RUN_FILE), str(_default_script())]
     exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides], config)
     if exit_code == 0 and nodes.node_rank == 0:
         from megatron_wrap.cli.next_steps import next_steps
 
-        script = ["--script", arguments.script] if arguments.script else []
-        print(next_steps(config, ["train", arguments.config, *script, *arguments.overrides], evaluates=not script))
+        options = ["--script", own_script] if own_script else []
+        if arguments.nproc_per_node:
+            options += ["--nproc-per-node", str(arguments.nproc_per_node)]
+        command = ["train", arguments.config, *options, *arguments.overrides]
+        print(next_steps(config, command, evaluates=own_script is None))
     return exit_code
 
 
-def nodes_of(config: RunConfig) -> Nodes:
-    """Where the processes of a run are started, from the environment.
-
-    Raises:
-        LayoutError: a variable is missing or no whole number.
-    """
-    num_nodes = _integer("NNODES", 1)
-    gpus = visible_gpus() if config.init.platform != "cpu" else 0
-    if num_nodes > 1 and "MASTER_ADDR" not in os.environ:
-        raise LayoutError("NNODES is more than 1: set MASTER_ADDR (and MASTER_PORT) to those of node 0")
-    return Nodes(
-        processes_per_node=_integer("GPUS_PER_NODE", gpus or -(-processes_needed(config) // num_nodes)),
-        num_nodes=num_nodes,
-        node_rank=_integer("NODE_RANK", 0),
-        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_integer("MASTER_PORT", 0),
-    )
+def _dry_run(arguments: argparse.Namespace) -> int:
+    """Prints the report of `megatron-wrap check`, and without errors what would be started."""
+    checked = check_of(arguments, starts=True)
+    print(report(checked.items))
+    if checked.exit_code == 0 and checked.nodes is not None:
+        program = [script_of(arguments) or str(_default_script()), arguments.config, *arguments.overrides]
+        print(f"would run: {_torchrun(checked.nodes, program)}")
+    return checked.exit_code
 
 
-def _integer(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    if not text:
-        return default
-    if not text.isdigit() or (variable in ("GPUS_PER_NODE", "NNODES") and int(text) < 1):
-        raise LayoutError(f"environment variable {variable} is {text!r}; it must be a whole number")
-    return int(text)
+def _torchrun(nodes: Nodes, program: list[str]) -> str:
+    """The command of torchrun that starts the same processes."""
+    where = ["--standalone"]
+    if nodes.num_nodes > 1:
+        address = f"--master-addr {nodes.master_address} --master-port {nodes.master_port or 29500}"
+        where = [f"--nnodes {nodes.num_nodes} --node-rank {nodes.node_rank} {address}"]
+    words = ["torchrun", *where, f"--nproc-per-node {nodes.processes_per_node}", shlex.join(program)]
+    return " ".join(words)
 
 
 def _default_script() -> Path:
@@ -120,50 +84,3 @@ def _default_script() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "examples" / "train.py"
     return installed if installed.is_file() else package.parent / "examples" / "train.py"
-
-
-def python_statement(statement: str) -> list[str]:
-    """Arguments of python that execute a statement; Ctrl-C in its imports prints no traceback."""
-    return ["-c", _INTERRUPTIBLE.format(statement=statement)]
-
-
-def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
-    """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
-
-    Args:
-        program: arguments of python in each process.
-        config: of the run.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # the agent logs every failed process; one report is enough, and a process reports a user's error itself
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    cores = os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
-    os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
-    local = nodes.num_nodes == 1
-    launch = LaunchConfig(
-        min_nodes=nodes.num_nodes,
-        max_nodes=nodes.num_nodes,
-        nproc_per_node=nodes.processes_per_node,
-        run_id=uuid.uuid4().hex if local else "megatron-wrap",
-        rdzv_backend="c10d" if local else "static",
-        rdzv_endpoint=f"{nodes.master_address}:{nodes.master_port or (0 if local else 29500)}",
-        rdzv_configs={} if local else {"rank": nodes.node_rank},
-        max_restarts=0,
-        monitor_interval=0.2,
-    )
-    try:
-        elastic_launch(launch, sys.executable)("-u", *program)
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == 2:  # a user's error, which the process has reported
-            return 2
-        print(f"error: rank {rank} ended with exit code {failure.exitcode}; its messages are above", file=sys.stderr)
-        return failure.exitcode if 0 < failure.exitcode < 256 else 1
-    except SignalException as signal:
-        return 128 + signal.sigval
-    return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from megatron_wrap.config.checks.needs import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
@@ -57,7 +58,7 @@ def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Co
 
 def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ValidatedNest:
     """A run's YAML with the tree, before it is composed; keys are validated."""
-    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice, familiar_advice))
+    return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice, familiar_advice, applies))
 
 
 def decode(tree: ComposedConfig, name: str) -> RunConfig:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.defaults import Choice
-from megatron_wrap.config.reading.origins import ComposedConfig, Section
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.familiar_names import familiar_advice
 from megatron_wrap.config.schema.keys import describe_key, documentation
@@ -31,12 +31,15 @@ class Explanation:
     origins: tuple[str, ...]
     choice: Choice | None = None
     """The choice on this machine for a key that the YAML leaves null."""
+    left_out: str = ""
+    """The line of the run's YAML that sets it for a file of the tree that the command line does not select."""
 
     def __str__(self) -> str:
         lines = [f"{self.path} = {self.value}", f"  type: {self.kind}"]
         lines += [f"  {self.doc}"] if self.doc else []
         lines += [f"  set at {self.origins[0]}"]
         lines += [f"  over {origin}" for origin in self.origins[1:]]
+        lines += [f"  left out {self.left_out}"] if self.left_out else []
         lines += [] if self.choice is None else [_here(self.choice)]
         return "\n".join(lines)
 
@@ -53,7 +56,8 @@ def explain(tree: ComposedConfig, key: str | None = None, chosen: Sequence[Choic
     leaves, by_path = tree.leaves(), {choice.path: choice for choice in chosen}
     if key is None:
         unset = [choice for path, choice in by_path.items() if path not in leaves]
-        return "\n".join([_table(leaves, by_path), *(f"{_assigned(choice)}  # {choice.reason}" for choice in unset)])
+        table = _table(leaves, by_path, tree.left_out())
+        return "\n".join([table, *(f"{_assigned(choice)}  # {choice.reason}" for choice in unset)])
     key = key.replace(".__override__.", ".").removesuffix(".__override__")
     if key in leaves:
         return str(explain_value(tree, key, by_path.get(key)))
@@ -61,7 +65,8 @@ def explain(tree: ComposedConfig, key: str | None = None, chosen: Sequence[Choic
         return f"{_assigned(by_path[key])}\n  {by_path[key].reason}"
     nested = {path: origins for path, origins in leaves.items() if path.startswith(key + ".")}
     if nested:
-        return _table(nested, by_path)
+        left_out = {path: origin for path, origin in tree.left_out().items() if path.startswith(key + ".")}
+        return _table(nested, by_path, left_out)
     not_set = _unset_upstream(key)
     if not_set is not None:
         return "\n".join([not_set, *([_here(by_path[key])] if key in by_path else [])])
@@ -80,7 +85,9 @@ def explain_value(tree: ComposedConfig, path: str, choice: Choice | None = None)
     key = path[len(section.path) + 1 :]
     kind, doc = _kind_and_doc(section, key, [origin.node.plain() for origin in origins])
     steps = [f"{origin}: {inline_yaml(origin.node.plain())}" for origin in reversed(origins)]
-    return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps), choice)
+    left = tree.left_out().get(path)
+    left_out = "" if left is None else f"{left}: {inline_yaml(left.node.plain())}"
+    return Explanation(path, inline_yaml(origins[-1].node.plain()), kind, doc, tuple(steps), choice, left_out)
 
 
 def _here(choice: Choice) -> str:
@@ -92,11 +99,12 @@ def _assigned(choice: Choice) -> str:
     return f"{choice.path} = {value}"
 
 
-def _table(leaves: Mapping[str, Sequence[Any]], chosen: Mapping[str, Choice]) -> str:
+def _table(leaves: Mapping[str, Sequence[Any]], chosen: Mapping[str, Choice], left_out: Mapping[str, Origin]) -> str:
     rows = []
     for path, origins in leaves.items():
         here = f" (here {inline_yaml(chosen[path].value)})" if path in chosen else ""
         rows.append((f"{path} = {inline_yaml(origins[-1].node.plain())}{here}", str(origins[-1])))
+    rows += [(f"left out: {path} = {inline_yaml(of.node.plain())}", str(of)) for path, of in left_out.items()]
     width = min(max((len(left) for left, _ in rows), default=0), 88)
     return "\n".join(f"{left:<{width}}  # {right}" for left, right in rows)
 

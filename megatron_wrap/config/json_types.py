@@ -1,6 +1,7 @@
 """JSON schemas (draft 2020-12) of types, and of the keys that a dataclass or Megatron-Core declares."""
 
 import dataclasses
+import itertools
 import json
 import math
 import types
@@ -9,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.schema.keys import documentation, has_yaml_form, key_range
+from megatron_wrap.config.schema.reference_models import SOURCES as MODEL_SOURCES
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE
 from megatron_wrap.config.schema.run import UPSTREAM
@@ -112,8 +114,25 @@ def definitions() -> dict[str, Schema]:
         "source": source,
         SOURCES: many,
         EVALUATION_SETS: {"anyOf": [{"type": ["string", "null"]}, sets]},
-        REFERENCE: {"anyOf": [{"enum": ["copy", None]}, _closed(ReferenceModelConfig)]},
+        REFERENCE: {"anyOf": [{"enum": ["copy", None]}, {**_closed(ReferenceModelConfig), "allOf": _one_model()}]},
     }
+
+
+def _one_model() -> list[Schema]:
+    """The rules of a reference model: one key names the weights, or none with `precomputed`, which excludes others."""
+
+    def given(name: str, value: Schema) -> Schema:
+        return {"properties": {name: value}, "required": [name]}
+
+    text: Schema = {"type": "string", "minLength": 1}
+    sources = [given(name, {"const": True} if name == "copy" else text) for name in MODEL_SOURCES]
+    precomputed = given("precomputed", {"type": "string"})
+    unset = {name: {"type": "null"} for name in ("refresh_interval", "ema_decay")} | {"offload": {"const": False}}
+    return [
+        {"anyOf": [*sources, precomputed]},
+        *({"not": {"allOf": list(pair)}} for pair in itertools.combinations(sources, 2)),
+        {"if": precomputed, "then": {"properties": unset}},
+    ]
 
 
 def _closed(section: type) -> Schema:

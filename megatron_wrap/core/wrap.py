@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.generation.generate import Completion
     from megatron_wrap.engine.state.open_step import StepWeights
     from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.parallel.launch import Processes
+    from megatron_wrap.parallel.launch import InterruptWatch, Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
@@ -67,6 +67,7 @@ class MegatronWrap:
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
+        self._interrupts: InterruptWatch | None = None
 
     def __repr__(self) -> str:
         """Name, model, flow, layout and iteration."""
@@ -137,6 +138,7 @@ class MegatronWrap:
         check_layout(self.config, launch.environment_world_size())
         self.platform.install({CONNECTIONS: str(cuda_connections(self.config, os.environ.get(CONNECTIONS)).value)})
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
+        self._interrupts = launch.watch_interrupts(self._interrupted)
         check_layout(self.config, self._processes.world_size)
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
         seed_everything(self.config.train.seed, self._parallel)
@@ -202,6 +204,9 @@ class MegatronWrap:
 
             launch.stop(self._processes)
             self._processes = None
+        if self._interrupts is not None:
+            self._interrupts.close()
+            self._interrupts = None
         self.platform.uninstall()
         self._session.close()
 
@@ -212,7 +217,9 @@ class MegatronWrap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            message = "interrupted before the run began" if self._run is None else self._run.interrupted()
+            message = self._interrupted()
+            if self._interrupts is not None:
+                self._interrupts.close()
             if self._processes is None or self._processes.world_size == 1:
                 self.close()
             elif self._run is not None:  # the end of a process group would wait for ranks that have ended
@@ -607,6 +614,9 @@ class MegatronWrap:
         return self._initialized().ep.group
 
     # ---- internal ----
+
+    def _interrupted(self) -> str:
+        return "interrupted before the run began" if self._run is None else self._run.interrupted()
 
     def _initialized(self) -> ParallelState:
         if self._parallel is None:

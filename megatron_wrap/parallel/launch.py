@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -141,6 +142,47 @@ def _user_errors_reported() -> Iterator[None]:
     except Exception as error:
         _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
+
+
+class InterruptWatch:
+    """Ends this process some seconds after Ctrl-C where its main thread cannot: it may wait on the device for a rank
+    that has ended. Rank 0 prints the sentence. Create it in the main thread.
+
+    Args:
+        sentence: returns what is printed.
+        seconds: that the main thread has to react, which calls `close`.
+    """
+
+    def __init__(self, sentence: Callable[[], str], seconds: float = 10.0) -> None:
+        self._sentence, self._seconds = sentence, seconds
+        self._reacted = threading.Event()
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
+
+    def close(self) -> None:
+        """End the watch; a second call does nothing."""
+        if not self._reacted.is_set():
+            self._reacted.set()
+            signal.set_wakeup_fd(self._before)
+            self._writer.close()
+
+    def _watch(self) -> None:
+        with self._reader:
+            while numbers := self._reader.recv(16):  # empty after `close`
+                if signal.SIGINT in numbers and not self._reacted.wait(self._seconds):
+                    if environment_rank() == 0:
+                        print(self._sentence(), file=sys.stderr, flush=True)  # noqa: T201
+                    os._exit(INTERRUPTED)
+
+
+def watch_interrupts(sentence: Callable[[], str]) -> InterruptWatch | None:
+    """An `InterruptWatch` in a process that torchrun has started, with others; else None."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and _is_under_torchrun() and environment_world_size() > 1:
+        return InterruptWatch(sentence)
+    return None
 
 
 def _is_under_torchrun() -> bool:

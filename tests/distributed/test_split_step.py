@@ -117,7 +117,7 @@ def test_wrong_calls_are_clear_errors_and_change_nothing(ranks):
         messages = actual["messages"]
         assert "call wrap.forward_backward first" in messages["nothing"]
         assert "global_batch_size = 8 samples, got 4" in messages["size"]
-        assert "part 1 has 1 samples" in messages["unit"]
+        assert "part 1 has 1 sample, which" in messages["unit"]
         assert "not a multiple of 4" in messages["unit"]
         assert "step_weights is dict" in messages["weights"]
         assert "part 1 of the step has 8 samples" in messages["part"]

@@ -53,7 +53,7 @@ def test_what_comes_next_runs(command, tmp_path, sample_data):
 
     before = records()
     evaluated = run("evaluate the checkpoint")
-    assert f"eval/validation/loss {before[-1]['eval/validation/loss']:.4f}" in evaluated.stdout + evaluated.stderr
+    assert f"eval validation | loss {before[-1]['eval/validation/loss']:.4f}" in evaluated.stdout + evaluated.stderr
     assert records() == before  # nothing was trained
     assert run("export").stdout.strip().endswith("out/hf")
     assert run("then generate").stdout.startswith("What is it?")

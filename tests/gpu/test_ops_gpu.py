@@ -37,7 +37,6 @@ def operations(ids, known):
         "logsumexp": (lambda x: ops.logsumexp(x, ONE), 1),
         "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE), 1),
         "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE)), 1),
-        "top_k_log_probs": (lambda x: ops.top_k_log_probs(x, ids.shape[-1], ONE).values, 1),
         "entropy": (lambda x: ops.entropy(x, ONE), 1),
         "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
         "top_k": (lambda x: ops.top_k(x, ids.shape[-1], ONE).values, 1),

@@ -81,6 +81,16 @@ NEEDS = (
 )
 
 
+def applies(section_path: str, key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a key has the values that it needs of other keys of its section, whatever its own value is."""
+    for need in NEEDS:
+        (section, _, name), (other_section, _, other) = need.key.partition("."), need.other.partition(".")
+        is_rule = (SECTION_PATHS[section], name, other_section) == (section_path, key, section) and need.when is None
+        if is_rule and not need.is_met_by(values.get(other)):
+            return False
+    return True
+
+
 def check_needs(config: RunConfig) -> None:
     """Check `NEEDS`.
 

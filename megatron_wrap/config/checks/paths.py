@@ -13,19 +13,30 @@ from megatron_wrap.errors import CheckpointError, DataError, Mistakes, missing_p
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check that data files, tokenizer and checkpoint exist, and that output folders are writable.
-
-    Relative paths are relative to the working directory.
+    """Check the files and folders; relative paths are relative to the working directory.
 
     Raises:
-        DataError: a data file is missing.
-        ConfigError: the tokenizer folder is missing, or an output folder cannot be written.
-        CheckpointError: the folder of `load` is missing. `further` has the mistakes of the other paths.
+        DataError, ConfigError, CheckpointError: as `check_data_files` and `check_folders`.
     """
-    check_each(config, (_need_data, _need_tokenizer, _need_load, _need_outputs, _check_tensorboard))
+    check_each(config, (check_data_files, check_folders))
 
 
-def _need_data(config: RunConfig) -> None:
+def check_folders(config: RunConfig) -> None:
+    """Check that the folders of tokenizer and checkpoint exist, and that output folders can be written.
+
+    Raises:
+        ConfigError: the tokenizer folder is missing, or an output folder cannot be written.
+        CheckpointError: the folder of `load` is missing.
+    """
+    check_each(config, (_need_tokenizer, _need_load, _need_outputs, _check_tensorboard))
+
+
+def check_data_files(config: RunConfig) -> None:
+    """Check that data files exist and can be read.
+
+    Raises:
+        DataError: one does not, or cannot.
+    """
     if derived.is_indexed(config.data):
         _need_indices(config)
     named = [("data.train", source) for source in derived.training_sources(config)]

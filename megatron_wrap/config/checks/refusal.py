@@ -19,7 +19,7 @@ def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Except
     raise error(f"{config.located(path)}: {rule}")
 
 
-def check_each(config: RunConfig, checks: Iterable[Callable[[RunConfig], None]]) -> None:
+def check_each(config: RunConfig, checks: Iterable[Callable[[RunConfig], object]]) -> None:
     """Calls all of these checks.
 
     Raises:

@@ -4,6 +4,9 @@ A contradiction is refused, never repaired. Messages begin with the file and lin
 path, and name the legal values.
 """
 
+import os
+import shlex
+import sys
 from dataclasses import fields
 
 from megatron_wrap.config.checks.model import check_model
@@ -49,8 +52,9 @@ def check_layout(config: RunConfig, world_size: int) -> int:
             f"CP {parallel.context_parallel_size}"
         )
         raise LayoutError(
-            f"{world_size} processes do not hold whole replicas of the model: {sizes} = {replica} processes each; "
-            f"start a multiple of {replica}, or change {SECTION_PATHS['parallel']}"
+            f"{counted(world_size, 'process')} {'does' if world_size == 1 else 'do'} not hold whole replicas of the "
+            f"model: {sizes} = {counted(replica, 'process')} each; start a multiple of "
+            f"{replica}{_launch_command(world_size, replica)}, or change {SECTION_PATHS['parallel']}"
         )
     if config.arch.num_experts is not None and world_size % derived.expert_processes(parallel):
         raise LayoutError(
@@ -73,6 +77,13 @@ def check_layout(config: RunConfig, world_size: int) -> int:
             )
         _check_interleaving(config, data_parallel, size)
     return data_parallel
+
+
+def _launch_command(world_size: int, processes: int) -> str:
+    """How to start a program of the user that runs under plain python; empty for processes of a launcher."""
+    if world_size > 1 or "WORLD_SIZE" in os.environ or not sys.argv[0].endswith(".py"):
+        return ""
+    return f": `torchrun --nproc-per-node {processes} {shlex.join(sys.argv)}`"
 
 
 def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size: int) -> None:

@@ -135,7 +135,7 @@ class ValidatedNest:
     def _selection(
         self, folder: Folder, content: dict[str, Node], view: Node | None, path: str, command_line: Sequence[_Override]
     ) -> dict[str, Any]:
-        select = content.get(SELECT)
+        select = view_select = content.get(SELECT)
         for override in command_line:
             if override.parts == (SELECT,):
                 select = override.node
@@ -156,21 +156,52 @@ class ValidatedNest:
                 f"{where} {path}.{SELECT}: there is no {name!r}{did_you_mean(str(name), folder.entries)} "
                 f"Choices: {', '.join(folder.entries)}"
             )
+        in_view = folder.default if view_select is None else view_select.value
+        is_left = isinstance(in_view, str) and in_view in folder.entries and in_view != name
+        left = self._open_section(folder, str(in_view), path, "selected") if is_left else None
         section = self._open_section(folder, name, path, "default selection" if select is None else "selected")
         section.selected = name
+        files = (name, left.name) if left is not None else (name,)
         for key, node in content.items():
-            if key not in (SELECT, OVERRIDE, name):
+            if key not in (SELECT, OVERRIDE, *files):
                 with self._mistakes.collected():
                     self._rules.refuse_beside_select(folder, section, key, node)
-        overrides = self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}")
-        inline = self._mapping(content.get(name), f"{path}.{name}")
-        for key, node in inline.items():
-            if key in overrides:
-                raise ConfigError(
-                    f"{node.where} {path}.{name}.{key}: also set by {OVERRIDE} at {overrides[key].where}; keep one"
-                )
+        keys = self._keys_of_view(content, path, files)
         rest = [override for override in command_line if override.parts != (SELECT,)]
-        return {SELECT: name, OVERRIDE: self._override_all(section, {**overrides, **inline}, rest)}
+        if left is not None:
+            keys = self._without_left_keys(section, left, keys, rest)
+        return {SELECT: name, OVERRIDE: self._override_all(section, keys, rest)}
+
+    def _keys_of_view(self, content: Mapping[str, Node], path: str, files: Sequence[str]) -> dict[str, Node]:
+        """The keys under `__override__` and under the names of `files`."""
+        keys = dict(self._mapping(content.get(OVERRIDE), f"{path}.{OVERRIDE}"))
+        for name in files:
+            for key, node in self._mapping(content.get(name), f"{path}.{name}").items():
+                if key in keys:
+                    raise ConfigError(
+                        f"{node.where} {path}.{name}.{key}: also set by {OVERRIDE} at {keys[key].where}; keep one"
+                    )
+                keys[key] = node
+        return keys
+
+    def _without_left_keys(
+        self, section: Section, left: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
+    ) -> dict[str, Node]:
+        """The view's keys without those of the file `left` that the view selects, but not the command line: keys that
+        `section` lacks, and those that need another value than its file has."""
+        plug_in = self._rules.plug_ins.get(section.path)
+        values = {key: origins[-1].node.value for key, origins in section.origins.items() if isinstance(origins, list)}
+        set_here = {**content, **{override.parts[0]: override.node for override in command_line if override.parts}}
+        values |= {key: node.value for key, node in set_here.items() if key != plug_in}
+        kept = {}
+        for key, node in content.items():
+            is_known = key in section.origins or key in self._rules.more_keys(section.path)
+            of_left = key == plug_in or (not is_known and (key in left.origins or plug_in in content))
+            if of_left or not self._rules.applies(section.path, key, values):
+                section.left_out[key] = Origin(node, SetBy.RUN, f"for {left.name}")
+            else:
+                kept[key] = node
+        return kept
 
     def _mapping(self, node: Node | None, path: str) -> dict[str, Node]:
         if node is None or node.value is None:  # all lines of the section are commented out

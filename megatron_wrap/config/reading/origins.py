@@ -49,6 +49,8 @@ class Section:
     origins: dict[str, Any] = field(default_factory=dict)
     """Key -> list of `Origin`, the last of which applies; or a dictionary of further keys."""
     selected: str | None = None
+    left_out: dict[str, Origin] = field(default_factory=dict)
+    """Keys of the run's YAML that belong to the file that it selects, where the command line selects another."""
     takes_any: bool = False
     """Whether keys that no file defines are accepted, see `KeyRules.plug_ins`."""
 
@@ -89,6 +91,11 @@ class ComposedConfig:
     def leaves(self) -> dict[str, Sequence[Origin]]:
         """Dotted path of every value -> its origins."""
         return leaves(self.sections)
+
+    def left_out(self) -> dict[str, Origin]:
+        """Dotted path of every key of the run's YAML that is left out (`Section.left_out`) -> its origin."""
+        sections = self.sections.values()
+        return {f"{section.path}.{key}": origin for section in sections for key, origin in section.left_out.items()}
 
     def section_values(self, path: str) -> Mapping[str, Any]:
         """The composed values of the section at the dotted `path`."""

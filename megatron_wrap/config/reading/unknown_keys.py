@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_wrap.config.reading.origins import Section
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder
@@ -21,6 +22,7 @@ class KeyRules:
 
     `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
     file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
+    `applies`: (section, key, values of the section's other keys) -> whether the key has an effect with them.
     `familiar`: dotted path -> what its last name is here, an argument of another library; None for another name.
     """
 
@@ -28,6 +30,7 @@ class KeyRules:
     plug_ins: Mapping[str, str] = field(default_factory=dict)
     advice: Callable[[str, str], str | None] = lambda section, key: None
     familiar: Callable[[str], str | None] = lambda path: None
+    applies: Callable[[str, str, Mapping[str, Any]], bool] = lambda section, key, values: True
 
     def check_key(self, section: Section, key: str, node: Node) -> None:
         """Refuse a key that is not one of the section's."""

@@ -39,7 +39,7 @@ _ACCUMULATION = (
     "global_batch_size = micro_batch_size * accumulation steps * data-parallel size, whatever the number of processes"
 )
 _PER_DEVICE = f"samples of one forward pass of one replica; {_ACCUMULATION}"
-_ALL_LAYERS = "select the file full (all layers) or selective (the attention core)"
+_ALL_LAYERS = "full for all layers, selective for the attention core"
 _NO_QUANTIZATION = "weights are not quantized; with fp8 in megatron_lm.train.dtype, matrix products are in FP8"
 _NO_ADAPTERS = "adapters (LoRA) are not supported; all weights are trained"
 _SHARDS = "true shards optimizer states (ZeRO-1); keys of megatron_lm.model.parallel split weights and activations"

@@ -137,10 +137,7 @@ def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedD
         ConfigError: documents are to be separated, and the token that ends them is not known.
     """
     data = config.data
-    if tokenizer is not None:
-        sources = (*data.train, *(source for each in data.validation.values() for source in each))
-        check_vocabulary((source.path for source in sources), tokenizer)
-    opener = _Opener(config, vocab_size, _end_of_document(config, tokenizer))
+    opener = _Opener(config, vocab_size, check_tokens(config, tokenizer))
     if data.mock_data:
         training, validation, _ = opener.splits({}, (), (opener.training_size, opener.evaluation_size or 1, 1))
     elif data.split is not None:
@@ -173,8 +170,16 @@ def check_indices(config: RunConfig) -> None:
         _windows_of_parts([read_index(source.path) for source in sources], _ALL_VALIDATION, None, length)
 
 
-def _end_of_document(config: RunConfig, tokenizer: Any) -> int | None:
+def check_tokens(config: RunConfig, tokenizer: Any) -> int | None:
+    """Compare the files with the tokenizer; returns the id of the token that ends a document, None if it is not known.
+
+    Raises:
+        DataError, ConfigError: as `open_indexed`.
+    """
     data, token = config.data, config.data.eod_token
+    if tokenizer is not None:
+        sources = (*data.train, *(source for each in data.validation.values() for source in each))
+        check_vocabulary((source.path for source in sources), tokenizer)
     if token is None and tokenizer is not None and tokenizer.eos_token_id is not None:
         token = end_token_id(tokenizer)
     needed = [name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)]

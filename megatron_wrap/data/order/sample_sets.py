@@ -167,8 +167,8 @@ def each_row(source: SourceConfig, limit: int | None = None) -> Iterator[tuple[s
             yield where, error
 
 
-def check_source(source: SourceConfig, every_row: bool) -> None:
-    """Open a source, and parse each row of JSON lines.
+def check_source(source: SourceConfig, every_row: bool) -> int | None:
+    """Open a source, and parse each row of JSON lines; returns the number of rows, None of a stream.
 
     Raises:
         DataError: it is missing, empty or cannot be read; with `every_row` also a malformed row, and the next ones in
@@ -177,7 +177,7 @@ def check_source(source: SourceConfig, every_row: bool) -> None:
     if source.streaming:
         if not _head(source, 1, skip_bad=not every_row):
             raise DataError(f"{source.path}: no samples")
-        return
+        return None
     samples = open_source(source)
     is_json = source.kind == "file" and isinstance(open_rows(source), JsonLines)
     mistakes = Mistakes()
@@ -189,6 +189,7 @@ def check_source(source: SourceConfig, every_row: bool) -> None:
             if len(mistakes) == _LISTED:
                 break
     mistakes.raise_first()
+    return len(samples)
 
 
 def validation_sets(sets: Mapping[str, Sequence[SourceConfig]], skip_bad: bool = False) -> dict[str, SampleSet]:

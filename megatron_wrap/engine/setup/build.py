@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ def _first_samples(
     prepared = []
     for where, sample in rows:
         try:
-            prepared.append(prepare_row(prepare_sample, sample, lambda where=where: where))
+            prepared.append(prepare_row(prepare_sample, sample, functools.partial(str, where)))
         except BadSample:
             if not skip_bad:
                 raise

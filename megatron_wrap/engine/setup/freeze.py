@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
 from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
 from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.utils.dist_logger import logger
 
-_KEY = ["train.freeze"]
 _SHOWN = 4
 
 
@@ -65,61 +62,11 @@ def freeze_parameters(
     )
 
 
-def frozen_names(config: RunConfig, named: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """The parameters that `train.freeze` names.
-
-    Args:
-        named: Megatron-Core's global name of each parameter of the whole model -> its Hugging Face tensors.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or only some of the tensors of a parameter; or nothing is left to train.
-    """
-    patterns = config.train.freeze
-    known = [*named, *(name for theirs in named.values() for name in theirs)]
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in known):
-            modules = {name.rpartition(".")[0] for name in known}
-            hint = did_you_mean(pattern, [*known, *modules]) or _examples(named)
-            refuse(config, _KEY, f"{pattern} matches no parameter of the model{hint}")
-    frozen = set()
-    for name, theirs in named.items():
-        hit = [tensor for tensor in theirs if any(_matches(tensor, pattern) for pattern in patterns)]
-        if any(_matches(name, pattern) for pattern in patterns) or (theirs and len(hit) == len(theirs)):
-            frozen.add(name)
-        elif hit:
-            missing = [tensor for tensor in theirs if tensor not in hit]
-            refuse(
-                config,
-                _KEY,
-                f"{hit[0]} matches and {missing[0]} does not, but both are parts of one parameter, {name}; freeze all "
-                "of its parts or none",
-            )
-    if len(frozen) == len(named):
-        refuse(config, _KEY, f"all {len(named)} parameters of the model match, so nothing is trained")
-    return frozen
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
-def _examples(named: Mapping[str, tuple[str, ...]]) -> str:
-    ours, theirs = next(
-        ((ours, theirs) for ours, theirs in named.items() if ".layers." in ours), next(iter(named.items()))
-    )
-    names = f"{theirs[0]} or {ours}" if theirs else ours
-    return f"; a name is, for instance, {names}"
-
-
 def _named_parameters(
     config: RunConfig, chunks: Sequence[torch.nn.Module], parallel: ParallelState, vocab_size: int
-) -> Any:
+) -> Iterator[tuple[str, _Named, torch.nn.Parameter]]:
     """Global name, `_Named` and local tensor of each parameter of this process."""
-    try:
-        form = export_format(config, vocab_size)
-        table = {name: tuple(mapping.shapes()) for name, mapping in form.family.parameters(form.arch).items()}
-    except UnsupportedModel:
-        table = {}
+    table = hugging_face_names(config) or {}
     for chunk in chunks:
         tied = not config.arch.untie_embeddings_and_output_weights
         for name, parameter in global_names(bare_model(chunk), tied):
@@ -161,5 +108,4 @@ def check_noise(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
                 ["train.neftune_noise_alpha"],
                 f"noise needs the embeddings of a GPT model of megatron_wrap, and provider_key "
                 f"{config.model_provider.provider_key} builds a {type(others[0]).__name__}; set it to null",
-                ConfigError,
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,12 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
     """A sample is a pair (see `megatron_wrap.data.chat.pairs.encode_pair`). A micro-batch of B pairs has 2B sequences,
     the chosen ones first. A pair's `weight`, 1 by default, is its weight in means over pairs."""
 
-    console_metrics = ("rewards/accuracies", "rewards/margins", "nll_loss", "truncated_samples")
+    console_metrics: ClassVar[Sequence[str]] = (
+        "rewards/accuracies",
+        "rewards/margins",
+        "nll_loss",
+        "truncated_samples",
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MegatronWrapGPTModelTextFlow.Config):

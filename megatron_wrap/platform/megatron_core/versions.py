@@ -220,5 +220,5 @@ def common_state_file(folder: str | Path) -> bool:
 def gradients_for_norm(optimizer: Any) -> list[Any]:
     """The gradients of an optimizer's parameters on this rank that count in the gradient norm: without copies of other
     ranks. 0.16: `get_main_grads_for_grad_norm`; 0.19: `get_grads_for_grad_norm`."""
-    older = getattr(optimizer, "get_main_grads_for_grad_norm", None)
+    older: Any = getattr(optimizer, "get_main_grads_for_grad_norm", None)
     return list(getattr(optimizer, "get_grads_for_grad_norm", older)())

@@ -10,6 +10,8 @@ from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.decode import load_tree
 from megatron_wrap.config.explain import explain_value
+from megatron_wrap.config.standalone_checks import check_configuration
+from megatron_wrap.errors import LayoutError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 Explain = Callable[..., str]
@@ -114,8 +116,9 @@ def test_values_that_the_machine_and_the_layout_choose(explain: Explain, monkeyp
     assert "here: false, because " in explain(optimizer, "megatron_wrap.init.platform=cpu")
     assert "here" not in explain(optimizer, on_gpus, f"megatron_lm.train.optimizer.{optimizer}=false")
     assert explain(queues, on_gpus).startswith(f"{queues} = 1\n")
-    without = "megatron_lm.model.parallel.tensor_model_parallel_size=1"
-    assert explain(queues, on_gpus, without).startswith(f"{queues} = 32\n")
+    parallel = "megatron_lm.model.parallel"
+    without = (f"{parallel}.tensor_model_parallel_size=1", f"{parallel}.sequence_parallel=null")
+    assert explain(queues, on_gpus, *without).startswith(f"{queues} = 32\n")
     monkeypatch.setenv(queues, "8")
     assert explain(queues, on_gpus).startswith(f"{queues} = 8\n")
     unset = explain("megatron_lm.model.arch.apply_rope_fusion", on_gpus)
@@ -165,3 +168,58 @@ def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> No
         main(["explian"])
     assert end.value.code == 2
     assert "explain" in capsys.readouterr().err
+
+
+FLOW, TRAIN = "megatron_wrap.flow", "megatron_lm.train.common"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"{TRAIN}.train_epochs=1"], ["train_iters 200", "train_epochs 1"]),
+        ([f"{TRAIN}.global_batch_size=18"], [f"{TRAIN}.global_batch_size", "micro_batch_size 4", "16 and 20"]),
+        ([f"{FLOW}.loss_on=user"], [f"{FLOW}.loss_on", "assistant, last_assistant, all", "'user'"]),
+        ([f"{FLOW}.label_smoothing=1"], [f"{FLOW}.label_smoothing", "below 1"]),
+        ([f"{FLOW}.__select__=gpt_dpo", f"{FLOW}.loss_type=[1]"], [f"{FLOW}.loss_type", "a string or a list"]),
+        ([f"{FLOW}.__select__=gpt_grpo", f"{FLOW}.max_completion_length=2.5"], ["an integer or null", "2.5"]),
+        ([f"{FLOW}.__select__=custom", f"{FLOW}.flow_key=gpt_sft", f"{FLOW}.loss_off=all"], ["did you mean loss_on?"]),
+    ],
+)
+def test_what_the_configuration_alone_contradicts_is_explained_and_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    assert main(["explain", "configs/tiny-llama-sft.yaml", "seed", *overrides]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{TRAIN}.seed = 1234\n")
+    (line,) = captured.err.splitlines()
+    assert all(word in line for word in words), line
+
+
+def test_a_layout_that_no_number_of_processes_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    interleaved = load_run_config(
+        "configs/tiny-llama-mock.yaml",
+        [
+            "megatron_lm.model.parallel.pipeline_model_parallel_size=2",
+            "megatron_lm.model.parallel.virtual_pipeline_model_parallel_size=2",
+            f"{TRAIN}.micro_batch_size=1",
+            f"{TRAIN}.global_batch_size=3",
+        ],
+    )
+    with pytest.raises(LayoutError, match="a multiple of 2 micro-batches"):
+        check_configuration(interleaved)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_are_not_refused(path: Path) -> None:
+    check_configuration(load_run_config(path))
+
+
+def test_a_key_names_the_line_that_another_selection_leaves_out(explain: Explain) -> None:
+    text = explain("megatron_wrap.data.train", "megatron_wrap.data.__select__=none")
+    assert text.startswith("megatron_wrap.data.train = null\n")
+    line = line_of("configs/tiny-llama-sft.yaml", "train: ")
+    assert f"  left out {line} (for jsonl): examples/data/generated/train.jsonl\n" in text
+    table = explain("megatron_wrap.data", "megatron_wrap.data.__select__=none")
+    assert re.search(rf"left out: megatron_wrap\.data\.train = \S+ +# {re.escape(line)} \(for jsonl\)", table)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
-from megatron_wrap.core.validation import check_lengths
+from megatron_wrap.core.validation.samples import check_lengths
 from megatron_wrap.errors import DataError
 
 ROOT = Path(__file__).parents[3]

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_overrides_may_stand_after_an_option(capsys):
     assert main(["train", "--script", "none.py", "no.yaml", "a=1"]) == 2
     assert main(["train", "no.yaml", "--script", "none.py", "a=1"]) == 2
     assert capsys.readouterr().err == "error: no.yaml: no such file\n" * 2
+
+
+def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "only_here.py").write_text("from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow as Mine\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    overrides = ["megatron_wrap.flow.__select__=custom", "megatron_wrap.flow.flow_key=only_here:Mine"]
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect-data", str(ROOT / CONFIG), *overrides]) == 2
+    assert "only_here" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

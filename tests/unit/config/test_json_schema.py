@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import itertools
 import json
 import random
 import re
@@ -228,6 +229,21 @@ def test_it_refuses_what_the_reader_refuses_and_nothing_else(read: Callable[[Any
             assert not valid, refusal
         elif not valid:  # the reader leaves a flow's options to the flow
             assert path[:2] == ("megatron_wrap", "flow"), path
+
+
+def test_the_forms_of_a_reference_model_are_those_of_the_reader(read: Callable[[Any], str]) -> None:
+    run = read_yaml(ROOT / "configs/tiny-llama-dpo.yaml").plain()
+    keys = {"copy": (True, False), "hf_path": ("a", "", None), "precomputed": ("b", None), "offload": (True, False)}
+    forms: list[Any] = ["copy", None, "copied", {}, {"checkpoint": "c"}, {"checkpoint": "c", "copy": True}]
+    for names in itertools.chain.from_iterable(itertools.combinations(keys, count) for count in (1, 2, 3)):
+        forms += [dict(zip(names, values, strict=True)) for values in itertools.product(*(keys[n] for n in names))]
+    accepted = 0
+    for form in forms:
+        run["megatron_wrap"]["models"]["reference"] = form
+        refusal = read(run)
+        accepted += not refusal
+        assert VALIDATOR.is_valid(run) == (not refusal), (form, refusal)
+    assert 10 < accepted < len(forms) - 10
 
 
 @pytest.mark.parametrize("folder", sorted(SECTION_PATHS.values()))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_wrap.bridge.export.frozen import check_frozen
+from megatron_wrap.config import load_run_config
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError, ConfigError
 
@@ -112,8 +114,9 @@ def test_the_log_counts_what_is_trained(capfd):
     ],
 )
 def test_a_pattern_that_names_no_whole_parameter_is_refused(patterns, message):
-    with pytest.raises(ConfigError) as refusal:
-        started(FREEZE + patterns)
+    Path("run.yaml").write_text(RUN)
+    with pytest.raises(ConfigError) as refusal:  # before any process starts
+        check_frozen(load_run_config("run.yaml", [FREEZE + patterns]))
     assert "command line megatron_lm.train.common.freeze: " in str(refusal.value)
     assert message in str(refusal.value)
 

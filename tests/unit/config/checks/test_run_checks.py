@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -518,6 +519,22 @@ def test_a_layout_names_its_sizes(write_run: Write) -> None:
         "6 processes do not hold whole replicas of the model: TP 2 x PP 1 x CP 2 = 4 processes each; start a multiple "
         "of 4, or change megatron_lm.model.parallel",
     )
+
+
+def test_a_program_under_plain_python_is_answered_with_its_launch_command(
+    write_run: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(write_run(), "parallel.tensor_model_parallel_size=2")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["my run.py", "a=b"])
+    command = "`torchrun --nproc-per-node 2 'my run.py' a=b`"
+    assert command in refusal(LayoutError, check_layout, config, 1)
+    monkeypatch.setattr(sys, "argv", ["/bin/megatron-wrap", "train"])
+    assert "torchrun" not in refusal(LayoutError, check_layout, config, 1)
+
+
+def test_each_replica_takes_whole_micro_batches(write_run: Write) -> None:
+    config = load(write_run(), "parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=2")
     assert_facts(
         refusal(LayoutError, check_layout, config, 12),
         "run.yaml:12 megatron_lm.train.common.global_batch_size: the global batch of 8 samples is not divisible by "

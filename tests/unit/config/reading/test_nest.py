@@ -209,6 +209,47 @@ def test_a_selected_file_may_be_overridden_inline(write_run: Write) -> None:
     )
 
 
+SOURCES = "{{train: a.jsonl, validation: b.jsonl, tokenizer: folder}}"
+DATA = f"  data:\n    __select__: dataset\n    {{form}}: {SOURCES}\n  flow:\n"
+OPTIONS = "gpt_sft\n    __override__: {truncation: left, packing: true, label_smoothing: 0.1}\n"
+
+
+@pytest.mark.parametrize("form", ["__override__", "dataset"])
+def test_keys_of_the_file_that_the_command_line_does_not_select_are_left_out(write_run: Write, form: str) -> None:
+    run = write_run("  flow:\n", DATA.format(form=form), "minimal_mock\n", OPTIONS)
+    tree = load_tree(run, ["megatron_wrap.data.__select__=none", "megatron_wrap.flow.__select__=gpt_pretrain"])
+    data, flow = tree.values["megatron_wrap"]["data"], tree.values["megatron_wrap"]["flow"]
+    assert (data["train"], data["validation"], data["tokenizer"]) == (None, None, "folder")
+    assert flow == {"flow_key": "gpt_pretrain", "packing": True, "label_smoothing": 0.1, "z_loss_coefficient": 0.0}
+    assert {path: str(origin) for path, origin in tree.left_out().items()} == {
+        "megatron_wrap.data.train": "run.yaml:22 (for dataset)",
+        "megatron_wrap.data.validation": "run.yaml:22 (for dataset)",
+        "megatron_wrap.flow.truncation": "run.yaml:25 (for gpt_sft)",
+    }
+    kept = load_tree(run, ["megatron_wrap.data.__select__=jsonl"])
+    assert kept.values["megatron_wrap"]["data"]["train"] == "a.jsonl"
+    assert not kept.left_out()
+    misspelled = write_run("  flow:\n", DATA.format(form=form).replace("train", "trian"))
+    message = refusal(misspelled, "megatron_wrap.data.__select__=none")
+    assert_facts(message, "run.yaml:22 megatron_wrap.data.trian: unknown key; did you mean train?")
+
+
+def test_another_flow_on_the_command_line_replaces_a_flow_of_one_s_own(write_run: Write) -> None:
+    run = write_run("minimal_mock\n", "custom\n    __override__: {flow_key: my.module:MyFlow, gamma: 2.0}\n")
+    tree = load_tree(run, ["megatron_wrap.flow.__select__=minimal_mock"])
+    assert tree.values["megatron_wrap"]["flow"]["flow_key"] == "minimal_mock"
+    assert sorted(tree.left_out()) == ["megatron_wrap.flow.flow_key", "megatron_wrap.flow.gamma"]
+
+
+def test_another_file_on_the_command_line_keeps_keys_whose_needs_the_run_meets(write_run: Write) -> None:
+    run = write_run("tiny-llama\n", "tiny-mixtral\n      __override__: {moe_ffn_hidden_size: 64, num_layers: 2}\n")
+    arch = "megatron_lm.model.arch"
+    dense = load_tree(run, [f"{arch}.__select__=tiny-llama"])
+    assert list(dense.left_out()) == [f"{arch}.moe_ffn_hidden_size"]
+    assert dense.values["megatron_lm"]["model"]["arch"]["num_layers"] == 2
+    assert not load_tree(run, [f"{arch}.__select__=tiny-llama", f"{arch}.num_experts=4"]).left_out()
+
+
 def test_an_empty_section_overrides_nothing(write_run: Write) -> None:
     tree = load_tree(write_run("      lr: 2e-4\n", "      # lr: 2e-4\n"))
     assert tree.values["megatron_lm"]["train"]["learning-rate"]["lr"] is None

@@ -21,6 +21,8 @@ from megatron_wrap.config.schema.familiar_names import (
     familiar_advice,
 )
 from megatron_wrap.errors import ConfigError, MegatronWrapError
+from megatron_wrap.flow import MegatronWrapFlowEntry
+from megatron_wrap.flow.contract.config import decode_flow_config
 
 ROOT = Path(__file__).parents[4]
 RUN = str(ROOT / "configs" / "tiny-llama-mock.yaml")
@@ -114,6 +116,13 @@ def test_a_yaml_names_our_key_at_the_line_of_the_mistake(old: str, new: str, key
         load_run_config(tmp_path / "run.yaml")
     assert key in str(refusal.value)
     assert "is megatron_lm.train.learning-rate.lr here" in str(refusal.value)
+
+
+def test_a_key_of_a_flow_of_ones_own_names_our_key() -> None:
+    flow = ["megatron_wrap.flow.__select__=custom", "megatron_wrap.flow.flow_key=minimal_mock"]
+    config = load_run_config(RUN, [*flow, "megatron_wrap.flow.learning_rate=1"])
+    with pytest.raises(ConfigError, match=r"is megatron_lm\.train\.learning-rate\.lr here"):
+        decode_flow_config(MegatronWrapFlowEntry.get_flow_class("minimal_mock"), config)
 
 
 def test_a_misspelled_section_is_no_argument() -> None:

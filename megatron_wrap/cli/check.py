@@ -1,0 +1,110 @@
+"""`megatron-wrap check`: everything that `megatron-wrap train` validates before its first step, in one report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.cli.arguments import add_run_arguments
+from megatron_wrap.cli.processes import Nodes, add_process_arguments, nodes_of
+from megatron_wrap.core.validation.candidate import Candidate
+from megatron_wrap.core.validation.validations import Item, check, errors_of
+from megatron_wrap.errors import ConfigError, MegatronWrapError
+from megatron_wrap.metrics.number_format import counted
+
+EXAMPLES = (
+    ("a configuration on this machine", "check configs/tiny-llama-mock.yaml"),
+    (
+        "its layout in eight processes, with an override",
+        "check configs/tiny-llama-mock.yaml --nproc-per-node 8 megatron_lm.model.parallel.tensor_model_parallel_size=2",
+    ),
+    ("for a program", "check configs/tiny-llama-mock.yaml --json"),
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of a check."""
+
+    items: Sequence[Item]
+    nodes: Nodes | None = None
+    """Where the processes would run; None: the configuration cannot be read."""
+
+    @property
+    def exit_code(self) -> int:
+        """2 with errors, else 0."""
+        return 2 if _count(self.items, "error") else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    add_run_arguments(parser)
+    add_script_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print a list of objects with status, name and text")
+    add_process_arguments(parser)
+
+
+def add_script_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares --script."""
+    parser.add_argument("--script", metavar="FILE", help="training script to run instead of examples/train.py")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line for each item and a summary; returns 2 if there are errors, else 0."""
+    checked = check_of(arguments, starts=False)
+    if arguments.json:
+        print(json.dumps([item._asdict() for item in checked.items], indent=1, ensure_ascii=False))
+    else:
+        print(report(checked.items))
+    return checked.exit_code
+
+
+def script_of(arguments: argparse.Namespace) -> str | None:
+    """The value of --script.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if arguments.script and not Path(arguments.script).is_file():
+        raise ConfigError(f"--script {arguments.script}: no such file")
+    return arguments.script or None
+
+
+def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
+    """Checks the run that the arguments of `megatron-wrap train` describe.
+
+    Args:
+        starts: this machine will start it, so the address of the first node must be known.
+
+    Raises:
+        MegatronWrapError: an option or a variable of the environment is wrong.
+    """
+    own_script = script_of(arguments)
+    try:
+        config = read_run(arguments.config, arguments.overrides)
+    except MegatronWrapError as error:
+        return Checked(errors_of("configuration", error))
+    nodes = nodes_of(config, arguments.nproc_per_node, starts)
+    with warnings.catch_warnings():
+        if config.logger.ignore_warning:
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", UserWarning)
+        return Checked(check(Candidate(config, nodes.world_size, own_script is not None)), nodes)
+
+
+def report(items: Sequence[Item]) -> str:
+    """A line for each item, and the number of errors and warnings."""
+    width = max(len(item.name) for item in items)
+    lines = [f"{item.status:<11}  {item.name:<{width}}  {item.text}" for item in items]
+    errors, notes = _count(items, "error"), _count(items, "warning")
+    summary = counted(errors, "error") if errors else "no errors"
+    return "\n".join([*lines, f"{summary}, {counted(notes, 'warning')}" if notes else summary])
+
+
+def _count(items: Sequence[Item], status: str) -> int:
+    return sum(item.status == status for item in items)

@@ -1,0 +1,5 @@
+"""What is validated of a run before it begins: one list of named validations, for `train` and `check`."""
+
+from megatron_wrap.core.validation.validations import validate
+
+__all__ = ["validate"]

@@ -1,0 +1,201 @@
+"""Validation of the data, from its files to the first rows as the flow renders them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.core.validation.candidate import Candidate, Note
+from megatron_wrap.errors import DataError, Mistakes
+from megatron_wrap.metrics.number_format import counted
+
+if TYPE_CHECKING:
+    from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+
+_FIRST_ROWS = 16
+"""Rows of each source that are rendered."""
+_LISTED = 3
+"""Rows of each source that are listed with their mistake."""
+
+
+def check_data(candidate: Candidate) -> Iterator[Note]:
+    """Open every file that the configuration names, and parse every line of JSON lines unless bad rows are skipped.
+
+    Raises:
+        DataError: a missing file or a malformed line; the message contains its number.
+    """
+    config, data = candidate.config, candidate.config.data
+    if derived.is_indexed(data):
+        yield from _indexed(candidate)
+    elif not derived.has_sources(data):
+        mock = derived.mock_samples(data) is not None
+        yield Note("mock data" if mock else "no files: the training script passes the samples")
+    mistakes = Mistakes()
+    for source in _sources(config):
+        if not _is_local(source):
+            where = "is downloaded" if source.kind == "hub" else "is called"
+            yield Note(f"{source.path} {where} when training starts; megatron-wrap inspect-data reads it")
+        elif source.kind == "file" and not Path(source.path).expanduser().is_file():
+            candidate.unreadable.add(source.path)  # `check_data_files` reports it
+        else:
+            with mistakes.collected():
+                yield Note(f"{source.path}{_rows_of(candidate, source)}")
+    mistakes.raise_first()
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Tokenize every sample if the flow refuses to truncate, so that no sample ends the run hours later.
+
+    Raises:
+        DataError: a sample is longer than the context; the message contains its file and line.
+    """
+    refuses = config.flow.options.get("truncation") == "refuse" and config.data.on_bad_sample == "error"
+    if not derived.has_sources(config.data) or not refuses:
+        return
+    from megatron_wrap.config.checks.vocabulary import model_vocab_size
+    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.order.sample_sets import open_source
+    from megatron_wrap.data.order.usable_rows import prepare_row
+    from megatron_wrap.engine.setup.flow import build_flow
+
+    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer))
+    for source in _sources(config):
+        if source.streaming or not _is_local(source):
+            continue
+        rows = open_source(source)
+        for index in range(len(rows)):
+            prepare_row(flow.prepare_sample, rows[index], functools.partial(rows.where, index))
+
+
+def check_first_rows(candidate: Candidate) -> Iterator[Note]:
+    """Render the first rows of each source as the flow does, and collate two micro-batches of them.
+
+    Raises:
+        DataError: a row cannot be used; the message begins with its file and row. FlowError: the flow breaks its
+            contract. ConfigError: stored outputs of the reference model are those of another run.
+    """
+    config = candidate.config
+    if not is_known_flow(candidate):
+        yield Note(f"not rendered: the script registers the flow {config.flow.flow_key}")
+        return
+    from megatron_wrap.data.order.sample_sets import NumberedSamples
+    from megatron_wrap.engine.batches.micro_batch import try_flow
+    from megatron_wrap.engine.reference.precomputed import sample_preparation
+    from megatron_wrap.engine.setup.flow import build_flow
+
+    flow = build_flow(config, candidate.tokenizer, candidate.vocab_size)
+    of_training = sample_preparation(flow, config)
+    mock_samples = derived.mock_samples(config.data)
+    first = [] if mock_samples is None else [of_training(sample) for sample in NumberedSamples(mock_samples)[:2]]
+    training = {source.path for source in derived.training_sources(config)}
+    mistakes = Mistakes()
+    for source in _sources(config):
+        if source.kind == "hub":
+            continue
+        # `check_data` reports a source that cannot be opened
+        reported: tuple[type[DataError], ...] = (DataError,) if source.path in candidate.unreadable else ()
+        with mistakes.collected(), contextlib.suppress(*reported):
+            prepared, bad = _rendered(
+                candidate, source, of_training if source.path in training else flow.prepare_sample
+            )
+            first += prepared if source.path in training else []
+            for mistake in bad[:_LISTED] if config.data.on_bad_sample == "error" else ():
+                mistakes.add(mistake)
+            yield from _describe(candidate, source, flow, prepared, bad)
+    with mistakes.collected():
+        try_flow(flow, first, config.train.seed)
+    mistakes.raise_first()
+
+
+def _rendered(
+    candidate: Candidate,
+    source: SourceConfig,
+    prepare: Callable[[Any], Any],
+) -> tuple[list[Any], list[DataError]]:
+    """The prepared first rows of a source, and why others cannot be used, except what `check_data` reports."""
+    from megatron_wrap.data.order.sample_sets import each_row
+    from megatron_wrap.data.order.usable_rows import prepare_row
+
+    prepared: list[Any] = []
+    bad: list[DataError] = []
+    for where, row in each_row(source, _FIRST_ROWS):
+        if isinstance(row, DataError):
+            bad += [] if source.path in candidate.unreadable else [row]
+            continue
+        try:
+            prepared.append(prepare_row(prepare, row, functools.partial(str, where)))
+        except DataError as mistake:
+            bad.append(mistake)
+    return prepared, bad
+
+
+def _describe(
+    candidate: Candidate,
+    source: SourceConfig,
+    flow: MegatronWrapTrainingFlowBase,
+    prepared: Sequence[Any],
+    bad: Sequence[DataError],
+) -> Iterator[Note]:
+    """Notes about the first rows of a source; rows that cannot be used are left out."""
+    from megatron_wrap.engine.batches.micro_batching import sample_lengths
+
+    if candidate.config.data.on_bad_sample == "skip":
+        for mistake in bad[:_LISTED]:
+            yield Note(f"{mistake}; left out (on_bad_sample: skip)", is_warning=True)
+    if len(bad) > _LISTED:
+        rows = counted(len(bad) + len(prepared), "row")
+        yield Note(f"{source.path}: {len(bad)} of the first {rows} cannot be used", is_warning=True)
+    if prepared:
+        lengths = [sum(sample_lengths(flow, sample, candidate.config.train.seed)) for sample in prepared]
+        span = f"{min(lengths)} to {counted(max(lengths), 'token')}"
+        yield Note(f"{source.path}: {counted(len(prepared), 'row')} rendered, {span} each")
+
+
+def _rows_of(candidate: Candidate, source: SourceConfig) -> str:
+    """The number of rows of a source that was checked, as text."""
+    from megatron_wrap.data.order.sample_sets import check_source
+
+    try:
+        rows = check_source(source, every_row=candidate.config.data.on_bad_sample == "error")
+    except DataError:
+        candidate.unreadable.add(source.path)
+        raise
+    return "" if rows is None else f": {counted(rows, 'row')}"
+
+
+def _indexed(candidate: Candidate) -> Iterator[Note]:
+    from megatron_wrap.data.indexed.windows import check_indices
+
+    data = candidate.config.data
+    prefixes = [source.path for sources in (data.train, *data.validation.values()) for source in sources]
+    missing = [prefix for prefix in prefixes if not Path(f"{prefix}.idx").expanduser().is_file()]
+    candidate.unreadable.update(prefixes)
+    if not missing:  # `check_data_files` reports it
+        check_indices(candidate.config)
+        candidate.unreadable.clear()
+        yield Note(f"indexed files: {', '.join(prefixes) or 'mock data'}")
+
+
+def is_known_flow(candidate: Candidate) -> bool:
+    """Whether the flow can be looked up here; a script of the user may register it."""
+    from megatron_wrap.flow.entry import SHIPPED
+
+    return not candidate.own_script or candidate.config.flow.flow_key in SHIPPED
+
+
+def _sources(config: RunConfig) -> list[SourceConfig]:
+    """The sources of training and evaluation, each once."""
+    validation = [source for sources in derived.validation_sources(config).values() for source in sources]
+    return list({source.path: source for source in [*derived.training_sources(config), *validation]}.values())
+
+
+def _is_local(source: SourceConfig) -> bool:
+    """Whether it is files; a hub id may have to be downloaded, and a Python source to be computed."""
+    return source.kind in ("file", "folder", "glob")
