@@ -52,9 +52,10 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
         )
         if _is_exportable(config):
             folder = os.path.join(output_dir(config), "hf")
+            merged = ["--merge"] if config.adapter.adapter_type != "none" else []
             add(
                 "export to a Hugging Face folder",
-                _shell([_program("megatron-wrap"), "export-hf", config.train.save, folder]),
+                _shell([_program("megatron-wrap"), "export-hf", config.train.save, folder, *merged]),
             )
             if config.data.tokenizer is not None:
                 comment, program = _use(config, folder, config.data.tokenizer)

@@ -133,8 +133,8 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "lora_alpha": int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": modules,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
+        "rank_pattern": dict(config.rank_pattern or {}),
+        "alpha_pattern": dict(config.alpha_pattern or {}),
         "use_rslora": config.use_rslora,
         "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
@@ -168,8 +168,8 @@ def _matches(module: str, patterns: str | Iterable[str]) -> bool:
 
 
 def _target(module: str, config: AdapterConfig) -> TargetModule:
-    rank = _pattern_value(module, config.rank_pattern, config.r)
-    alpha = _pattern_value(module, config.alpha_pattern, config.lora_alpha)
+    rank = _pattern_value(module, config.rank_pattern or {}, config.r)
+    alpha = _pattern_value(module, config.alpha_pattern or {}, config.lora_alpha)
     return TargetModule(module, rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
@@ -189,7 +189,7 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
             if not found:
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, key):
+        for pattern in getattr(config, key) or {}:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
 

@@ -40,7 +40,7 @@ def check_adapter(config: RunConfig) -> None:
         if not 0 <= index < config.arch.num_layers:
             refuse(config, ["adapter.layers_to_transform"], f"there is no layer {index} of {config.arch.num_layers}")
     for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
-        for pattern, value in getattr(adapter, key).items():
+        for pattern, value in (getattr(adapter, key) or {}).items():
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
                 number = "a positive integer" if kind is int else "a positive number"
                 refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")

@@ -41,7 +41,8 @@ _ACCUMULATION = (
 _PER_DEVICE = f"samples of one forward pass of one replica; {_ACCUMULATION}"
 _ALL_LAYERS = "full for all layers, selective for the attention core"
 _NO_QUANTIZATION = "weights are not quantized; with fp8 in megatron_lm.train.dtype, matrix products are in FP8"
-_NO_ADAPTERS = "adapters (LoRA) are not supported; all weights are trained"
+_ADAPTER = "megatron_wrap.adapter"
+_NO_ADAPTER_OPTION = "of adapters only what docs/adapters.md lists is supported"
 _SHARDS = "true shards optimizer states (ZeRO-1); keys of megatron_lm.model.parallel split weights and activations"
 _METRICS_ONLY = "an evaluation reduces metrics on the processes and gathers no predictions"
 _TRAIN_COMMAND = "megatron-wrap train trains; evaluations are made if there are data.validation and eval_interval"
@@ -208,11 +209,16 @@ TRL: Mapping[str, Counterpart] = {
     "attn_implementation": Counterpart(f"{_ARCH}.transformer_impl", _ATTENTION),
     "router_aux_loss_coef": Counterpart(f"{_ARCH}.moe_aux_loss_coeff"),
     "disable_dropout": Counterpart(f"{_ARCH}.hidden_dropout", "0.0, and attention_dropout: 0.0, for true"),
-    **_none(
-        _NO_ADAPTERS,
-        *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
-        *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora", "peft_config", "ref_adapter_name"),
-    ),
+    "use_peft": Counterpart(f"{_ADAPTER}.__select__", "lora"),
+    "peft_config": Counterpart(f"{_ADAPTER}.__select__", "lora, with peft's names of the options"),
+    "lora_r": Counterpart(f"{_ADAPTER}.r"),
+    "lora_alpha": Counterpart(f"{_ADAPTER}.lora_alpha"),
+    "lora_dropout": Counterpart(f"{_ADAPTER}.lora_dropout"),
+    "lora_target_modules": Counterpart(f"{_ADAPTER}.target_modules"),
+    "use_rslora": Counterpart(f"{_ADAPTER}.use_rslora"),
+    "ref_adapter_name": Counterpart("megatron_wrap.models.reference", "base: the policy without its adapter"),
+    **_none("the flow determines it", "lora_task_type"),
+    **_none(_NO_ADAPTER_OPTION, "lora_target_parameters", "lora_modules_to_save", "use_dora"),
     **_none(
         _NO_QUANTIZATION,
         *("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
@@ -410,12 +416,14 @@ AXOLOTL: Mapping[str, Counterpart] = {
     "sequence_parallel_degree": Counterpart(f"{_PARALLEL}.context_parallel_size"),
     "dp_shard_size": Counterpart(f"{_OPTIMIZER}.use_distributed_optimizer", _SHARDS),
     **_none("replicas use all processes that are left", "dp_replicate_size", "world_size", "device_map"),
-    **_none("adapters (LoRA) and quantized weights are not supported; all weights are trained", "adapter"),
-    **_none(
-        _NO_ADAPTERS,
-        *("lora_model_dir", "lora_target_linear", "lora_fan_in_fan_out", "merge_lora", "relora", "peft"),
-        *("peft_use_dora", "peft_use_rslora", "loraplus_lr_ratio"),
-    ),
+    "adapter": Counterpart(f"{_ADAPTER}.__select__", "lora; weights are not quantized"),
+    "lora_model_dir": Counterpart(f"{_ADAPTER}.path"),
+    "lora_target_linear": Counterpart(f"{_ADAPTER}.target_modules", "all-linear for true"),
+    "peft_use_rslora": Counterpart(f"{_ADAPTER}.use_rslora"),
+    "loraplus_lr_ratio": Counterpart(f"{_ADAPTER}.loraplus_lr_ratio"),
+    **_none("the model's family determines it", "lora_fan_in_fan_out"),
+    **_none("export with `megatron-wrap export-hf --merge`", "merge_lora"),
+    **_none(_NO_ADAPTER_OPTION, "relora", "peft", "peft_use_dora"),
     **_none(_NO_QUANTIZATION, "gptq", "bnb_config_kwargs"),
     **_none("an algorithm of your own is a flow (docs/flow-contract.md)", "plugins", "trainer_cls"),
 }

@@ -232,10 +232,10 @@ class AdapterConfig:
     """Modules of target_modules that get no adapter, in the same notation."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
-    rank_pattern: Mapping[str, int] = key({})
-    """Regular expression of names of modules -> their rank instead of r."""
-    alpha_pattern: Mapping[str, float] = key({})
-    """Regular expression of names of modules -> their alpha instead of lora_alpha."""
+    rank_pattern: Mapping[str, int] | None = None
+    """Regular expression of names of modules -> their rank instead of r; null: r for all."""
+    alpha_pattern: Mapping[str, float] | None = None
+    """Regular expression of names of modules -> their alpha instead of lora_alpha; null: lora_alpha for all."""
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) (rank-stabilized LoRA, arXiv:2312.03732)."""
     init_lora_weights: bool | Literal["gaussian"] = True

@@ -80,7 +80,7 @@ def test_every_field_of_trl_and_transformers_has_a_row() -> None:
         ("--Max-Steps", "megatron_lm.train.common.train_iters"),
         ("sequence_len", "megatron_lm.train.common.seq_length"),
         ("beta", "megatron_wrap.flow.beta"),
-        ("lora_r", "LoRA"),
+        ("lora_r", "megatron_wrap.adapter.r"),
     ],
 )
 @pytest.mark.parametrize(
