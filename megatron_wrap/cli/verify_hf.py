@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.bridge.loading.hub import local_folder, read_run, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.config.hugging_face import CONFIG_FILES
-from megatron_wrap.flow.contract.no_flow import NO_FLOW
 from megatron_wrap.testing.layouts import one_process_overrides
 
 EXAMPLES = (
@@ -22,17 +22,6 @@ EXAMPLES = (
 _WITHOUT_CHECKPOINTS = tuple(
     f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")
 )
-_RUN = {
-    "megatron_lm": {
-        "train": {
-            "common": {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 64, "train_iters": 1},
-            "learning-rate": {"lr": 0.0},
-            "dtype": {"__select__": "fp32"},
-        }
-    },
-    "megatron_wrap": {"flow": {"__select__": "custom", "__override__": {"flow_key": NO_FLOW}}},
-}
-"""The run of a folder without a configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         *overrides,
         f"{provider}.hf_path={json.dumps(folder)}",
     ]
-    config = read_run(configs[0], overrides) if configs else read_run_content(_RUN, overrides)
+    config = read_run(configs[0], overrides) if configs else read_run_content(_content(), overrides)
     with MegatronWrap(config) as wrap:
         wrap.initialize()
         wrap.setup_model()
@@ -76,3 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
     return 0 if verdict.agrees else 1
+
+
+def _content() -> dict[str, Any]:
+    """The run of a folder without a configuration."""
+    from megatron_wrap.flow.contract.no_flow import NO_FLOW
+
+    return {
+        "megatron_lm": {
+            "train": {
+                "common": {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 64, "train_iters": 1},
+                "learning-rate": {"lr": 0.0},
+                "dtype": {"__select__": "fp32"},
+            }
+        },
+        "megatron_wrap": {"flow": {"__select__": "custom", "__override__": {"flow_key": NO_FLOW}}},
+    }

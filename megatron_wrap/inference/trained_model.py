@@ -17,7 +17,6 @@ from megatron_wrap.checkpoint.store import RESOLVED
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.hugging_face import CONFIG_FILES, read_hugging_face_config, resolve_folder
 from megatron_wrap.errors import CheckpointError, ConfigError
-from megatron_wrap.flow.contract.no_flow import NO_FLOW
 
 SOURCES = "Hugging Face folder or hub id, or a checkpoint: YAML of a run, folder of its checkpoints, or one checkpoint"
 """What `read_model` takes, for the help of commands."""
@@ -125,6 +124,8 @@ def _content(
     common: Mapping[str, Any], dtype: Mapping[str, Any], provider: Mapping[str, Any], tokenizer: str | None
 ) -> dict[str, Any]:
     """Training settings are required, and not used."""
+    from megatron_wrap.flow.contract.no_flow import NO_FLOW
+
     return {
         "megatron_lm": {
             "train": {

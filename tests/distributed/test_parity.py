@@ -93,6 +93,7 @@ def test_the_shipped_flows_agree_on_every_layout(flow, layouts, samples, ranks):
         flow_samples, overrides = pairs(), [*overrides, "megatron_wrap.models.reference=copy"]
     report = check_parity(CONFIG, overrides, samples=flow_samples, layouts=SHIPPED[layouts], ranks=ranks)
     assert report.flow == flow
+    assert not report.notes
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 
 
@@ -128,6 +129,7 @@ def test_correct_flows_agree(flow, layouts, samples, ranks):
         left_out |= {"mbs1", "token-budget-dp2"} & {*layouts}
     assert {row.layout for row in report.rows if row.agrees is None} == left_out, report.table()
     assert report.agrees, report.table()
+    assert not report.notes
 
 
 @pytest.mark.parametrize("flow", covering(zoo.WRONG, lambda flow: {zoo.WRONG[flow][0]}))

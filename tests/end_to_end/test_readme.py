@@ -252,6 +252,12 @@ def test_both_languages_show_the_same_code():
         assert numbers(page_in_english) == numbers(other)
 
 
+def test_the_navigation_of_the_site_repeats_no_name():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    names = re.findall(r"^ *- (.+?):", navigation, re.M)
+    assert len(names) == len(set(names)) > 20
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
