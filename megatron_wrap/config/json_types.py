@@ -114,7 +114,7 @@ def definitions() -> dict[str, Schema]:
         "source": source,
         SOURCES: many,
         EVALUATION_SETS: {"anyOf": [{"type": ["string", "null"]}, sets]},
-        REFERENCE: {"anyOf": [{"enum": ["copy", None]}, {**_closed(ReferenceModelConfig), "allOf": _one_model()}]},
+        REFERENCE: {"anyOf": [{"enum": ["copy", "base", None]}, {**_closed(ReferenceModelConfig), "allOf": _one_model()}]},
     }
 
 
@@ -125,13 +125,13 @@ def _one_model() -> list[Schema]:
         return {"properties": {name: value}, "required": [name]}
 
     text: Schema = {"type": "string", "minLength": 1}
-    sources = [given(name, {"const": True} if name == "copy" else text) for name in MODEL_SOURCES]
+    sources = [given(name, {"const": True} if name in ("copy", "base") else text) for name in MODEL_SOURCES]
     precomputed = given("precomputed", {"type": "string"})
     unset = {name: {"type": "null"} for name in ("refresh_interval", "ema_decay")} | {"offload": {"const": False}}
     return [
         {"anyOf": [*sources, precomputed]},
         *({"not": {"allOf": list(pair)}} for pair in itertools.combinations(sources, 2)),
-        {"if": precomputed, "then": {"properties": unset}},
+        *({"if": model, "then": {"properties": unset}} for model in (precomputed, given("base", {"const": True}))),
     ]
 
 
