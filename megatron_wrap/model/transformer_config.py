@@ -16,11 +16,10 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.kernels.available import layer_kernels
+from megatron_wrap.platform.base.platform import NEEDS_CUDA, Platform
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-    from megatron_wrap.platform.base.platform import Platform
 
 
 def parameter_dtype(config: RunConfig) -> torch.dtype:
@@ -60,6 +59,8 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     transformer_engine = use_transformer_engine(config, platform)
+    needs_cuda = {name: value for name, value in config.arch.upstream.items() if name in NEEDS_CUDA}
+    platform.refuse_unsafe(needs_cuda, transformer_engine)
     fp8 = fp8_settings(config) if training else None
     if fp8 is not None:
         _refuse_missing(fp8, platform, transformer_engine)

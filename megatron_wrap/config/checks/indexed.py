@@ -26,6 +26,12 @@ def check_indexed(config: RunConfig) -> None:
         rule = "mock_data true and train are both set; delete one" if data.train else needed
         refuse(config, ["data.train", "data.mock_data"], rule)
     _check_batches(config)
+    separated = [
+        name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)
+    ]
+    if separated and data.eod_token is None and data.tokenizer is None:
+        rule = "true needs the token that ends a document; set eod_token, or tokenizer with an eos token"
+        refuse(config, [f"data.{separated[0]}"], rule)
     _check_split(config)
     for sources in (data.train, *data.validation.values()):
         _check_prefixes(config, sources)

@@ -9,7 +9,9 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.metrics.number_format import counted
 
-FLOWS_ON_LOGITS = ("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_grpo")
+FLOWS_ON_LOGITS = (
+    *("gpt_sft", "gpt_pretrain", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_distill", "gpt_grpo"),
+)
 """Flows that compute log-probabilities of tokens."""
 
 

@@ -32,6 +32,8 @@ class Need:
 
 
 _WITH_SAMPLES = "write data: {__select__: dataset}"
+_INDEXED = "write data: {__select__: indexed}"
+_FLOWS_ON_TEXT = (*("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_distill", "gpt_grpo", "gpt_reward"),)
 _INDEXED_ONLY = (
     *("split", "mock_data", "eod_token", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
     "index_samples",
@@ -68,11 +70,18 @@ NEEDS = (
     Need("recompute.recompute_modules", "recompute.recompute_granularity", ("selective",)),
     Need("data.train", "data.data_key", ("dataset", "jsonl", "indexed"), remedy=_WITH_SAMPLES),
     Need("data.validation", "data.data_key", ("dataset", "jsonl", "indexed"), remedy=_WITH_SAMPLES),
-    *(
-        Need(f"data.{name}", "data.data_key", ("indexed",), remedy="write data: {__select__: indexed}")
-        for name in _INDEXED_ONLY
-    ),
+    *(Need(f"data.{name}", "data.data_key", ("indexed",), remedy=_INDEXED) for name in _INDEXED_ONLY),
     Need("data.reset_attention_mask", "flow.packing", (True,)),
+    Need("flow.flow_key", "data.data_key", ("none", "dataset", "jsonl", "indexed"), "gpt_pretrain", _INDEXED),
+    *(
+        Need("flow.flow_key", "data.data_key", ("none", "dataset", "jsonl"), when=flow, remedy=_WITH_SAMPLES)
+        for flow in _FLOWS_ON_TEXT
+    ),
+    Need("arch.transformer_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
+    Need("arch.moe_token_dispatcher_type", "init.platform", ("auto", "cuda"), when="flex"),
+    Need("arch.moe_grouped_gemm", "init.platform", ("auto", "cuda")),
+    Need("arch.moe_grouped_gemm", "arch.transformer_impl", ("auto", "transformer_engine")),
+    Need("dtype.fp8", "init.platform", ("auto", "cuda")),
     Need("train.save_interval", "train.save"),
     Need("checkpoint.keep", "train.save"),
     Need("train.finetune", "train.load"),
@@ -121,10 +130,15 @@ def _default(config: RunConfig, name: str) -> Any:
 def _rule(need: Need, value: Any, other: Any, unused: Any) -> str:
     (section, _, key), (other_section, _, other_key) = need.key.partition("."), need.other.partition(".")
     path = other_key if section == other_section else f"{SECTION_PATHS[other_section]}.{other_key}"
-    wanted = str(need.values) if isinstance(need.values, Range) else " or ".join(map(_text, need.values))
+    if isinstance(need.values, Range):
+        wanted = str(need.values)
+    else:
+        *others, last = [*map(_text, need.values)] or [""]
+        wanted = f"{', '.join(others)} or {last}" if others else last
     needed = f"{key} {_text(value)} needs {path} {wanted}".rstrip()
     remedy = need.remedy or ("set it" if other is None else "change it")
-    return f"{needed}, which is {_text(other)}; {remedy}, or write {key}: {_text(unused)}"
+    without = f"choose another {key}" if unused is MISSING else f"write {key}: {_text(unused)}"
+    return f"{needed}, which is {_text(other)}; {remedy}, or {without}"
 
 
 def _text(value: Any) -> str:

@@ -14,11 +14,13 @@ from megatron_wrap.config.checks.needs import check_needs
 from megatron_wrap.config.checks.paths import check_paths
 from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
 from megatron_wrap.config.checks.training import check_training
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import key_range
-from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
+from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes, PlatformError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.platform.base.platform import NEEDS_CUDA
 
 
 def check_run(config: RunConfig) -> None:
@@ -35,7 +37,7 @@ def check_run(config: RunConfig) -> None:
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
     _check_ranges(config)  # the others compute with the values
-    check_each(config, (check_needs, check_model, check_training))
+    check_each(config, (check_needs, check_model, check_training, _check_platform))
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
@@ -102,6 +104,16 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
             f"{neighbours(global_batch_size, unit)}",
             LayoutError,
         )
+
+
+def _check_platform(config: RunConfig) -> None:
+    """Check fields of Megatron-Core's dataclasses against a platform that the configuration names."""
+    for section in UPSTREAM if config.init.platform == "cpu" else ():
+        for name, value in getattr(config, section).upstream.items():
+            if value not in NEEDS_CUDA.get(name, (value,)):
+                working = " or ".join(map(inline_yaml, NEEDS_CUDA[name]))
+                rule = f"{inline_yaml(value)} does not work on platform cpu; write {working}, or delete it"
+                refuse(config, [f"{section}.{name}", "init.platform"], rule, PlatformError)
 
 
 def _check_ranges(config: RunConfig) -> None:

@@ -190,5 +190,8 @@ def _check_sample_prompts(config: RunConfig) -> None:
     incomplete = [message for message in messages if not {"role", "content"} <= message.keys()]
     if incomplete:
         refuse(config, key, f"the message {incomplete[0]} lacks role or content; write {{role: user, content: ...}}")
+    if derived.has_value_head(config):
+        rule = f"{derived.VALUE_PROVIDER} returns scores and completes no prompt; write null"
+        refuse(config, [*key, "model_provider.provider_key"], rule)
     if config.data.tokenizer is None:
         refuse(config, key, f"prompts need a tokenizer; set {SECTION_PATHS['data']}.tokenizer, or write null")

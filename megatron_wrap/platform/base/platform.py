@@ -39,6 +39,23 @@ _NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
 }
 
+# Settings that need CUDA -> the values that work without it.
+NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
+    # gloo may still be sending the storage that the schedule frees: gave wrong losses with 0.16.
+    "deallocate_pipeline_outputs": (False,),
+    "cuda_graph_impl": ("none",),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "symmetric_ar_type": (None,),
+    **dict.fromkeys(
+        (
+            *("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "optimizer_cpu_offload"),
+            *("fine_grained_activation_offloading", "moe_paged_stash", "moe_enable_deepep", "batch_invariant_mode"),
+            *("flash_decode", "use_megatron_fsdp", "use_ring_exchange_p2p", "nccl_ub"),
+        ),
+        (False,),
+    ),
+}
+
 
 class Platform(ABC):
     """The hardware of a run. Call `install` before the first use of Megatron-Core."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Platform
+from megatron_wrap.platform.base.platform import GIB, NEEDS_CUDA, WITHOUT_FUSED_KERNELS, Platform
 from megatron_wrap.platform.cpu.gloo import share_device
 from megatron_wrap.platform.cpu.heap import keep_freed_memory
 from megatron_wrap.platform.cpu.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
@@ -38,22 +38,6 @@ _TYPE_NAMES = {
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
-}
-
-_NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
-    # gloo may still be sending the storage that the schedule frees: gave wrong losses with 0.16.
-    "deallocate_pipeline_outputs": (False,),
-    "cuda_graph_impl": ("none",),
-    "moe_token_dispatcher_type": ("alltoall", "allgather"),
-    "symmetric_ar_type": (None,),
-    **dict.fromkeys(
-        (
-            *("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "optimizer_cpu_offload"),
-            *("fine_grained_activation_offloading", "moe_paged_stash", "moe_enable_deepep", "batch_invariant_mode"),
-            *("flash_decode", "use_megatron_fsdp", "use_ring_exchange_p2p", "nccl_ub"),
-        ),
-        (False,),
-    ),
 }
 
 
@@ -150,7 +134,7 @@ class CpuPlatform(Platform):
                 )
 
     def _safe_values(self, transformer_engine: bool) -> dict[str, tuple[Any, ...]]:
-        return {**super()._safe_values(False), **_NEEDS_CUDA}
+        return {**super()._safe_values(False), **NEEDS_CUDA}
 
 
 def _refuse_loaded_cuda_packages() -> None:

@@ -41,6 +41,9 @@ class Gpu:
     def use_kernels(self, kernels: Any) -> None:
         pass
 
+    def refuse_unsafe(self, settings: dict[str, Any], transformer_engine: bool) -> None:
+        pass
+
     def transformer_config_settings(self, **layout: Any) -> dict[str, Any]:
         return {}
 

@@ -41,6 +41,7 @@ LM = {
     "profile": "megatron_wrap.profile",
     "init": "megatron_wrap.init",
     "flow": "megatron_wrap.flow",
+    "provider": "megatron_wrap.model_provider",
 }
 
 
@@ -377,6 +378,44 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             ["arch.num_experts=4", "arch.moe_ffn_hidden_size=63", "parallel.tensor_model_parallel_size=2"],
             "moe_ffn_hidden_size 63 is not divisible by the experts' tensor-parallel size 2; legal sizes: "
             "1, 3, 7, 9, 21, 63",
+        ),
+        (
+            ["provider.provider_key=gpt_value_model", "flow.__select__=gpt_pretrain"],
+            "gpt_value_model returns one value for each token, but gpt_pretrain needs logits; choose gpt_model",
+        ),
+        (
+            ["provider.provider_key=gpt_value_model", "train.sample_prompts=[It was]", "data.tokenizer=folder"],
+            "gpt_value_model returns scores and completes no prompt; write null",
+        ),
+        (
+            ["init.platform=cpu", "arch.transformer_impl=transformer_engine"],
+            "transformer_impl transformer_engine needs megatron_wrap.init.platform auto or cuda, which is cpu",
+        ),
+        (
+            ["init.platform=cpu", "dtype.__select__=bf16", "dtype.fp8=hybrid"],
+            "fp8 hybrid needs megatron_wrap.init.platform auto or cuda, which is cpu",
+        ),
+        (
+            ["init.platform=cpu", "arch.num_experts=4", "arch.moe_token_dispatcher_type=flex"],
+            "moe_token_dispatcher_type flex needs megatron_wrap.init.platform auto or cuda, which is cpu",
+        ),
+        (["init.platform=cpu", "arch.cuda_graph_impl=local"], "local does not work on platform cpu; write none"),
+        (
+            ["flow.__select__=gpt_sft", "data.__select__=mock"],
+            "flow_key gpt_sft needs megatron_wrap.data.data_key none, dataset or jsonl, which is mock; write data: "
+            "{__select__: dataset}, or choose another flow_key",
+        ),
+        (
+            ["flow.__select__=gpt_pretrain", "data.__select__=mock"],
+            "flow_key gpt_pretrain needs megatron_wrap.data.data_key none, dataset, jsonl or indexed, which is mock",
+        ),
+        (
+            ["flow.__select__=gpt_sft", "data.__select__=indexed", "data.mock_data=true"],
+            "flow_key gpt_sft needs megatron_wrap.data.data_key none, dataset or jsonl, which is indexed",
+        ),
+        (
+            ["data.__select__=indexed", "data.mock_data=true", "data.eod_mask_loss=true"],
+            "true needs the token that ends a document; set eod_token, or tokenizer",
         ),
         (
             ["arch.num_experts=6", "parallel.expert_model_parallel_size=4"],
