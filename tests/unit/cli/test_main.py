@@ -90,6 +90,12 @@ def test_help_names_every_command_with_its_purpose(help_of):
         parse(arguments)
 
 
+def test_the_page_of_the_command_line_has_every_command():
+    page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    listed = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    assert set(COMMANDS) <= {name for cell in listed for name in re.findall(r"`([\w-]+)`", cell)}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_a_command_run_in_a_checkout(name, help_of):
     for arguments in examples(help_of(name)):
