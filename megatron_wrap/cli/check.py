@@ -88,7 +88,7 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
     try:
         config = read_run(arguments.config, arguments.overrides)
     except MegatronWrapError as error:
-        return Checked(errors_of("configuration", error))
+        return Checked([*errors_of("configuration", error), Item("not checked", "all else", "needs configuration")])
     nodes = nodes_of(config, arguments.nproc_per_node, starts)
     with warnings.catch_warnings():
         if config.logger.ignore_warning:

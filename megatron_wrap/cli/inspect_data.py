@@ -80,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.output or Path(output_dir(config), f"inspect-data-{arguments.split}.html"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(build_page(inspection, selection.total, config, arguments.split, tokenizer), encoding="utf-8")
+        path.write_text(build_page(inspection, selection, config, arguments.split, tokenizer), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}; give another file") from error
     for sample in inspection.shown[: arguments.n]:
         print(shown(sample, tokenizer, in_color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    print(summary(inspection, selection.total, config.train.micro_batch_size))
+    print(summary(inspection, selection.total, config))
     print(f"page: {path}")
     return 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.data.inspect.inspection import Counts, Finding, Inspected, Inspection, histogram, ordered, segments
-from megatron_wrap.data.inspect.mistakes import MISTAKES
+from megatron_wrap.data.inspect.mistakes import MISTAKES, advice_of
+from megatron_wrap.data.inspect.samples import SampleSelection
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.report import charts
 from megatron_wrap.report.page import Cell, Item, Page, visible
@@ -26,11 +28,12 @@ def facts(sample: Inspected) -> list[str]:
     return texts + [MISTAKES[key].title for key in sample.mistakes]
 
 
-def summary(inspection: Inspection, total: int | None, micro_batch_size: int) -> str:
+def summary(inspection: Inspection, total: int | None, config: RunConfig) -> str:
     """The table below the printed samples: counts, lengths, efficiencies, and mistakes with their first rows."""
     rows = [*_numbers(inspection, total), *_lengths(inspection)]
     rows += [
-        (f"real tokens, {name}", f"{share:.1%}") for name, share in inspection.efficiencies(micro_batch_size).items()
+        (f"real tokens, {name}", f"{share:.1%}")
+        for name, share in inspection.efficiencies(config.train.micro_batch_size).items()
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
@@ -39,24 +42,31 @@ def summary(inspection: Inspection, total: int | None, micro_batch_size: int) ->
     for finding in findings:
         mistake = MISTAKES[finding.key]
         sign = "!" if mistake.serious else "-"
-        lines.append(f"  {sign} {_amount(finding, inspection.counts)}: {mistake.title}; {mistake.advice}")
+        lines.append(
+            f"  {sign} {_amount(finding, inspection.counts)}: {mistake.title}; {advice_of(finding.key, config)}"
+        )
         lines += [f"      {visible(row)}" for row in finding.rows]
     return "\n".join(lines)
 
 
-def build_page(inspection: Inspection, total: int | None, config: RunConfig, split: str, tokenizer: Any) -> str:
+def build_page(
+    inspection: Inspection, selection: SampleSelection, config: RunConfig, split: str, tokenizer: Any
+) -> str:
     """The HTML of the page."""
+    total, shares = selection.total, selection.epoch_shares
     page = Page(
         f"Data of {config.name}: {split}",
         f"{config.flow.flow_key}, seq_length {inspection.seq_length:,}, tokenizer {config.data.tokenizer or 'none'}",
     )
     page.tiles(_numbers(inspection, total))
-    _add_findings(page, inspection)
+    _add_findings(page, inspection, config)
     _add_tokens(page, inspection, config.train.micro_batch_size)
     if len(inspection.by_source) > 1:
         page.heading("Sources")
-        names = ("source", "samples", "trained tokens", "other tokens", "truncated", "left out")
-        page.table(names, [[name, *_row(counts)] for name, counts in inspection.by_source.items()])
+        names = ("source", "share of an epoch", "samples", "trained tokens", "other tokens", "truncated", "left out")
+        page.table(
+            names, [[name, _share(shares, name), *_row(counts)] for name, counts in inspection.by_source.items()]
+        )
     page.heading("Samples")
     page.paragraph("Highlighted: trained. Struck out: removed by truncation. The arrow keys turn pages.")
     items = [
@@ -68,7 +78,7 @@ def build_page(inspection: Inspection, total: int | None, config: RunConfig, spl
     return page.html()
 
 
-def _add_findings(page: Page, inspection: Inspection) -> None:
+def _add_findings(page: Page, inspection: Inspection, config: RunConfig) -> None:
     page.heading("Mistakes")
     findings = ordered(inspection.findings)
     if not findings:
@@ -78,7 +88,7 @@ def _add_findings(page: Page, inspection: Inspection) -> None:
     for finding in findings:
         mistake = MISTAKES[finding.key]
         amount = Cell(_amount(finding, inspection.counts), "alarm" if mistake.serious else "notice")
-        description = Cell(f"{mistake.title}\n{mistake.advice}", "title")
+        description = Cell(f"{mistake.title}\n{advice_of(finding.key, config)}", "title")
         rows.append([amount, description, Cell("\n".join(finding.rows), "soft")])
     page.table(("samples", "what, and what to do", "first rows"), rows, is_stacked=True)
 
@@ -127,6 +137,10 @@ def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
         return []
     at = [("median length", 0.5), ("90% are at most", 0.9), ("99% are at most", 0.99), ("longest", 1.0)]
     return [(name, f"{lengths[min(len(lengths) - 1, int(part * len(lengths)))]:,}") for name, part in at]
+
+
+def _share(shares: Mapping[str, float], source: str) -> Cell:
+    return Cell(f"{shares[source]:.1%}" if source in shares else "", "number")
 
 
 def _row(counts: Counts) -> list[str | Cell]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from megatron_wrap import __version__
-from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.errors import MegatronWrapError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
@@ -27,9 +27,11 @@ COMMANDS: dict[str, str] = {
     "chat": "talk to a model, or complete a file of prompts",
     "eval": "run tasks of lm-evaluation-harness",
     "verify-hf": "compare a Hugging Face folder with transformers",
+    "completion": "print the code by which a shell completes this command",
 }
 """Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""
 
+_LISTED = f"; the commands are {', '.join(COMMANDS)}"
 _HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -61,14 +63,30 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
     """The module of the subcommand that `argv` names and its parsed arguments.
 
     Raises:
-        SystemExit: `--help` or `--version`, whose text is printed (0), or a wrong command line (2).
+        SystemExit: `--help` or `--version`, whose text is printed (0); a wrong command line, or none, for which the
+            help is printed (2).
     """
-    name = argv[0] if argv else ""
+    if not argv:
+        _parser().print_help()
+        raise SystemExit(2)
+    name, *rest = argv
     if name not in COMMANDS:
         parser = _parser()
-        parser.parse_args(argv)
-        parser.error("COMMAND comes first")
-    # only the chosen command's module is imported: explain must not wait for the imports of train
+        if name.startswith("-"):
+            parser.parse_args(argv)
+            parser.error("COMMAND comes first")
+        parser.error(f"there is no command {name}{did_you_mean(name, COMMANDS) or _LISTED}")
+    module, parser = command_parser(name)
+    arguments, unknown = parser.parse_known_intermixed_args(rest)  # overrides are accepted after options
+    if unknown:
+        options = [option for option in parser._option_string_actions if option.startswith("--")]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], options)}")
+    return module, arguments
+
+
+def command_parser(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    """The module of a subcommand, and the parser of its arguments. Only this module is imported: explain must not wait
+    for the imports of train."""
     module = importlib.import_module(f"megatron_wrap.cli.{name.replace('-', '_')}")
     purpose = COMMANDS[name]
     parser = argparse.ArgumentParser(
@@ -78,7 +96,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
         formatter_class=_HELP_FORMAT,
     )
     module.add_arguments(parser)
-    return module, parser.parse_intermixed_args(argv[1:])  # overrides are accepted after options
+    return module, parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,10 +110,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=_HELP_FORMAT,
     )
     parser.add_argument("--version", action="version", version=f"megatron-wrap {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
-    for name in COMMANDS:
-        subparsers.add_parser(name)
     return parser
+
+
+def _hint(argument: str, options: Sequence[str]) -> str:
+    """The ending of a message about an argument that a subcommand does not have."""
+    name = argument.partition("=")[0]
+    if not name.startswith("-"):
+        return ""
+    if "." in name:
+        return f"; an override has no dashes: {argument.lstrip('-')}"
+    from megatron_wrap.config.schema.familiar_names import familiar_advice
+
+    advice = familiar_advice(name)
+    return did_you_mean(name, options) if advice is None else f"; {advice}"
 
 
 def _epilog(examples: Sequence[tuple[str, str]]) -> str:

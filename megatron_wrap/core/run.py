@@ -18,6 +18,7 @@ from megatron_wrap.core.run_evaluation import RunEvaluation
 from megatron_wrap.core.run_export import RunExport
 from megatron_wrap.core.run_facts import write_run_facts
 from megatron_wrap.core.run_training import RunTraining
+from megatron_wrap.core.validation.samples import data_warnings
 from megatron_wrap.engine.setup.build import build_training_state
 from megatron_wrap.engine.setup.profiler import build_step_profiler
 from megatron_wrap.engine.state.state import TrainingState
@@ -58,6 +59,9 @@ class Run:
         if from_hugging_face:
             logger.info_rank_0(f"loaded weights from {config.model_provider.hf_path}")
             for warning in weights_left_out(config):
+                logger.warning_rank_0(warning)
+        if training and parallel.world.rank == 0:
+            for warning in data_warnings(config, tokenizer):
                 logger.warning_rank_0(warning)
         self.checkpoints = RunCheckpoints(self.state)
         self._resumed_from = self.checkpoints.restore(weights_only=not training)

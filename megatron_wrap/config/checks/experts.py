@@ -62,11 +62,8 @@ def _check_router(config: RunConfig) -> None:
     if arch.moe_router_enable_expert_bias and softmax:
         refuse(config, ["arch.moe_router_enable_expert_bias"], "true needs moe_router_score_function sigmoid; set it")
     if (groups is None) != (group_topk is None):
-        refuse(
-            config,
-            [f"arch.moe_router_{'group_topk' if groups is None else 'num_groups'}"],
-            "moe_router_num_groups and moe_router_group_topk need each other; set both or none",
-        )
+        rule = "moe_router_num_groups and moe_router_group_topk need each other; set both or none"
+        refuse(config, [f"arch.moe_router_{'group_topk' if groups is None else 'num_groups'}"], rule)
     if groups is None or group_topk is None:
         if arch.moe_router_group_score_experts is not None:
             refuse(config, ["arch.moe_router_group_score_experts"], "needs moe_router_num_groups; set it")
@@ -87,22 +84,16 @@ def _check_router(config: RunConfig) -> None:
             "moe_router_group_score_experts",
         )
     if score_experts is not None and score_experts > experts // groups:
-        refuse(
-            config,
-            ["arch.moe_router_group_score_experts"],
-            f"{score_experts} is more than the {experts // groups} experts of a group; lower it",
-        )
+        rule = f"{score_experts} is more than the {experts // groups} experts of a group; lower it"
+        refuse(config, ["arch.moe_router_group_score_experts"], rule)
 
 
 def _check_losses(config: RunConfig) -> None:
     kinds, coefficients = config.arch.moe_router_load_balancing_type, config.arch.moe_aux_loss_coeff
     lists = [isinstance(value, tuple) for value in (kinds, coefficients)]
     if any(lists) and not (all(lists) and len(kinds) == len(coefficients)):  # type: ignore[arg-type]
-        refuse(
-            config,
-            ["arch.moe_aux_loss_coeff", "arch.moe_router_load_balancing_type"],
-            "a list of load balancing types needs a list of as many coefficients; write one per type",
-        )
+        rule = "a list of load balancing types needs a list of as many coefficients; write one per type"
+        refuse(config, ["arch.moe_aux_loss_coeff", "arch.moe_router_load_balancing_type"], rule)
     if min(coefficients if isinstance(coefficients, tuple) else (coefficients,)) < 0:
         refuse(config, ["arch.moe_aux_loss_coeff"], f"must be at least 0, not {coefficients}")
     if kinds in ("sinkhorn", "none") and coefficients:
@@ -117,11 +108,8 @@ def _check_layout(config: RunConfig, experts: int) -> None:
     arch, parallel = config.arch, config.parallel
     size, tensor = parallel.expert_model_parallel_size, derived.expert_tensor_parallel_size(parallel)
     if experts % size:
-        refuse(
-            config,
-            ["parallel.expert_model_parallel_size"],
-            f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}",
-        )
+        rule = f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}"
+        refuse(config, ["parallel.expert_model_parallel_size"], rule)
     width = derived.moe_ffn_hidden_size(arch)
     keys = ["parallel.expert_tensor_parallel_size", "parallel.tensor_model_parallel_size"]
     if width % tensor:
@@ -133,8 +121,5 @@ def _check_layout(config: RunConfig, experts: int) -> None:
         )
     if parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel):
         # moe_layer.py, forward: without it every process would route all tokens
-        refuse(
-            config,
-            ["parallel.sequence_parallel"],
-            "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null",
-        )
+        rule = "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null"
+        refuse(config, ["parallel.sequence_parallel"], rule)

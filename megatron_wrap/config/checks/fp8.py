@@ -34,17 +34,11 @@ def check_fp8(config: RunConfig) -> None:
         )
     _check_bf16_layers(config, fp8)
     if fp8.param_gather and config.optimizer.use_distributed_optimizer is False:
-        refuse(
-            config,
-            ["dtype.fp8_param_gather"],
-            f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer, which is false; set either to null",
-        )
+        rule = f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer, which is false; set either to null"
+        refuse(config, ["dtype.fp8_param_gather"], rule)
     if fp8.param_gather and fp8.recipe != "delayed" and config.optimizer.upstream.get("optimizer_cpu_offload"):
-        refuse(
-            config,
-            ["dtype.fp8_param_gather", "dtype.fp8_recipe"],
-            f"with optimizer_cpu_offload, fp8_param_gather needs fp8_recipe delayed, which is {fp8.recipe}",
-        )
+        rule = f"with optimizer_cpu_offload, fp8_param_gather needs fp8_recipe delayed, which is {fp8.recipe}"
+        refuse(config, ["dtype.fp8_param_gather", "dtype.fp8_recipe"], rule)
     _check_sizes(config, BLOCK if fp8.param_gather and fp8.recipe == "blockwise" else MULTIPLE)
 
 
@@ -64,11 +58,8 @@ def _check_bf16_layers(config: RunConfig, fp8: Fp8Settings) -> None:
     if not fp8.first_last_layers_bf16:
         return
     if fp8.recipe == "delayed":  # transformer_config.py: FP8 is then entered once for all layers
-        refuse(
-            config,
-            ["dtype.first_last_layers_bf16", "dtype.fp8_recipe"],
-            "true does not work with fp8_recipe delayed; choose fp8_recipe tensorwise or blockwise",
-        )
+        rule = "true does not work with fp8_recipe delayed; choose fp8_recipe tensorwise or blockwise"
+        refuse(config, ["dtype.first_last_layers_bf16", "dtype.fp8_recipe"], rule)
     most = config.arch.num_layers // config.parallel.pipeline_model_parallel_size
     for name, count in (
         ("num_layers_at_start_in_bf16", fp8.layers_at_start_in_bf16),

@@ -49,11 +49,8 @@ def _check_attention(config: RunConfig) -> None:
             "change one of them, or set kv_channels",
         )
     if arch.group_query_attention is False and groups != heads:
-        refuse(
-            config,
-            ["arch.group_query_attention"],
-            f"false contradicts num_query_groups {groups}; delete one of them",
-        )
+        rule = f"false contradicts num_query_groups {groups}; delete one of them"
+        refuse(config, ["arch.group_query_attention"], rule)
     if heads % groups:
         refuse(
             config,
@@ -62,11 +59,8 @@ def _check_attention(config: RunConfig) -> None:
             f"legal num_query_groups: {divisors(heads)}",
         )
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
-        refuse(
-            config,
-            ["arch.kv_channels", "arch.hidden_size"],
-            f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even",
-        )
+        rule = f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even"
+        refuse(config, ["arch.kv_channels", "arch.hidden_size"], rule)
 
 
 def _check_latent_attention(config: RunConfig) -> None:
@@ -84,17 +78,11 @@ def _check_latent_attention(config: RunConfig) -> None:
     ):
         if getattr(arch, name) not in wanted:
             words = " or ".join("null" if value is None else str(value).lower() for value in wanted)
-            refuse(
-                config,
-                [f"arch.{name}", key],
-                f"multi_latent_attention needs {name} {words}, not {str(getattr(arch, name)).lower()}",
-            )
+            rule = f"multi_latent_attention needs {name} {words}, not {str(getattr(arch, name)).lower()}"
+            refuse(config, [f"arch.{name}", key], rule)
     if arch.qk_pos_emb_head_dim % 2:
-        refuse(
-            config,
-            ["arch.qk_pos_emb_head_dim", key],
-            f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even",
-        )
+        rule = f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even"
+        refuse(config, ["arch.qk_pos_emb_head_dim", key], rule)
     if config.parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(config.parallel):
         # multi_latent_attention.py: otherwise each rank would keep only the gradient of its heads
         refuse(
@@ -108,11 +96,8 @@ def _check_model(config: RunConfig) -> None:
     arch = config.arch
     chosen = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
     if len(chosen) > 1:
-        refuse(
-            config,
-            [f"arch.{name}" for name in chosen],
-            f"{' and '.join(chosen)} are both true but select different activations; delete all but one",
-        )
+        rule = f"{' and '.join(chosen)} are both true but select different activations; delete all but one"
+        refuse(config, [f"arch.{name}" for name in chosen], rule)
     positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
     if config.train.seq_length > positions:
         refuse(
@@ -122,11 +107,8 @@ def _check_model(config: RunConfig) -> None:
             "lower seq_length or raise max_position_embeddings",
         )
     if arch.vocab_size is None and config.data.tokenizer is None:
-        refuse(
-            config,
-            ["arch.vocab_size"],
-            f"null means the tokenizer's size; set it, or {SECTION_PATHS['data']}.tokenizer",
-        )
+        rule = f"null means the tokenizer's size; set it, or {SECTION_PATHS['data']}.tokenizer"
+        refuse(config, ["arch.vocab_size"], rule)
 
 
 def _check_sharding(config: RunConfig) -> None:
@@ -190,11 +172,8 @@ def _check_pipeline(config: RunConfig) -> None:
     if chunks is not None:
         for count in derived.layers_per_stage(config):
             if count % chunks:
-                refuse(
-                    config,
-                    [key],
-                    f"{chunks} chunks do not divide a stage of {counted(count, 'layer')}; legal: {divisors(count)}",
-                )
+                rule = f"{chunks} chunks do not divide a stage of {counted(count, 'layer')}; legal: {divisors(count)}"
+                refuse(config, [key], rule)
 
 
 def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
@@ -202,11 +181,8 @@ def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
     stages = parallel.pipeline_model_parallel_size
     keys = [f"parallel.{name}" for name in ends]
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        refuse(
-            config,
-            ["parallel.num_layers_per_virtual_pipeline_stage"],
-            "stages of an uneven split differ; set virtual_pipeline_model_parallel_size (chunks per stage) instead",
-        )
+        rule = "stages of an uneven split differ; set virtual_pipeline_model_parallel_size (chunks per stage) instead"
+        refuse(config, ["parallel.num_layers_per_virtual_pipeline_stage"], rule)
     at_ends = sum(getattr(parallel, name) for name in ends)
     middle_stages, middle = stages - len(ends), layers - at_ends
     if middle < 0 or bool(middle) != bool(middle_stages) or (middle_stages and middle % middle_stages):

@@ -48,18 +48,12 @@ def check_learning_rate(config: RunConfig) -> None:
     unit = "iters" if config.train.train_samples is None else "samples"
     warmup, wsd = getattr(rate, f"lr_warmup_{unit}"), getattr(rate, f"lr_wsd_decay_{unit}")
     if rate.lr_warmup_fraction is not None and warmup:
-        refuse(
-            config,
-            ["learning_rate.lr_warmup_fraction", f"learning_rate.lr_warmup_{unit}"],
-            f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_{unit} {warmup} are both set; delete one",
-        )
+        rule = f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_{unit} {warmup} are both set; delete one"
+        refuse(config, ["learning_rate.lr_warmup_fraction", f"learning_rate.lr_warmup_{unit}"], rule)
     for name in ("min_lr", "lr_warmup_init"):
         if getattr(rate, name) > rate.lr:
-            refuse(
-                config,
-                [f"learning_rate.{name}", "learning_rate.lr"],
-                f"{name} {getattr(rate, name)} is above lr {rate.lr}; lower it",
-            )
+            rule = f"{name} {getattr(rate, name)} is above lr {rate.lr}; lower it"
+            refuse(config, [f"learning_rate.{name}", "learning_rate.lr"], rule)
     if rate.lr_decay_style == "WSD" and wsd is None:
         rule = f"WSD needs lr_wsd_decay_{unit}, the length of its last phase; set it"
         refuse(config, ["learning_rate.lr_decay_style"], rule)

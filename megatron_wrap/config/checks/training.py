@@ -69,11 +69,8 @@ def _check_token_budgets(config: RunConfig) -> None:
             "set megatron_wrap.flow.packing: true, or max_tokens_per_micro_batch: null",
         )
     if train.global_batch_tokens is not None and train.rampup_batch_size is not None:
-        refuse(
-            config,
-            ["train.global_batch_tokens", "train.rampup_batch_size"],
-            "rampup_batch_size counts samples, and global_batch_tokens counts tokens; delete one",
-        )
+        rule = "rampup_batch_size counts samples, and global_batch_tokens counts tokens; delete one"
+        refuse(config, ["train.global_batch_tokens", "train.rampup_batch_size"], rule)
     per_sequence = "seq_aux_loss" in derived.load_balancing_coefficients(config.arch)
     if packing and config.arch.num_experts is not None and per_sequence:
         refuse(
@@ -90,20 +87,14 @@ def _check_optimizer(config: RunConfig) -> None:
     end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
     ends = ["optimizer.end_weight_decay", "optimizer.start_weight_decay"]
     if optimizer.weight_decay_incr_style == "constant" and start != end:
-        refuse(
-            config,
-            ends,
-            f"weight decay from {start} to {end} needs weight_decay_incr_style linear or cosine, which is constant",
-        )
+        rule = f"weight decay from {start} to {end} needs weight_decay_incr_style linear or cosine, which is constant"
+        refuse(config, ends, rule)
     if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
         refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
     _check_offload(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        refuse(
-            config,
-            ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"],
-            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; delete one",
-        )
+        rule = "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; delete one"
+        refuse(config, ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"], rule)
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -127,11 +118,8 @@ def _check_precision(config: RunConfig) -> None:
     if dtype.bf16 and dtype.fp16:
         refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
     if dtype.initial_loss_scale < dtype.min_loss_scale:
-        refuse(
-            config,
-            ["dtype.initial_loss_scale", "dtype.min_loss_scale"],
-            f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}",
-        )
+        rule = f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}"
+        refuse(config, ["dtype.initial_loss_scale", "dtype.min_loss_scale"], rule)
 
 
 def _check_recompute(config: RunConfig) -> None:
@@ -151,11 +139,8 @@ def _check_intervals(config: RunConfig) -> None:
     train = config.train
     from_config = derived.has_sources(config.data) or derived.is_indexed(config.data)
     if train.eval_interval is not None and from_config and not derived.evaluation_set_names(config):
-        refuse(
-            config,
-            ["train.eval_interval"],
-            f"{train.eval_interval} needs {SECTION_PATHS['data']}.validation, which is null; set it, or write null",
-        )
+        rule = f"{train.eval_interval} needs {SECTION_PATHS['data']}.validation, which is null; set it, or write null"
+        refuse(config, ["train.eval_interval"], rule)
     if train.sample_prompts is not None:
         _check_sample_prompts(config)
 

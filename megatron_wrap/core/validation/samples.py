@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,9 +110,42 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
             for mistake in bad[:_LISTED] if config.data.on_bad_sample == "error" else ():
                 mistakes.add(mistake)
             yield from _describe(candidate, source, flow, prepared, bad)
+    yield from (Note(warning, is_warning=True) for warning in dropped_by_template(config, candidate.tokenizer))
     with mistakes.collected():
         try_flow(flow, first, config.train.seed)
     mistakes.raise_first()
+
+
+def data_warnings(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, and parts of
+    messages that the chat template drops. Reads files only."""
+    from megatron_wrap.config.checks.vocabulary import small_tokenizer
+
+    yield from filter(None, [small_tokenizer(config.arch, tokenizer)])
+    yield from dropped_by_template(config, tokenizer)
+
+
+def dropped_by_template(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """A warning for each source whose first rows have messages that the chat template renders without tool_calls, tools
+    or content. Reads files only."""
+    from megatron_wrap.data.chat.dropped_parts import PARTS, dropped_parts
+    from megatron_wrap.data.order.sample_sets import each_row
+
+    if tokenizer is None:
+        return
+    for source in filter(_is_local, _sources(config)):
+        dropped: Counter[str] = Counter()
+        read = 0
+        with contextlib.suppress(DataError):  # reported where the source is opened
+            for _, row in each_row(source, _FIRST_ROWS):
+                read += 1
+                dropped.update(() if isinstance(row, DataError) else dropped_parts(tokenizer, row))
+        if dropped:
+            parts = ", ".join(f"{PARTS[part]} in {number}" for part, number in dropped.items())
+            yield (
+                f"{source.path}: the chat template drops, of the first {counted(read, 'row')}, {parts}; the model "
+                "never sees them: use a tokenizer whose template (chat_template.jinja) renders them"
+            )
 
 
 def _rendered(

@@ -18,7 +18,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
     from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, starting_checkpoint
-    from megatron_wrap.config.checks.vocabulary import model_vocab_size
+    from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
     from megatron_wrap.config.schema import derived
     from megatron_wrap.data.chat.prompts import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -28,6 +28,8 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
     if config.data.tokenizer is not None:
         candidate.tokenizer = load_tokenizer(config.data.tokenizer)
+    if warning := small_tokenizer(config.arch, candidate.tokenizer):
+        yield Note(warning, is_warning=True)
     candidate.vocab_size = size = model_vocab_size(config.arch, candidate.tokenizer)
     start = starting_checkpoint(config)
     if start is not None:

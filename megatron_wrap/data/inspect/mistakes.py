@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
+from megatron_wrap.data.chat.dropped_parts import compact, dropped_parts
 from megatron_wrap.data.chat.spans import possible_end_ids
 
 
@@ -18,10 +20,16 @@ class Mistake:
     advice: str
     serious: bool = True
     """False: often on purpose, so only worth a look."""
+    set_already: str = ""
+    """The advice where the run has set what `advice` would suggest."""
 
 
 MISTAKES: Mapping[str, Mistake] = {
-    "refused": Mistake("cannot be used", "correct these rows, or set megatron_wrap.data.on_bad_sample: skip"),
+    "refused": Mistake(
+        "cannot be used",
+        "correct these rows, or set megatron_wrap.data.on_bad_sample: skip",
+        set_already="left out (on_bad_sample: skip)",
+    ),
     "nothing_trained": Mistake(
         "no token is trained", "the sample costs time and teaches nothing: look for its answer, or for truncation"
     ),
@@ -37,8 +45,14 @@ MISTAKES: Mapping[str, Mistake] = {
         "the model does not learn to stop: append the eos token, or include it in the template's generation block",
     ),
     "empty_answer": Mistake("an assistant's turn is empty", "the model learns to answer nothing: remove the turn"),
+    "dropped_parts": Mistake(
+        "the chat template drops tool_calls, tools or the content of a message",
+        "the model never sees them: use a tokenizer whose template (chat_template.jinja) renders them",
+    ),
     "answer_cut": Mistake(
-        "truncation removes trained tokens at the end", "raise seq_length, or leave long samples out with max_length"
+        "truncation removes trained tokens at the end",
+        "raise seq_length, or leave long samples out with max_length",
+        set_already="raise seq_length, or lower max_length to at most seq_length",
     ),
     "dropped_text": Mistake(
         "the chat template leaves out text of a message",
@@ -46,13 +60,27 @@ MISTAKES: Mapping[str, Mistake] = {
         serious=False,
     ),
     "truncated": Mistake(
-        "longer than seq_length", "raise seq_length, or leave them out with max_length", serious=False
+        "longer than seq_length",
+        "raise seq_length, or leave them out with max_length",
+        serious=False,
+        set_already="raise seq_length, or lower max_length to at most seq_length",
     ),
     "too_long": Mistake("longer than max_length of the source", "left out as configured", serious=False),
     "duplicate": Mistake("the same tokens as an earlier sample", "remove duplicates from the data", serious=False),
     "weight_zero": Mistake("weight 0", "read, but not trained, as configured", serious=False),
 }
 """Key -> mistake, in the order of reports."""
+
+
+def advice_of(key: str, config: RunConfig) -> str:
+    """What to do about a mistake in a run, without what the run has set already."""
+    sources = [*derived.training_sources(config), *(s for group in config.data.validation.values() for s in group)]
+    already = {
+        "refused": config.data.on_bad_sample == "skip",
+        **dict.fromkeys(("answer_cut", "truncated"), any(source.max_length is not None for source in sources)),
+    }
+    mistake = MISTAKES[key]
+    return mistake.set_already if already.get(key) else mistake.advice
 
 
 class _Tokens(Protocol):
@@ -110,6 +138,8 @@ class Checks:
         messages = list(_messages(sample))
         if any(message.get("role") == "assistant" and _is_empty(message) for message in messages):
             mistakes.add("empty_answer")
+        if dropped_parts(self._tokenizer, sample):
+            return mistakes | {"dropped_parts"}
         texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
         if texts and self._tokenizer is not None and not self._shows(texts, sequences):
             mistakes.add("dropped_text")
@@ -124,8 +154,8 @@ class Checks:
             self._tokenizer.decode(tokens.input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             for tokens in sequences
         ]
-        shown = _compact("".join(decoded))
-        return all(_compact(text) in shown for text in texts)
+        shown = compact("".join(decoded))
+        return all(compact(text) in shown for text in texts)
 
 
 def _all_trained(tokens: _Tokens) -> bool:
@@ -152,7 +182,3 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
     if message.get("weight") == 0:
         return False
     return not message.get("tool_calls") and (content is None or (isinstance(content, str) and not content.strip()))
-
-
-def _compact(text: str) -> str:
-    return "".join(unicodedata.normalize("NFKC", text).split())

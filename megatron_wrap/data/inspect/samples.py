@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.order.sample_sets import NumberedSamples, open_source
+from megatron_wrap.data.order.sample_sets import NumberedSamples, epoch_counts, open_source
 from megatron_wrap.errors import ConfigError, DataError, did_you_mean
 from megatron_wrap.platform import choose_platform
 
@@ -37,6 +37,8 @@ class SampleSelection:
     """Number of samples of the set; None: a source streams."""
     max_lengths: Mapping[str, int]
     """Source -> tokens above which its samples are left out."""
+    epoch_shares: Mapping[str, float] = field(default_factory=dict)
+    """Source -> its share of the samples of an epoch, after weights and numbers of epochs; of training data."""
 
 
 def select_samples(config: RunConfig, split: str, tokenizer: Any, limit: int) -> SampleSelection:
@@ -63,14 +65,18 @@ def select_samples(config: RunConfig, split: str, tokenizer: Any, limit: int) ->
         raise DataError(
             "the run has no training data, because its caller passes samples; give megatron_wrap.data.train=FILE"
         )
-    return select_from(sources, mock_samples, limit)
+    block = config.data.shuffle_buffer if split == "train" else None
+    return select_from(sources, mock_samples, limit, block)
 
 
-def select_from(sources: Sequence[SourceConfig], mock_samples: int | None, limit: int) -> SampleSelection:
+def select_from(
+    sources: Sequence[SourceConfig], mock_samples: int | None, limit: int, block: int | None = None
+) -> SampleSelection:
     """Select at most `limit` samples (0: all) of these sources, evenly spaced; of a streaming source the first ones.
 
     Args:
         mock_samples: not None: this many numbered samples instead.
+        block: `shuffle_buffer` of a mixture that the run trains on; None: the sources are no mixture.
     """
     opened: list[tuple[str, Any]] = [("mock", NumberedSamples(mock_samples))] if mock_samples is not None else []
     streaming, most = any(source.streaming for source in sources), limit or _OF_STREAM
@@ -79,7 +85,14 @@ def select_from(sources: Sequence[SourceConfig], mock_samples: int | None, limit
         opened.append((source.name, open_source(bound)))
     total = None if streaming else sum(len(samples) for _, samples in opened)
     max_lengths = {source.name: source.max_length for source in sources if source.max_length is not None}
-    return SampleSelection(_spaced(opened, limit), total, max_lengths)
+    shares: dict[str, float] = {}
+    if block is not None and len(sources) > 1 and mock_samples is None:
+        lengths = [
+            0 if source.streaming else len(samples) for source, (_, samples) in zip(sources, opened, strict=True)
+        ]
+        counts = epoch_counts(sources, lengths, block)
+        shares = {source.name: count / sum(counts) for source, count in zip(sources, counts, strict=True)}
+    return SampleSelection(_spaced(opened, limit), total, max_lengths, shares)
 
 
 def _named(sets: Mapping[str, Any], split: str) -> Any:

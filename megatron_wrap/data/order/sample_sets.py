@@ -217,24 +217,34 @@ def _mixture(
     sources: Sequence[SourceConfig], parts: Sequence[SampleStream], seed: int, shuffle: bool, block: int
 ) -> Mixture:
     streaming = any(source.streaming for source in sources)
-    weights = [source.weight for source in sources if source.weight is not None]
-    lengths = [part.samples_per_epoch or 0 for part in parts]
-    if len(weights) == len(sources) and streaming:
-        counts, total = largest_remainders(weights, block), block
-    elif len(weights) == len(sources):
-        total = sum(lengths)
-        counts = [round(total * weight / sum(weights)) for weight in weights]
-    elif streaming:
-        raise DataError("a mixture with a streaming source needs a weight of each source")
-    else:
-        shares = zip(sources, lengths, strict=True)
-        counts = [source.samples or round((source.epochs or 1) * length) for source, length in shares]
-        total = sum(counts)
+    counts = epoch_counts(sources, [part.samples_per_epoch or 0 for part in parts], block)
     for source, count in zip(sources, counts, strict=True):
         if count == 0:
+            total = block if streaming else sum(part.samples_per_epoch or 0 for part in parts)
             unit = f"the {total} of shuffle_buffer" if streaming else f"the {total} of an epoch"
             raise DataError(f"{source.name}: its share is less than one sample of {unit}; raise its share")
     return Mixture(parts, counts, seed, shuffle, is_epoch=not streaming)
+
+
+def epoch_counts(sources: Sequence[SourceConfig], lengths: Sequence[int], block: int) -> list[int]:
+    """Samples of each source in an epoch of their mixture; where one streams, in `block` samples.
+
+    Args:
+        lengths: samples of each source; 0 of one that streams.
+
+    Raises:
+        DataError: one streams, and not all have a weight.
+    """
+    weights = [source.weight for source in sources if source.weight is not None]
+    weighted = len(weights) == len(sources)
+    if any(source.streaming for source in sources):
+        if not weighted:
+            raise DataError("a mixture with a streaming source needs a weight of each source")
+        return largest_remainders(weights, block)
+    if weighted:
+        return [round(sum(lengths) * weight / sum(weights)) for weight in weights]
+    shares = zip(sources, lengths, strict=True)
+    return [source.samples or round((source.epochs or 1) * length) for source, length in shares]
 
 
 def _head(source: SourceConfig, count: int, skip_bad: bool) -> list[tuple[str, Sample]]:

@@ -68,6 +68,7 @@ FAULTS: list[tuple[str, list[str], str, Callable[[], object]]] = [
     ("configuration", [f"{TRAIN}.train_epochs=2"], "train_iters 6 and train_epochs 2", lambda: None),
     ("configuration", [f"{TRAIN}.global_batch_size=5"], "nearest legal sizes: 4 and 6", lambda: None),
     ("configuration", [f"{PARALLEL}.tensor_model_parallel_size=3"], "legal sizes for this model: 1, 2", lambda: None),
+    ("configuration", [f"{ARCH}.transformer_impl=transformer_engine"], "platform auto or cuda", lambda: None),
     ("configuration", [f"{RATE}.lr_warmup_iters=6"], "warm-up of 6", lambda: None),
     ("data files", [f"{DATA}.train=trian.jsonl"], "did you mean train.jsonl?", lambda: None),
     ("folders", [f"{DATA}.tokenizer=none"], "no tokenizer folder 'none'", lambda: None),
@@ -147,7 +148,7 @@ def test_check_and_train_report_the_same(
         ("first rows", [], "train.jsonl:2: ", GOOD_ROW + '{"inputs": [1]}\n' + GOOD_ROW * 2),
         ("first rows", [], "train.jsonl:1: ", '{"messages": [{"role": "user", "content": "a"}]}\n' * 4),
         ("tokenizer", [f"{TRAIN}.load=saved", f"{TRAIN}.finetune=true"], "61 rows there and 60 here", GOOD_ROW * 8),
-        ("platform", [f"{ARCH}.transformer_impl=transformer_engine"], "transformer_impl", GOOD_ROW * 8),
+        ("platform", ["megatron_wrap.logger.metric_loggers=[csv]"], "csv", GOOD_ROW * 8),
         (
             "platform",
             [f"{ARCH}.cpu_offloading=true", f"{ARCH}.cpu_offloading_num_layers=5"],

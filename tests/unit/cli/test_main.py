@@ -35,11 +35,16 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["tune"], "invalid choice: 'tune'"),
+        (["trian"], "there is no command trian; did you mean train?\n"),
+        (["xyz"], "there is no command xyz; the commands are train, check, "),
+        (["--nothing", "train"], "unrecognized arguments: --nothing train"),
         (["check-parity"], "the following arguments are required: CONFIG\n"),
         (["verify-hf"], "the following arguments are required: FOLDER\n"),
-        (["explain", CONFIG, "--verbose"], "unrecognized arguments: --verbose"),
+        (["explain", CONFIG, "--verbose"], "unrecognized arguments: --verbose\n"),
+        (["train", CONFIG, "--scrpt", "x.py"], "unrecognized arguments: --scrpt x.py; did you mean --script?\n"),
+        (["check", CONFIG, "--nproc_per_nod=2"], "--nproc_per_nod=2; did you mean --nproc-per-node?\n"),
+        (["train", CONFIG, "--learning_rate", "1"], f"; transformers' learning_rate is {LR} here\n"),
+        (["train", CONFIG, f"--{LR}=1"], f"; an override has no dashes: {LR}=1\n"),
     ],
 )
 def test_a_wrong_command_line_ends_with_2(arguments, message, capsys):
@@ -47,6 +52,13 @@ def test_a_wrong_command_line_ends_with_2(arguments, message, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_arguments_the_help_is_printed(capsys, help_of):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == help_of()
 
 
 @pytest.fixture
@@ -78,6 +90,12 @@ def test_help_names_every_command_with_its_purpose(help_of):
         parse(arguments)
 
 
+def test_the_page_of_the_command_line_has_every_command():
+    page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    listed = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    assert set(COMMANDS) <= {name for cell in listed for name in re.findall(r"`([\w-]+)`", cell)}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_examples_of_a_command_run_in_a_checkout(name, help_of):
     for arguments in examples(help_of(name)):
@@ -88,15 +106,8 @@ def test_the_examples_of_a_command_run_in_a_checkout(name, help_of):
         for config in configs:
             load_run_config(ROOT / config, [word for word in words if "=" in word])
         without = (
-            "schema",
-            "new-flow",
-            "chat",
-            "eval",
-            "export-hf",
-            "verify-hf",
-            "preprocess",
-            "train-tokenizer",
-            "report",
+            *("schema", "new-flow", "chat", "eval", "export-hf", "verify-hf", "preprocess", "train-tokenizer"),
+            *("report", "completion"),
         )
         assert configs or name in without
         assert not getattr(args, "script", None) or (ROOT / args.script).is_file()

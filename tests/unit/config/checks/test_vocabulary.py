@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
 from megatron_wrap.errors import ConfigError
 
 ARCH = load_run_config(Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml").arch
@@ -30,3 +30,10 @@ def test_an_unknown_size_and_a_larger_tokenizer_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         model_vocab_size(replace(ARCH, vocab_size=configured), None if entries is None else range(entries))
+
+
+@pytest.mark.parametrize(("configured", "entries", "warns"), [(100, 60, True), (100, 90, False), (None, 60, False)])
+def test_a_much_smaller_tokenizer_is_a_warning(configured: int | None, entries: int, warns: bool) -> None:
+    warning = small_tokenizer(replace(ARCH, vocab_size=configured), range(entries))
+    assert (warning is not None) == warns
+    assert warning is None or ("60 entries" in warning and "vocab_size: null" in warning)

@@ -23,6 +23,10 @@ class Letters:
     bos_token_id, eos_token_id, unk_token_id, pad_token_id = BOS, EOS, 3, 0
     all_special_ids = (BOS, EOS)
     added_tokens_decoder: dict[int, str] = {}
+    is_fast = True
+
+    def get_chat_template(self, *_: Any) -> str:
+        raise ValueError("none")
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join({BOS: "<s>", EOS: "</s>"}.get(i, chr(i)) for i in ids).removeprefix(" ")

@@ -36,3 +36,16 @@ def test_rows_that_cannot_be_read_and_streams(tmp_path):
     streamed = select_from([SourceConfig(path=str(path), name="a", streaming=True)], None, 1)
     assert streamed.total is None
     assert [read.sample["text"] for read in streamed.samples] == ["1"]
+
+
+def test_shares_of_an_epoch_follow_weights_and_epochs(tmp_path):
+    for name, rows in (("a", 30), ("b", 10)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * rows)
+
+    def shares(**keys):
+        sources = [SourceConfig(path=str(tmp_path / f"{name}.jsonl"), name=name, **keys.get(name, {})) for name in "ab"]
+        return select_from(sources, None, 0, block=8).epoch_shares
+
+    assert shares() == {"a": 0.75, "b": 0.25}
+    assert shares(a={"weight": 1.0}, b={"weight": 3.0}) == {"a": 0.25, "b": 0.75}
+    assert shares(b={"epochs": 3}) == {"a": 0.5, "b": 0.5}
