@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_wrap.errors import closest, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes, closest, did_you_mean
 
 KEYS = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "clip_grad", "lr", "learning-rate"]
 FURTHER = ["mtp_num_layers", "pin_cpu_grads", "attention_backend"]
@@ -34,3 +34,21 @@ def test_further_names_come_first_only_where_they_are_nearer_as_a_typo():
     assert closest("attention_backnd", KEYS, FURTHER) == "attention_backend"
     assert closest("n_layers", KEYS, FURTHER) == "num_layers"
     assert closest("attention_heads", KEYS, FURTHER) == "num_attention_heads"
+
+
+def test_the_first_of_several_mistakes_is_raised_with_the_others():
+    mistakes = Mistakes()
+    for message in ("first", "second"):
+        with mistakes.collected():
+            raise ConfigError(message)
+    with mistakes.collected():
+        raise ZeroDivisionError  # caused by a mistake before it
+    outer = Mistakes()
+    with outer.collected():
+        mistakes.raise_first()
+    outer.add(ConfigError("third"))
+    with pytest.raises(ConfigError, match="first") as raised:
+        outer.raise_first()
+    assert [str(error) for error in raised.value.further] == ["second", "third"]
+    with pytest.raises(ZeroDivisionError), Mistakes().collected():
+        raise ZeroDivisionError
