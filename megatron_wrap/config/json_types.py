@@ -114,7 +114,9 @@ def definitions() -> dict[str, Schema]:
         "source": source,
         SOURCES: many,
         EVALUATION_SETS: {"anyOf": [{"type": ["string", "null"]}, sets]},
-        REFERENCE: {"anyOf": [{"enum": ["copy", "base", None]}, {**_closed(ReferenceModelConfig), "allOf": _one_model()}]},
+        REFERENCE: {
+            "anyOf": [{"enum": ["copy", "base", None]}, _closed(ReferenceModelConfig) | {"allOf": _one_model()}]
+        },
     }
 
 
