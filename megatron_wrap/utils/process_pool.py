@@ -45,14 +45,8 @@ class ProcessPool(Generic[Item, Result]):
         self._ahead = _AHEAD * count
         context = multiprocessing.get_context("fork")
         self._executor = cast(Any, ProcessPoolExecutor(count, context, _start, (function, os.getpid())))
-        collecting = gc.isenabled()
-        gc.disable()
-        with warnings.catch_warnings():
-            # Python 3.12 warns about threads; those of torch and NCCL hold no lock that a worker takes
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with forking():
             started = self._executor.submit(os.getpid)  # the first call forks all processes
-        if collecting:
-            gc.enable()
         self._processes = list(self._executor._processes.values())
         # Only the workers use these ends: without copies here, the executor notices that a worker was killed while it
         # received or sent.
@@ -106,6 +100,31 @@ def _death() -> DataError:
     )
 
 
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """A fork inside takes no garbage of this process along, and no warning is shown about its threads."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns about threads; those of torch and NCCL hold no lock that a worker takes
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def become_worker() -> None:
+    """Called first in a process that was forked in `forking`."""
+    # objects of the parent are never collected here: a process group would wait for a thread that was not forked
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def picklable(error: BaseException) -> Exception:
     """The error, or one with its text if it cannot be pickled."""
     with contextlib.suppress(Exception):
@@ -116,15 +135,10 @@ def picklable(error: BaseException) -> Exception:
 
 def _start(function: Callable[[Any], Any], parent: int) -> None:
     """The first call in a process."""
-    # objects of the parent are never collected here: a process group would wait for a thread that was not forked
-    gc.freeze()
-    gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    become_worker()
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before this call
         os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _FUNCTION.set(function)
 
 

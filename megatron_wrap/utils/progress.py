@@ -88,9 +88,11 @@ class WorkProgress:
         what: the work, such as "precompute".
         total: of the units; None: it is not known, and neither is the remaining time.
         unit: in the singular, such as "sample"; "B": bytes, shown with a prefix.
+        any_rank: the work is done by one rank, which may be another than rank 0 and logs it.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str) -> None:
+    def __init__(self, what: str, total: int | None, unit: str, any_rank: bool = False) -> None:
+        self._log = logger.info_all_ranks if any_rank else logger.info_rank_0
         self._what, self._total, self._unit = what, total, unit
         self._done, self._started = 0, time.monotonic()
         self._reported = self._started
@@ -105,7 +107,7 @@ class WorkProgress:
             self._bar.update(count)
         elif time.monotonic() - self._reported >= _SECONDS_BETWEEN_LINES:
             self._reported = time.monotonic()
-            logger.info_rank_0(self._line())
+            self._log(self._line())
 
     def close(self) -> None:
         """Remove the bar."""
@@ -131,9 +133,9 @@ class WorkProgress:
         self.close()
 
 
-def tracked(items: Iterable[Item], what: str, total: int | None, unit: str) -> Iterator[Item]:
+def tracked(items: Iterable[Item], what: str, total: int | None, unit: str, any_rank: bool = False) -> Iterator[Item]:
     """The items, with a `WorkProgress` that counts those that are done."""
-    with WorkProgress(what, total, unit) as progress:
+    with WorkProgress(what, total, unit, any_rank) as progress:
         for item in items:
             yield item
             progress.advance()

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import shutil
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +26,12 @@ import torch
 from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.rows import BadSample, Rows
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
 from megatron_wrap.utils.process_pool import ProcessPool
+from megatron_wrap.utils.progress import tracked
 
 _CHUNK = 64
 """Rows that a process prepares at a time."""
-_REPORT_SECONDS = 10.0
 _KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends.npy", "lengths.npy", "length_ends.npy"
 
 
@@ -140,16 +138,13 @@ def _write(
 
 def _write_content(folder: Path, rows: Rows, entries: Iterator[Entry]) -> None:
     ends, length_ends, lengths = array("q", [0]), array("q", [0]), array("i")
-    reported = time.monotonic()
+    work = f"tokenizing into {folder.parent}"
     with (folder / _SAMPLES).open("wb") as file:
-        for entry in entries:
+        for entry in tracked(entries, work, len(rows), "sample", any_rank=True):
             file.write(entry.content)
             ends.append(ends[-1] + len(entry.content))
             lengths.extend(entry.lengths)
             length_ends.append(len(lengths))
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
-                logger.info_all_ranks(f"tokenized {len(ends) - 1:,} of {len(rows):,} samples into {folder.parent}")
     np.save(folder / _ENDS, np.frombuffer(ends, dtype=np.int64))
     np.save(folder / _LENGTH_ENDS, np.frombuffer(length_ends, dtype=np.int64))
     np.save(folder / _LENGTHS, np.array(lengths, dtype=np.int32))

@@ -1,14 +1,14 @@
 """Worker processes that compute items ahead of their use, and return them in order through shared memory.
 
 A worker is forked from the process that uses it, so it needs no import and no pickled argument. It may use neither the
-device nor a process group. `concurrent.futures` cannot replace this module: it copies results through a pipe, and a
-worker here keeps its own reader of the samples.
+device nor a process group, and starts no processes of its own. `torch.utils.data.DataLoader` cannot replace this
+module: its tensors pass through /dev/shm, of which a container has 64 MB, it pins no dataclasses, and it needs seconds
+to end a worker in the middle of an item. A pool of `concurrent.futures` copies results through a pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import pickle
@@ -17,19 +17,19 @@ import socket
 import struct
 import tempfile
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from multiprocessing.context import ForkProcess
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_wrap.errors import TrainingError
-from megatron_wrap.utils.process_pool import picklable
+from megatron_wrap.utils.process_pool import become_worker, forking, picklable
 
 _ALIGNMENT = 64
-_SIZES = struct.Struct("qq")
+_SIZE = struct.Struct("q")
 
 
 class WorkerTraceback(Exception):
@@ -40,7 +40,7 @@ class WorkerTraceback(Exception):
 
 
 class _Worker(NamedTuple):
-    process_id: int
+    process: ForkProcess
     connection: socket.socket
 
 
@@ -89,14 +89,14 @@ class Workers:
             TrainingError: the worker has died.
             Exception: the one that the worker raised for this item.
         """
-        worker = self._workers[self._turn % len(self._workers)]
+        process, connection = self._workers[self._turn % len(self._workers)]
         try:
-            message = _receive(worker.connection, self._pin_memory)
+            message = _receive(connection, self._pin_memory)
         except (EOFError, ConnectionResetError):
-            status = _wait(worker.process_id)
+            process.join()
             self.close()
             raise TrainingError(
-                f"worker process {worker.process_id} of wrap.batches {_ending(status)}; lower "
+                f"worker process {process.pid} of wrap.batches {_ending(process.exitcode)}; lower "
                 "megatron_wrap.data.num_workers or prefetch_batches if memory is short, or set num_workers: 0 to load "
                 "in the training process"
             ) from None
@@ -104,7 +104,7 @@ class Workers:
             self.close()
             raise message.error from WorkerTraceback(message.traceback)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported when its next item is missing
-            worker.connection.sendall(b".")  # request one more
+            connection.sendall(b".")  # request one more
         self._turn += 1
         return message.item
 
@@ -115,58 +115,44 @@ class Workers:
 
 def _fork(items: Callable[[int, int], Iterator[Any]], number: int, count: int) -> _Worker:
     mine, theirs = socket.socketpair()
-    collecting = gc.isenabled()
-    gc.disable()
-    with warnings.catch_warnings():
-        # Python 3.12 warns about threads; those of torch and NCCL hold no lock that a worker takes
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process_id = os.fork()
-    if process_id == 0:
-        # objects of the parent are never collected here: a process group would wait for a thread that was not forked
-        gc.freeze()
-        mine.close()
-        _work(items, number, count, theirs)
-    if collecting:
-        gc.enable()
+    process = ForkProcess(target=_work, args=(items, number, count, mine, theirs), daemon=True)
+    with forking():
+        process.start()
     theirs.close()
-    return _Worker(process_id, mine)
+    return _Worker(process, mine)
 
 
-def _work(items: Callable[[int, int], Iterator[Any]], number: int, count: int, connection: socket.socket) -> NoReturn:
-    """A worker's whole life. It leaves by `os._exit`, so nothing of the parent is closed or written again."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        torch.set_num_threads(1)
-        gc.enable()
-        _serve(items, number, count, connection)
-    except OSError:
-        pass  # the parent has closed its end
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+def _work(
+    items: Callable[[int, int], Iterator[Any]], number: int, count: int, parents: socket.socket, own: socket.socket
+) -> None:
+    parents.close()
+    become_worker()
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError):  # the parent has closed its end
+        _serve(items, number, count, own)
 
 
 def _serve(items: Callable[[int, int], Iterator[Any]], number: int, count: int, connection: socket.socket) -> None:
     iterator: Iterator[Any] | None = None
     while connection.recv(1):  # empty once the parent has closed its end
+        pickler = _Pickler()
         try:
             iterator = items(number, count) if iterator is None else iterator
-            content, tensors = _dumps(_Message(next(iterator)))
+            pickler.dump(_Message(next(iterator)))
         except BaseException as error:
-            content, tensors = _dumps(_Message(error=picklable(error), traceback=traceback.format_exc()))
+            pickler = _Pickler()
+            pickler.dump(_Message(error=picklable(error), traceback=traceback.format_exc()))
             iterator = iter(())
-        _send(connection, content, tensors)
+        _send(connection, pickler)
 
 
-# ---- one message: a pickle and its tensors, in one file in memory ----
+# ---- one message: its tensors and a pickle of the rest, in one file in memory ----
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self.size = 0
 
@@ -181,7 +167,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, flat: Tensor) -> None:
+    def __init__(self, file: io.BufferedReader, flat: Tensor) -> None:
         super().__init__(file)
         self._flat = flat
 
@@ -189,61 +175,29 @@ class _Unpickler(pickle.Unpickler):
         return self._flat[stored.begin : stored.begin + stored.size].view(stored.dtype).view(stored.shape)
 
 
-def _dumps(message: _Message) -> tuple[bytes, _Pickler]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(message)
-    return file.getvalue(), pickler
-
-
-def _send(connection: socket.socket, content: bytes, pickler: _Pickler) -> None:
+def _send(connection: socket.socket, pickler: _Pickler) -> None:
     # not in /dev/shm, which has 64 MB in a container
-    descriptor = os.memfd_create("megatron-wrap") if hasattr(os, "memfd_create") else _temporary_file()
-    try:
-        os.ftruncate(descriptor, pickler.size + len(content))
-        begin = 0
+    has_memory_files = hasattr(os, "memfd_create")
+    with open(os.memfd_create("megatron-wrap"), "wb") if has_memory_files else tempfile.TemporaryFile() as file:
         for flat in pickler.tensors:
-            _write(descriptor, flat.numpy().data, begin)
-            begin += -(-flat.numel() // _ALIGNMENT) * _ALIGNMENT
-        _write(descriptor, memoryview(content), begin)
-        socket.send_fds(connection, [_SIZES.pack(pickler.size, len(content))], [descriptor])
-    finally:
-        os.close(descriptor)
+            file.write(flat.numpy().data)
+            file.seek(-flat.numel() % _ALIGNMENT, os.SEEK_CUR)
+        file.write(pickler.file.getbuffer())
+        file.flush()
+        socket.send_fds(connection, [_SIZE.pack(pickler.size)], [file.fileno()])
 
 
 def _receive(connection: socket.socket, pin_memory: bool) -> _Message:
-    header, descriptors, _, _ = socket.recv_fds(connection, _SIZES.size, 1)
-    if len(header) < _SIZES.size or not descriptors:
+    header, descriptors, _, _ = socket.recv_fds(connection, _SIZE.size, 1)
+    if len(header) < _SIZE.size or not descriptors:
         raise EOFError
-    try:
-        tensor_size, content_size = _SIZES.unpack(header)
-        flat = torch.empty(tensor_size, dtype=torch.uint8, pin_memory=pin_memory and tensor_size > 0)
-        _read(descriptors[0], flat.numpy().data, 0)
-        content = bytearray(content_size)
-        _read(descriptors[0], memoryview(content), tensor_size)
-    finally:
-        os.close(descriptors[0])
-    message: _Message = _Unpickler(io.BytesIO(content), flat).load()
+    (size,) = _SIZE.unpack(header)
+    with open(descriptors[0], "rb") as file:
+        flat = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory and size > 0)
+        file.seek(0)
+        file.readinto(flat.numpy().data)
+        message: _Message = _Unpickler(file, flat).load()
     return message
-
-
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def _write(descriptor: int, data: memoryview, begin: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, begin)
-        data, begin = data[written:], begin + written
-
-
-def _read(descriptor: int, into: memoryview, begin: int) -> None:
-    while into:
-        read = os.preadv(descriptor, [into], begin)
-        if not read:
-            raise EOFError
-        into, begin = into[read:], begin + read
 
 
 # ---- the end of a process ----
@@ -251,28 +205,15 @@ def _read(descriptor: int, into: memoryview, begin: int) -> None:
 
 def _stop(workers: list[_Worker], parent: int) -> None:
     while workers:
-        worker = workers.pop()
-        worker.connection.close()
-        if os.getpid() != parent:  # a process that the parent forked later
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.process_id, signal.SIGKILL)
-        _wait(worker.process_id)
+        process, connection = workers.pop()
+        connection.close()
+        if os.getpid() == parent:  # else a process that the parent forked later
+            process.kill()
+            process.join()
 
 
-def _wait(process_id: int) -> int | None:
-    """Wait status of a process; None if another thread or library waited for it."""
-    try:
-        return os.waitpid(process_id, 0)[1]
-    except ChildProcessError:
-        return None
-
-
-def _ending(status: int | None) -> str:
-    if status is None:
-        return "has ended"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        reason = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(number).name}{reason}"
-    return f"ended with exit code {os.WEXITSTATUS(status)}"
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    reason = ", as the kernel does when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-exit_code).name}{reason}"

@@ -207,7 +207,7 @@ def test_workers_end_with_the_run_and_their_death_is_one_error(monkeypatch: pyte
     class Recorded(Workers):
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
-            process_ids[:] = [worker.process_id for worker in self._workers]
+            process_ids[:] = [worker.process.pid for worker in self._workers]
 
     monkeypatch.setattr(loader, "Workers", Recorded)
     with started(f"{DATA}.num_workers=2") as wrap:
