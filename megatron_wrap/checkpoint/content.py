@@ -29,7 +29,7 @@ CONTENT_METADATA: dict[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-ADAPTER_FACTOR = re.compile(r"_adapter\.(\d+\.)?lora_[AB]\.")
+ADAPTER_FACTOR = re.compile(r"_adapter\.(\d+\.)?lora_[AB]_")
 RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 

@@ -51,17 +51,18 @@ class AdaptedModule:
 
     @property
     def b_names(self) -> tuple[str, ...]:
-        """Keys of `lora_B`, one for each part."""
+        """Names of its B, one for each part."""
         if len(self.parts) == 1:
             return (self.name,)
         return tuple(f"{self.name}_{number}" for number in range(len(self.parts)))
 
 
 class LinearAdapter(torch.nn.Module):
-    """The adapters of the modules of one linear layer; their factors are `lora_A[name]` and `lora_B[name]`.
+    """The adapters of the modules of one linear layer; its factors are the parameters `lora_A_NAME` and `lora_B_NAME`.
 
     Several modules of a fused layer are computed as one product: their A stacked, their B placed in the rows of the
-    base that belong to each.
+    base that belong to each. The factors are the adapter's own parameters, not those of a submodule: before a module's
+    forward pass Megatron-Core waits for the gathering of the module's own ones (overlap_param_gather).
 
     Args:
         base: the linear layer; its `weight` is [outputs, inputs] on this rank.
@@ -91,23 +92,25 @@ class LinearAdapter(torch.nn.Module):
         self.enabled = True
         self._outputs = weight.shape[0]
         self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice
-        self.lora_A = torch.nn.ParameterDict()
-        self.lora_B = torch.nn.ParameterDict()
         for module in self.modules_of:
             new = {"dtype": weight.dtype, "device": weight.device}
-            self.lora_A[module.name] = torch.nn.Parameter(torch.empty(module.rank, weight.shape[1], **new))
+            self._add_factor(f"lora_A_{module.name}", torch.empty(module.rank, weight.shape[1], **new))
             for name, rows in zip(module.b_names, module.parts, strict=True):
-                self.lora_B[name] = torch.nn.Parameter(torch.empty(len(rows), module.rank, **new))
+                self._add_factor(f"lora_B_{name}", torch.empty(len(rows), module.rank, **new))
                 self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
-        for factor, dim in ((self.lora_A, self.sharded_dim("lora_A")), (self.lora_B, self.sharded_dim("lora_B"))):
-            for parameter in factor.values():
-                set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
-                parameter.sequence_parallel = sequence_parallel and dim is None
         base.register_forward_hook(self._add_to_output)
 
+    def _add_factor(self, name: str, values: Tensor) -> None:
+        parameter: Any = torch.nn.Parameter(values)
+        dim = self.sharded_dim(name)
+        set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+        parameter.sequence_parallel = self.sequence_parallel and dim is None
+        self.register_parameter(name, parameter)
+
     def sharded_dim(self, factor: str) -> int | None:
-        """Dimension of `lora_A` or `lora_B` that is sharded over tensor-parallel ranks; None: it is whole."""
-        return {("column", "lora_B"): 0, ("row", "lora_A"): 1}.get((self.kind, factor))
+        """Dimension of a factor, `lora_A_NAME` or `lora_B_NAME`, that is sharded over tensor-parallel ranks; None: it
+        is whole."""
+        return {("column", "lora_B"): 0, ("row", "lora_A"): 1}.get((self.kind, factor[:6]))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The adapters' output for the base's input, in the parallel state of the base's output."""
@@ -126,12 +129,12 @@ class LinearAdapter(torch.nn.Module):
 
     def delta(self) -> Tensor:
         """The sum of the scaled products B A, as the base's weight [outputs, inputs] on this rank, in fp32."""
-        first = torch.cat([self.lora_A[module.name].float() for module in self.modules_of])
+        first = torch.cat([self.get_parameter(f"lora_A_{module.name}").float() for module in self.modules_of])
         return self._placed_b(torch.float32) @ first
 
     def _times_a(self, inputs: Tensor) -> Tensor:
         """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
-        factors = [self.lora_A[module.name] for module in self.modules_of]
+        factors = [self.get_parameter(f"lora_A_{module.name}") for module in self.modules_of]
         if not (self.training and self.dropout):
             stacked = factors[0] if len(factors) == 1 else torch.cat(factors)
             return torch.nn.functional.linear(inputs, stacked)
@@ -146,7 +149,8 @@ class LinearAdapter(torch.nn.Module):
         """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
         columns = []
         for module in self.modules_of:
-            factors = [self.lora_B[name].to(dtype or self.lora_B[name].dtype) * module.scale for name in module.b_names]
+            own = [self.get_parameter(f"lora_B_{name}") for name in module.b_names]
+            factors = [factor.to(dtype or factor.dtype) * module.scale for factor in own]
             if len(self.modules_of) == len(factors) == 1 and len(factors[0]) == self._outputs:
                 return factors[0]
             placed = factors[0].new_zeros(self._outputs, module.rank)
@@ -166,7 +170,7 @@ class LinearAdapter(torch.nn.Module):
         """Megatron-Core's description of the factors for checkpoints. Each layer has tensors of its own, because layers
         may differ in ranks and modules; those of other parameters have an axis of layers (`sharded_offsets`)."""
         state = self.state_dict(prefix="", keep_vars=True)
-        axes = {name: self.sharded_dim(name.partition(".")[0]) for name in state}
+        axes = {name: self.sharded_dim(name) for name in state}
         sharded = {name: axis for name, axis in axes.items() if axis is not None}
         entries = make_sharded_tensors_for_checkpoint(state, prefix, sharded)
         keys = {f"{prefix}{name}": f"{prefix}{self.layer}.{name}" for name in state}

@@ -104,7 +104,15 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2": (2, (PP2,)),
     "pp2-vpp2": (2, (PP2, f"{P}virtual_pipeline_model_parallel_size=2")),
     "cp2-packed": (2, (CP2, "megatron_wrap.flow.packing=true")),
-    "dp2-distributed": (2, (DISTRIBUTED,)),
+    "dp2-distributed-overlap": (
+        2,
+        (
+            DISTRIBUTED,
+            "megatron_lm.misc.ddp.overlap_grad_reduce=true",
+            "megatron_lm.misc.ddp.overlap_param_gather=true",
+            "megatron_lm.misc.ddp.ddp_bucket_size=500",
+        ),
+    ),
     "tp2-sp-pp2": (4, (TP2, SP, PP2)),
     "tp2-sp-recompute": (
         2,

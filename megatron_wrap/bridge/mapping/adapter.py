@@ -69,16 +69,16 @@ class AdaptedLayer:
             assert other is not None, "a linear layer's weight has two dimensions"
             if self.weight.along == 1:
                 length = sum(run.stop - run.start for _, part in runs for run in part)
-                table[f"{stem}.lora_A.{module.key}"] = WeightMapping(
+                table[f"{stem}.lora_A_{module.key}"] = WeightMapping(
                     ((Run(file_a, 0, length),),), module.rank, along=1, split=self.weight.split
                 )
-                table[f"{stem}.lora_B.{module.key}"] = replicated(file_b, other, module.rank)
+                table[f"{stem}.lora_B_{module.key}"] = replicated(file_b, other, module.rank)
                 continue
-            table[f"{stem}.lora_A.{module.key}"] = replicated(file_a, module.rank, other)
+            table[f"{stem}.lora_A_{module.key}"] = replicated(file_a, module.rank, other)
             for number, (_, part) in enumerate(runs):
                 key = module.key if len(runs) == 1 else f"{module.key}_{number}"
                 renamed = tuple(replace(run, name=file_b) for run in part)
-                table[f"{stem}.lora_B.{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
+                table[f"{stem}.lora_B_{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
         return table
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_wrap.data.order.usable_rows import Preparation
-from megatron_wrap.data.sources.rows import BadSample, Rows
+from megatron_wrap.data.sources.rows import BadSample, Rows, converted
 from megatron_wrap.errors import DataError
 from megatron_wrap.utils.file_lock import locked
 from megatron_wrap.utils.process_pool import ProcessPool
@@ -171,14 +171,8 @@ def _entries(rows: Rows, preparation: Preparation, skip_bad: bool, processes: in
 
 def _entry(rows: Rows, row: int, preparation: Preparation, skip_bad: bool) -> Entry:
     try:
-        sample = rows[row]
-        try:
-            prepared = preparation.prepare(sample)
-            lengths: Sequence[int] = preparation.lengths(prepared)
-        except BadSample:
-            raise
-        except DataError as error:
-            raise BadSample(f"{rows.where(row)}: {error}") from error
+        prepared = converted(preparation.prepare, rows[row], lambda: rows.where(row))
+        lengths: Sequence[int] = converted(preparation.lengths, prepared, lambda: rows.where(row))
     except BadSample:
         if not skip_bad:
             raise

@@ -20,7 +20,7 @@ from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.indexed.index_files import IndexFile, read_index, some_document_ends_with
 from megatron_wrap.data.indexed.preprocess_record import check_vocabulary
 from megatron_wrap.data.order.sample_sets import SampleSet
-from megatron_wrap.data.order.stream import SourceRow
+from megatron_wrap.data.order.stream import ShuffledRows, SourceRow
 from megatron_wrap.data.sources.rows import Sample
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted
@@ -89,25 +89,13 @@ class Windows:
         return source_row(self._windows, index)
 
 
-class IndexedStream:
+class IndexedStream(ShuffledRows):
     """The training windows of a run in the order of Megatron-Core's index, which is shuffled already, again and again.
     See `SampleStream`."""
 
     def __init__(self, windows: Windows) -> None:
+        super().__init__(windows, seed=0, shuffle=False)
         self.windows = windows
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Windows of the index."""
-        return len(self.windows)
-
-    def read(self, position: int) -> Sample:
-        """See `SampleStream`."""
-        return self.windows[position % len(self.windows)]
-
-    def where(self, position: int) -> str:
-        """See `SampleStream`."""
-        return self.windows.where(position % len(self.windows))
 
     def row(self, position: int) -> SourceRow:
         """See `SampleStream`."""

@@ -17,10 +17,10 @@ from megatron_wrap.data.sources.rows import (
     ChosenRows,
     JoinedRows,
     ListedRows,
-    PartOfRows,
     Rows,
     Sample,
     StreamOfRows,
+    converted,
 )
 from megatron_wrap.errors import DataError, Mistakes
 
@@ -151,7 +151,8 @@ def first_training_samples(
 
 
 def each_row(source: SourceConfig, limit: int | None = None) -> Iterator[tuple[str, Sample | BadSample]]:
-    """`FILE:ROW` and sample (of a bad row its BadSample) of each row of a source, in the order of its files.
+    """`FILE:ROW` and sample (of a bad row its BadSample) of each row of a source, in the order of its files, and without
+    an index of them where the files allow it.
 
     Args:
         limit: number of the first rows; None: all.
@@ -159,10 +160,12 @@ def each_row(source: SourceConfig, limit: int | None = None) -> Iterator[tuple[s
     Raises:
         DataError: the source is missing or cannot be read.
     """
-    rows = stream_rows(source) if source.streaming else StreamOfRows(open_rows(source))
+    in_order = source.streaming or (source.kind in ("file", "glob") and source.split is None)
+    rows = stream_rows(source) if in_order else StreamOfRows(open_rows(source))
+    convert = functools.partial(to_sample, source=source)
     for where, row in islice(rows.start_at(0), limit):
         try:
-            yield where, _sample(where, row, source)
+            yield where, converted(convert, row, functools.partial(str, where))
         except BadSample as error:
             yield where, error
 
@@ -248,29 +251,16 @@ def epoch_counts(sources: Sequence[SourceConfig], lengths: Sequence[int], block:
 
 
 def _head(source: SourceConfig, count: int, skip_bad: bool) -> list[tuple[str, Sample]]:
-    """`FILE:ROW` and sample of the first rows in the order of the files, without an index of the rest where the files
-    allow it."""
-    in_order = source.streaming or (source.kind in ("file", "glob") and source.split is None)
-    rows = stream_rows(source) if in_order else StreamOfRows(open_rows(source))
+    """`FILE:ROW` and sample of the first rows in the order of the files."""
     samples: list[tuple[str, Sample]] = []
-    for where, row in rows.start_at(0):
-        try:
-            samples.append((where, _sample(where, row, source)))
-        except BadSample:
-            if not skip_bad:
-                raise
+    for where, sample in each_row(source):
+        if not isinstance(sample, BadSample):
+            samples.append((where, sample))
+        elif not skip_bad:
+            raise sample
         if len(samples) == count:
             break
     return samples
-
-
-def _sample(where: str, row: Any, source: SourceConfig) -> Sample:
-    if isinstance(row, BadSample):
-        raise row
-    try:
-        return to_sample(row, source)
-    except DataError as error:
-        raise BadSample(f"{where}: {error}") from error
 
 
 def _first_of_stream(source: SourceConfig) -> Rows:
@@ -303,7 +293,7 @@ def _evaluation_set(sources: Sequence[SourceConfig], skip_bad: bool) -> SampleSe
     parts: list[Rows] = []
     for source in sources:
         samples = open_source(source)
-        parts.append(samples if source.samples is None else PartOfRows(samples, 0, source.samples))
+        parts.append(ChosenRows(samples, range(len(samples))[: source.samples]))
     whole = parts[0] if len(parts) == 1 else JoinedRows(parts)
     return SampleSet(ChosenRows(whole, _good_rows(whole)) if skip_bad else whole)
 

@@ -19,46 +19,28 @@ class EpochSampler:
             seed of epoch e is then (seed, e, part). 0: no mixture.
 
     Raises:
-        DataError: no samples, or a negative seed.
+        DataError: no samples.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool = True, part: int = 0) -> None:
         if num_samples < 1:
             raise DataError(f"the dataset has {num_samples} samples; it needs at least 1")
-        if seed < 0:
-            raise DataError(f"the data seed is {seed}; it must be 0 or more")
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
         self.part = part
         self._cached: tuple[int, np.ndarray] | None = None
 
-    def indices(self, start: int, count: int) -> list[int]:
-        """The global sample indices at stream positions start, start + 1, ..., start + count - 1.
+    def index(self, position: int) -> int:
+        """The global index of the sample at a position of the stream over all epochs, from 0 on."""
+        epoch, offset = divmod(position, self.num_samples)
+        return int(self._order(epoch)[offset]) if self.shuffle else offset
 
-        Args:
-            start: position in the stream over all epochs, such as `consumed_samples` of the run.
-            count: number of indices; may exceed an epoch.
-
-        Raises:
-            DataError: `start` or `count` is negative.
-        """
-        if start < 0 or count < 0:
-            raise DataError(f"cannot read {count} samples from position {start}; both must be 0 or more")
-        taken: list[int] = []
-        while len(taken) < count:
-            epoch, offset = divmod(start + len(taken), self.num_samples)
-            end = min(offset + count - len(taken), self.num_samples)
-            taken.extend(self.epoch(epoch)[offset:end].tolist())
-        return taken
-
-    def epoch(self, epoch: int) -> np.ndarray:
-        """All sample indices in the order of this epoch (from 0): int64 [num_samples], read-only."""
+    def _order(self, epoch: int) -> np.ndarray:
+        """All sample indices in the order of this epoch (from 0): int64 [num_samples]."""
         if self._cached is None or self._cached[0] != epoch:
-            order = np.arange(self.num_samples, dtype=np.int64)
-            if self.shuffle:
-                # NumPy takes (seed, e, 0) for (seed, e)
-                order = np.random.Generator(np.random.PCG64([self.seed, epoch, self.part])).permutation(order)
-            order.setflags(write=False)
-            self._cached = (epoch, order)  # only the last one: a run stays in one epoch for a long time
+            # NumPy takes (seed, e, 0) for (seed, e)
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch, self.part]))
+            # only the last one: a run stays in one epoch for a long time
+            self._cached = (epoch, generator.permutation(np.arange(self.num_samples, dtype=np.int64)))
         return self._cached[1]

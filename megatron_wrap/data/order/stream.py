@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megatron_wrap.data.order.samplers import EpochSampler
-from megatron_wrap.data.sources.rows import BadSample, Rows, RowStream, Sample
+from megatron_wrap.data.sources.rows import Rows, RowStream, Sample, converted
 from megatron_wrap.errors import DataError
 
 
@@ -81,7 +81,7 @@ class ShuffledRows:
         return SourceRow(0, self._index(position))
 
     def _index(self, position: int) -> int:
-        return self._sampler.indices(position, 1)[0]
+        return self._sampler.index(position)
 
 
 class ShuffledBlocks:
@@ -97,9 +97,6 @@ class ShuffledBlocks:
         shuffle: False: the order of the source.
         block: rows of a block, at least 1.
         part: number of the source in a mixture from 1 on; 0: no mixture.
-
-    Raises:
-        DataError: a negative seed.
     """
 
     def __init__(
@@ -111,8 +108,6 @@ class ShuffledBlocks:
         block: int = 1000,
         part: int = 0,
     ) -> None:
-        if seed < 0:
-            raise DataError(f"the data seed is {seed}; it must be 0 or more")
         self._rows, self._convert = rows, convert
         self._seed, self._shuffle, self._block_size, self._part = seed, shuffle, block, part
         self._length: int | None = None
@@ -129,12 +124,8 @@ class ShuffledBlocks:
     def read(self, position: int) -> Sample:
         """See `SampleStream`."""
         where, row = self._at(position)
-        if isinstance(row, BadSample):
-            raise row
-        try:
-            return self._convert(row)
-        except DataError as error:
-            raise BadSample(f"{where}: {error}") from error
+        sample: Sample = converted(self._convert, row, lambda: where)
+        return sample
 
     def where(self, position: int) -> str:
         """See `SampleStream`."""
@@ -145,8 +136,6 @@ class ShuffledBlocks:
         return None
 
     def _at(self, position: int) -> tuple[str, Any]:
-        if position < 0:
-            raise DataError(f"cannot read position {position}; it must be 0 or more")
         for _ in range(2):  # the first attempt may find the end of the source
             epoch, offset = divmod(position, self._length) if self._length else (0, position)
             block = self._load(epoch, offset // self._block_size)
@@ -224,8 +213,6 @@ class Mixture:
 
     def _locate(self, position: int) -> tuple[int, int]:
         """The stream of a position, and the position in that stream."""
-        if position < 0:
-            raise DataError(f"cannot read position {position}; it must be 0 or more")
         number, offset = divmod(position, self._cycle_size)
         if self._cycle is None or self._cycle[0] != number:
             self._cycle = (number, *self._order(number))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_wrap.data.order.stream import SampleStream
-from megatron_wrap.data.sources.rows import BadSample
+from megatron_wrap.data.sources.rows import BadSample, converted
 from megatron_wrap.errors import DataError
 
 
@@ -19,21 +19,6 @@ class Preparation:
     """Encodes a sample; DataError if it cannot be used."""
     lengths: Callable[[Any], Sequence[int]]
     """Tokens of each sequence of a prepared sample."""
-
-
-def prepare_row(prepare: Callable[[Any], Any], sample: Any, where: Callable[[], str]) -> Any:
-    """The prepared sample.
-
-    Args:
-        where: returns the row as `FILE:ROW`.
-
-    Raises:
-        BadSample: it cannot be used; the message begins with the row.
-    """
-    try:
-        return prepare(sample)
-    except DataError as error:
-        raise BadSample(f"{where()}: {error}") from error
 
 
 class PreparedSamples(Protocol):
@@ -131,12 +116,8 @@ class SampleReader:
     def _check(self, position: int) -> None:
         if self._from_store(position, "lengths") is None:
             self.prepared(position)
-        if self._check_lengths is None:
-            return
-        try:
-            self._check_lengths(self.lengths(position))
-        except DataError as error:
-            raise BadSample(f"{self._stream.where(position)}: {error}") from error
+        if self._check_lengths is not None:
+            converted(self._check_lengths, self.lengths(position), lambda: self._stream.where(position))
 
     def _too_long(self, position: int) -> str | None:
         if not self._max_lengths:
@@ -149,8 +130,7 @@ class SampleReader:
         return f"{self._stream.where(position)}: {tokens} tokens are more than max_length {limit} of the source"
 
     def _prepare(self, position: int) -> Any:
-        sample = self.sample(position)
-        return prepare_row(self._preparation.prepare, sample, lambda: self._stream.where(position))
+        return converted(self._preparation.prepare, self.sample(position), lambda: self._stream.where(position))
 
     def _from_store(self, position: int, method: str) -> Any:
         if self._stored is None:

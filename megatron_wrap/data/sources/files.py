@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_wrap.config.schema.sources import FILE_ENDINGS, SourceConfig
 from megatron_wrap.data.sources import json_files, tables
-from megatron_wrap.data.sources.rows import JoinedRows, JoinedStreams, ListedRows, PartOfRows, Rows, RowStream
+from megatron_wrap.data.sources.rows import ChosenRows, JoinedRows, JoinedStreams, ListedRows, Rows, RowStream
 from megatron_wrap.errors import DataError, did_you_mean
 from megatron_wrap.registry import Registry
 
@@ -34,7 +34,7 @@ def open_rows(source: SourceConfig) -> Rows:
     if source.split is None or "[" not in source.split:
         return rows
     begin, end = tables.part_of_split(source.split, len(rows))
-    return PartOfRows(rows, begin, end)
+    return ChosenRows(rows, range(begin, end))
 
 
 def stream_rows(source: SourceConfig) -> RowStream:
@@ -65,7 +65,7 @@ def data_files(source: SourceConfig) -> list[str]:
     split = _split_name(source)
     if source.kind == "glob":
         matches = glob.glob(os.path.expanduser(source.path), recursive=True)
-        files = sorted(path for path in matches if os.path.isfile(path))
+        files = sorted(filter(os.path.isfile, matches))
         if not files:
             raise DataError(f"{source.path}: no file matches")
     elif source.kind == "folder":

@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.sources.rows import BadSample, Rows, Sample
+from megatron_wrap.data.sources.rows import Rows, Sample, converted
 from megatron_wrap.errors import DataError, did_you_mean
 
 _COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -52,17 +53,14 @@ class SourceRows:
     """The samples of one source: its rows in the form that the flows take. See `Rows`."""
 
     def __init__(self, rows: Rows, source: SourceConfig) -> None:
-        self._rows, self._source = rows, source
+        self._rows, self._convert = rows, functools.partial(to_sample, source=source)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        row = self._rows[index]
-        try:
-            return to_sample(row, self._source)
-        except DataError as error:
-            raise BadSample(f"{self._rows.where(index)}: {error}") from error
+        sample: Sample = converted(self._convert, self._rows[index], lambda: self._rows.where(index))
+        return sample
 
     def where(self, index: int) -> str:
         """See `Rows`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -15,6 +15,25 @@ Sample = dict[str, Any]
 class BadSample(DataError):
     """One row cannot be used; the others can. `on_bad_sample: skip` leaves such a row out, any other DataError ends the
     run. The message begins with `FILE:ROW`; rows count from 1, in JSON lines files they are lines."""
+
+
+def converted(convert: Callable[[Any], Any], row: Any, where: Callable[[], str]) -> Any:
+    """`convert(row)`.
+
+    Args:
+        where: returns the row as `FILE:ROW`.
+
+    Raises:
+        BadSample: the row is one, or `convert` raised a DataError; the message begins with the row.
+    """
+    if isinstance(row, BadSample):
+        raise row
+    try:
+        return convert(row)
+    except BadSample:
+        raise
+    except DataError as error:
+        raise BadSample(f"{where()}: {error}") from error
 
 
 class Rows(Protocol):
@@ -64,34 +83,12 @@ class JoinedRows:
         return part.where(row)
 
     def _locate(self, index: int) -> tuple[Rows, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-class PartOfRows:
-    """Rows `begin` to `end` (exclusive) of a reader; messages name the rows of the whole."""
-
-    def __init__(self, rows: Rows, begin: int, end: int) -> None:
-        self._rows = rows
-        self._begin, self._end = min(begin, len(rows)), min(end, len(rows))
-
-    def __len__(self) -> int:
-        return max(0, self._end - self._begin)
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._rows[self._begin + index]
-
-    def where(self, index: int) -> str:
-        """See `Rows`."""
-        return self._rows.where(self._begin + index)
-
-
 class ChosenRows:
-    """The rows of a reader with the given indices."""
+    """The rows of a reader with the given indices; messages name the rows of the whole."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices
@@ -135,7 +132,6 @@ class StreamOfRows:
     def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
         """See `RowStream`."""
         for number in range(index, len(self._rows)):
-            row: Any
             try:
                 row = self._rows[number]
             except BadSample as error:

@@ -174,7 +174,7 @@ def _fill(
 ) -> None:
     """Set the initial values of a factor, as peft's LoraLayer.reset_lora_parameters: of A, uniform within 1 / sqrt(its
     columns), which is kaiming_uniform_ with a = sqrt(5), or normal; of B zero."""
-    is_b = ".lora_B." in name
+    is_b = ".lora_B_" in name
     if is_b and adapter.init_lora_weights is not False:
         factor.zero_()
         return

@@ -20,7 +20,7 @@ from megatron_wrap.config.schema.fp8 import token_multiple
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples
-from megatron_wrap.data.order.usable_rows import prepare_row
+from megatron_wrap.data.sources.rows import converted
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.engine.batches.localize import Localization
 from megatron_wrap.engine.batches.micro_batch import try_flow
@@ -137,7 +137,7 @@ def _first_samples(
     prepared = []
     for where, sample in rows:
         try:
-            prepared.append(prepare_row(prepare_sample, sample, functools.partial(str, where)))
+            prepared.append(converted(prepare_sample, sample, functools.partial(str, where)))
         except BadSample:
             if not skip_bad:
                 raise

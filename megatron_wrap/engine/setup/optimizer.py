@@ -48,7 +48,7 @@ def _loraplus(config: RunConfig, optimizer_config: Any) -> dict[str, Any]:
     from megatron.core.optimizer import get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-    is_b = ParamWithNamePredicate(name="lora_B", fn=lambda _parameter, name: ".lora_B." in name)
+    is_b = ParamWithNamePredicate(name="lora_B", fn=lambda _parameter, name: ".lora_B_" in name)
     faster = {"max_lr": rate.lr * ratio, "min_lr": rate.min_lr * ratio}
     standard = get_standard_config_overrides(config=optimizer_config)
     return {"config_overrides": {**standard, ParamKey(with_name_predicate=is_b): faster}}
