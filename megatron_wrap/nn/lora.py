@@ -134,7 +134,7 @@ class LinearAdapter(torch.nn.Module):
 
     def _times_a(self, inputs: Tensor) -> Tensor:
         """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
-        factors = [self.get_parameter(f"lora_A_{module.name}") for module in self.modules_of]
+        factors: list[Tensor] = [self.get_parameter(f"lora_A_{module.name}") for module in self.modules_of]
         if not (self.training and self.dropout):
             stacked = factors[0] if len(factors) == 1 else torch.cat(factors)
             return torch.nn.functional.linear(inputs, stacked)
