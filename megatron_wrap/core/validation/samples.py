@@ -62,7 +62,7 @@ def check_lengths(config: RunConfig) -> None:
     from megatron_wrap.config.checks.vocabulary import model_vocab_size
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
     from megatron_wrap.data.order.sample_sets import open_source
-    from megatron_wrap.data.order.usable_rows import prepare_row
+    from megatron_wrap.data.sources.rows import converted
     from megatron_wrap.engine.setup.flow import build_flow
 
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
@@ -72,7 +72,7 @@ def check_lengths(config: RunConfig) -> None:
             continue
         rows = open_source(source)
         for index in range(len(rows)):
-            prepare_row(flow.prepare_sample, rows[index], functools.partial(rows.where, index))
+            converted(flow.prepare_sample, rows[index], functools.partial(rows.where, index))
 
 
 def check_first_rows(candidate: Candidate) -> Iterator[Note]:
@@ -155,7 +155,7 @@ def _rendered(
 ) -> tuple[list[Any], list[DataError]]:
     """The prepared first rows of a source, and why others cannot be used, except what `check_data` reports."""
     from megatron_wrap.data.order.sample_sets import each_row
-    from megatron_wrap.data.order.usable_rows import prepare_row
+    from megatron_wrap.data.sources.rows import converted
 
     prepared: list[Any] = []
     bad: list[DataError] = []
@@ -164,7 +164,7 @@ def _rendered(
             bad += [] if source.path in candidate.unreadable else [row]
             continue
         try:
-            prepared.append(prepare_row(prepare, row, functools.partial(str, where)))
+            prepared.append(converted(prepare, row, functools.partial(str, where)))
         except DataError as mistake:
             bad.append(mistake)
     return prepared, bad

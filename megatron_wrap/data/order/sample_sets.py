@@ -151,8 +151,8 @@ def first_training_samples(
 
 
 def each_row(source: SourceConfig, limit: int | None = None) -> Iterator[tuple[str, Sample | BadSample]]:
-    """`FILE:ROW` and sample (of a bad row its BadSample) of each row of a source, in the order of its files, and without
-    an index of them where the files allow it.
+    """`FILE:ROW` and sample (of a bad row its BadSample) of each row of a source, in the order of its files, without an
+    index of them where possible.
 
     Args:
         limit: number of the first rows; None: all.
