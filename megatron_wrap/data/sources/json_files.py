@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, JsonLines, parse_line, too_long
+from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, JsonLines, open_stored, parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample, ListedRows, Rows, RowStream, StreamOfRows
-from megatron_wrap.errors import DataError, missing_path_hint
+from megatron_wrap.errors import DataError
 from megatron_wrap.utils.atomic_write import atomic_file
 from megatron_wrap.utils.file_lock import locked
 
@@ -55,13 +55,14 @@ class LineStream:
     def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
         """See `RowStream`; lines before `index` are read and not parsed."""
         rows = 0
-        for number, line in _lines(self._path):
-            if line.isspace():
-                continue
-            if rows >= index:
-                where = f"{self._path}:{number}"
-                yield where, _parsed(line, where, first=number == 1)
-            rows += 1
+        with open_bytes(self._path)[0] as file:
+            for number, line in numbered_lines(self._path, file):
+                if line.isspace():
+                    continue
+                if rows >= index:
+                    where = f"{self._path}:{number}"
+                    yield where, _parsed(line, where, first=number == 1)
+                rows += 1
         self.length = rows
 
 
@@ -72,12 +73,6 @@ def _parsed(line: bytes, where: str, first: bool) -> dict[str, Any] | BadSample:
         return parse_line(line.rstrip(), first)
     except DataError as error:
         return BadSample(f"{where}: {error}")
-
-
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line; only the beginning of one that is too long."""
-    with _opened(path) as file:
-        yield from numbered_lines(path, file)
 
 
 def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -104,10 +99,6 @@ def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         inside = not line.endswith(b"\n")
 
 
-def _opened(path: str) -> IO[bytes]:
-    return open_bytes(path)[0]
-
-
 def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
     """The decompressed bytes of a file that may be gzip (.gz) or zstd (.zst), and the stored file, whose `tell` is the
     progress.
@@ -115,24 +106,15 @@ def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
     Raises:
         DataError: it is missing, a folder or unreadable.
     """
-    expanded = os.path.expanduser(path)
-    if os.path.isdir(expanded):
-        raise DataError(f"{path}: is a folder; give a data file")
-    try:
-        stored = open(expanded, "rb", buffering=_BUFFER)  # noqa: SIM115 - closed with the reader of its bytes
-        if path.endswith(".gz"):
-            return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
-        if path.endswith(".zst"):
-            import pyarrow
+    stored = open_stored(path, _BUFFER)
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
+    if path.endswith(".zst"):
+        import pyarrow
 
-            # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
-            decompressed = pyarrow.input_stream(stored, compression="zstd")
-            return io.BufferedReader(decompressed, _BLOCK_BYTES), stored
-        return stored, stored
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such data file{missing_path_hint(path)}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
+        return io.BufferedReader(pyarrow.input_stream(stored, compression="zstd"), _BLOCK_BYTES), stored
+    return stored, stored
 
 
 def _damaged(path: str, error: Exception, where: str = "") -> DataError:
@@ -145,33 +127,34 @@ def is_array(path: str) -> bool:
     """Whether a .json file has `[` as its first character, which only one array of objects can begin with."""
     if not path.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         return False
-    with _opened(path) as file:
-        try:
-            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
+    with open_bytes(path)[0] as file:
+        return _read(file, 4096, path).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _read_array(path: str) -> list[Any]:
-    with _opened(path) as file:
-        try:
-            rows = json.loads(file.read().decode("utf-8-sig"))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
-    assert isinstance(rows, list)
+    with open_bytes(path)[0] as file:
+        content = _read(file, -1, path)
+    try:
+        rows: list[Any] = json.loads(content.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
     return rows
+
+
+def _read(file: IO[bytes], size: int, path: str) -> bytes:
+    try:
+        return file.read(size)
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
 
 
 def _decompressed(path: str) -> Path:
     """The decompressed copy of a file, in a folder named after its path, size and time of change."""
     import datasets
 
-    if not os.path.isfile(os.path.expanduser(path)):
-        _opened(path).close()  # raises
+    open_stored(path).close()  # DataError if it cannot be read
     source = os.path.abspath(os.path.expanduser(path))
     state = os.stat(source)
     name = hashlib.sha256(f"{source}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:32]
@@ -179,17 +162,7 @@ def _decompressed(path: str) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     with locked(Path(f"{copy}.lock"), "decompresses a file"):
         if not copy.is_file():
-            with _opened(path) as file, atomic_file(copy) as target:
-                _copy(file, target, path)
+            with open_bytes(path)[0] as file, atomic_file(copy) as target:
+                while block := _read(file, _BLOCK_BYTES, path):
+                    target.write(block)
     return copy
-
-
-def _copy(file: IO[bytes], target: IO[bytes], path: str) -> None:
-    while True:
-        try:
-            block = file.read(_BLOCK_BYTES)
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
-        if not block:
-            return
-        target.write(block)

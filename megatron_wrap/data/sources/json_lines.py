@@ -1,18 +1,20 @@
 """Random access to JSON-lines files: byte offsets in memory, lines parsed on access."""
 
+import functools
 import json
 import os
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any
 
-from megatron_wrap.data.sources.rows import BadSample
+from megatron_wrap.data.sources.rows import BadSample, converted
 from megatron_wrap.errors import DataError, missing_path_hint
 
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
+_BLOCK_BYTES = 1 << 20
 
 
 class JsonLines(Sequence[dict[str, Any]]):
@@ -32,56 +34,36 @@ class JsonLines(Sequence[dict[str, Any]]):
 
     def __init__(self, path: str | Path, shown: str | None = None) -> None:
         self.path = str(path) if shown is None else shown
-        self._absolute_path = os.path.abspath(Path(path).expanduser())  # independent of a later chdir
         self._offsets: array[int] | None = None
-        self._descriptor = self._open()
+        self._absolute_path = os.path.abspath(os.path.expanduser(path))  # independent of a later chdir
+        self._file = open_stored(path)
+        weakref.finalize(self, self._file.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonLines, (self._absolute_path, self.path)
 
     def where(self, index: int) -> str:
         """`FILE:LINE` of sample `index` for error messages; line numbers start at 1 and include empty lines."""
-        start = self._index()[self._position(index)]
-        block_bytes = 1 << 20
+        start = self._index()[range(len(self))[index]]
         newlines = 0
-        for begin in range(0, start, block_bytes):
-            newlines += os.pread(self._descriptor, min(block_bytes, start - begin), begin).count(b"\n")
+        for begin in range(0, start, _BLOCK_BYTES):
+            newlines += os.pread(self._file.fileno(), min(_BLOCK_BYTES, start - begin), begin).count(b"\n")
         return f"{self.path}:{newlines + 1}"
 
     def __len__(self) -> int:
         return len(self._index()) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """Sample `index` (negative: from the end), or a list of samples; DataError if a line is malformed."""
-        if isinstance(index, slice):
-            return [self._parse(position) for position in range(*index.indices(len(self)))]
-        return self._parse(self._position(index))
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self._parse(position) for position in range(len(self)))
-
-    def __repr__(self) -> str:
-        return f"JsonLines({self.path!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_descriptor"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._descriptor = self._open()
-
-    def _open(self) -> int:
-        if os.path.isdir(self._absolute_path):
-            raise DataError(f"{self.path}: is a folder; give a JSON-lines file")
-        try:
-            descriptor = os.open(self._absolute_path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise DataError(f"{self.path}: no such data file{missing_path_hint(self.path)}") from None
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
-        weakref.finalize(self, os.close, descriptor)
-        return descriptor
+    def __getitem__(self, index: Any) -> Any:
+        """Sample `index` (negative: from the end); BadSample if the line is malformed."""
+        position = range(len(self))[index]
+        offsets = self._index()
+        start = offsets[position]
+        length = offsets[position + 1] - start
+        if length > MAX_LINE_BYTES:
+            raise BadSample(too_long(self.where(position), length))
+        # Read up to the next sample, and strip empty lines between the two.
+        line = os.pread(self._file.fileno(), length, start).rstrip()
+        return converted(functools.partial(parse_line, first=start == 0), line, lambda: self.where(position))
 
     def _index(self) -> "array[int]":
         """Offsets of the non-empty lines; the last entry is the end of the last sample."""
@@ -99,24 +81,22 @@ class JsonLines(Sequence[dict[str, Any]]):
         self._offsets = offsets
         return offsets
 
-    def _position(self, index: int) -> int:
-        length = len(self)
-        if not -length <= index < length:
-            raise IndexError(f"{self.path}: sample {index} of {length}")
-        return index % length
 
-    def _parse(self, position: int) -> dict[str, Any]:
-        offsets = self._index()
-        start = offsets[position]
-        length = offsets[position + 1] - start
-        if length > MAX_LINE_BYTES:
-            raise BadSample(too_long(self.where(position), length))
-        # Read up to the next sample, and strip empty lines between the two.
-        line = os.pread(self._descriptor, length, start).rstrip()
-        try:
-            return parse_line(line, first=start == 0)
-        except DataError as error:
-            raise BadSample(f"{self.where(position)}: {error}") from error
+def open_stored(path: str | Path, buffering: int = 0) -> IO[bytes]:
+    """Open a data file as it is stored; `~` is the home folder.
+
+    Raises:
+        DataError: it is missing, a folder or unreadable.
+    """
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        raise DataError(f"{path}: is a folder; give a data file")
+    try:
+        return open(expanded, "rb", buffering)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such data file{missing_path_hint(str(path))}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def parse_line(line: bytes, first: bool) -> dict[str, Any]:
