@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from megatron_wrap.engine.setup.freeze import keep_graph
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
-from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
 from megatron_wrap.parallel.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron_wrap.nn.lora import LinearAdapter
 
 
 def layers_with_adapters(config: RunConfig, vocab_size: int) -> list[AdaptedLayer]:
@@ -140,6 +142,8 @@ def _linear_layers(
 
 
 def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: ParallelState) -> LinearAdapter:
+    from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
+
     local_shape = tuple(base.weight.shape)
     pieces = layer.weight.pieces(local_shape, parallel.tp.rank, parallel.tp.size)
     whole = not layer.weight.split or local_shape == layer.weight.local_shape(1)
