@@ -130,12 +130,11 @@ class PrecomputedOutputs:
             )
         self._files: dict[int, dict[str, Any]] = {}
         self._process = os.getpid()
-        tables = [self._read_all(number, _HASHES) for number in range(len(self._names))]
+        tables = [self._file(number)[_HASHES][:] for number in range(len(self._names))]
         self._ends = np.cumsum([len(table) for table in tables])
-        self._hashes = np.concatenate(tables) if tables else np.zeros((0, 32), np.uint8)
-        starts = np.ascontiguousarray(self._hashes[:, :8]).view(">u8")[:, 0].astype(np.uint64)
-        self._order = np.argsort(starts, kind="stable")
-        self._starts = starts[self._order]
+        hashes = np.concatenate(tables) if tables else np.zeros((0, 32), np.uint8)
+        self._hashes = hashes.view("S32")[:, 0]
+        self._order = np.argsort(self._hashes)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -147,14 +146,10 @@ class PrecomputedOutputs:
         Raises:
             DataError: a file cannot be read.
         """
-        start = np.uint64(int.from_bytes(key[:8], "big"))
-        index = int(np.searchsorted(self._starts, start))
-        while index < len(self._starts) and self._starts[index] == start:
-            row = int(self._order[index])
-            if self._hashes[row].tobytes() == key:
-                return self._row(row)
-            index += 1
-        return None
+        index = int(np.searchsorted(self._hashes, np.bytes_(key), sorter=self._order))
+        if index == len(self) or self._hashes[self._order[index]] != np.bytes_(key):
+            return None
+        return self._row(int(self._order[index]))
 
     def _row(self, row: int) -> dict[str, Any]:
         number = int(np.searchsorted(self._ends, row, side="right"))
@@ -171,10 +166,6 @@ class PrecomputedOutputs:
             begin, end = int(ends[0]) if index else 0, int(ends[-1])
             outputs[name] = stored[begin:end] if begin < end else stored[:][:0]  # safetensors has no empty slice
         return outputs
-
-    def _read_all(self, number: int, name: str) -> np.ndarray:
-        values: np.ndarray = self._file(number)[name][:]
-        return values
 
     def _file(self, number: int) -> dict[str, Any]:
         """Name -> tensor of a file, which is read where it is indexed."""

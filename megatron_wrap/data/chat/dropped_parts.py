@@ -26,7 +26,7 @@ def dropped_parts(tokenizer: Any, sample: Any) -> set[str]:
     if tokenizer is None or not isinstance(sample, Mapping):
         return set()
     tools = sample.get("tools")
-    return {part for messages in _conversations(sample) for part in _dropped(tokenizer, messages, tools)}
+    return {part for messages in conversations(sample) for part in _dropped(tokenizer, messages, tools)}
 
 
 def _dropped(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> set[str]:
@@ -42,7 +42,9 @@ def _dropped(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) 
     return {part for part, texts in names.items() if any(compact(text) not in shown for text in texts)}
 
 
-def _conversations(sample: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
+def conversations(sample: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
+    """The conversations of a sample: its `messages`, or its prompt with each answer."""
+
     def part(key: str) -> list[Mapping[str, Any]]:
         value = sample.get(key)
         is_chat = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0

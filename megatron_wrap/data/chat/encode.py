@@ -3,7 +3,6 @@
 The boundaries of the assistant's turns come from the chat template, never from role names or token strings.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,11 +10,11 @@ from typing import Any, Literal
 from megatron_wrap.data.chat.assistant_spans import assistant_spans, last_assistant, render
 from megatron_wrap.data.chat.spans import TextTokens, mask_of_spans
 from megatron_wrap.data.chat.tokenizer import end_token_id
+from megatron_wrap.data.sources.formats import sample_weight
 from megatron_wrap.errors import DataError
 
 IGNORED_LABEL = -100
 """The label of a token without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
-TRUNCATION_RULES = ("right", "left", "refuse")
 LossOn = Literal["assistant", "last_assistant", "all"]
 """Tokens of a conversation that have a loss: of every turn of the assistant, of its last one, or all."""
 SAMPLE_KEYS = (
@@ -89,23 +88,6 @@ def encode_sample(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn = "
     return tokens if weight == 1 else replace(tokens, weight=weight)
 
 
-def sample_weight(sample: Mapping[str, Any]) -> float:
-    """The sample's `weight`; 1 if it has none, or null.
-
-    Raises:
-        DataError: it is not a finite number of at least 0.
-    """
-    weight = sample.get("weight")
-    if weight is None:
-        return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise DataError(
-            f'"weight" is {weight!r}; the factor of a sample\'s loss must be a finite number of at least 0, so correct '
-            "it, or rename the column if it has another meaning"
-        )
-    return float(weight)
-
-
 def _encode(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn) -> ChatTokens:
     if "messages" in sample:
         return tokenize_chat(tokenizer, sample["messages"], sample.get("tools"), loss_on)
@@ -136,12 +118,8 @@ def truncate(tokens: ChatTokens, max_length: int, rule: str) -> tuple[ChatTokens
         rule: "right" removes tokens at the end, "left" at the beginning, "refuse" raises instead.
 
     Raises:
-        DataError: the sample is longer and the rule is "refuse", an unknown rule, or a length below 1.
+        DataError: the sample is longer and the rule is "refuse".
     """
-    if rule not in TRUNCATION_RULES:
-        raise DataError(f"unknown truncation {rule!r}; choose one of {', '.join(TRUNCATION_RULES)}")
-    if max_length < 1:
-        raise DataError(f"samples cannot be truncated to {max_length} tokens; the length must be at least 1")
     length = len(tokens)
     if length <= max_length:
         return tokens, False

@@ -37,10 +37,9 @@ def pad_token_id(tokenizer: Any) -> int:
     Raises:
         DataError: the tokenizer has neither.
     """
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    if tokenizer.eos_token_id is not None:
-        return int(tokenizer.eos_token_id)
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
     raise DataError(f"{_name(tokenizer)}: has no pad_token and no eos_token; set one in its tokenizer_config.json")
 
 
@@ -84,11 +83,7 @@ def _name(tokenizer: Any) -> str:
 
 def _is_hub_id(text: str) -> bool:
     """Whether a path has the form `name` or `org/name`, and is not a missing path in an existing local folder."""
-    return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and Path(text).parts[0] not in _names_here()
-
-
-def _names_here() -> set[str]:
-    return {entry.name for entry in Path().iterdir()}
+    return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and not Path(Path(text).parts[0]).exists()
 
 
 @lru_cache(maxsize=8)

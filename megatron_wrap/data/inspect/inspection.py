@@ -15,6 +15,7 @@ from megatron_wrap.data.chat.encode import ChatTokens, truncate
 from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks
 from megatron_wrap.data.inspect.samples import ReadSample
 from megatron_wrap.data.order.bin_packing import fewest_bins
+from megatron_wrap.data.sources.formats import sample_weight
 from megatron_wrap.errors import DataError
 
 Kind = Literal["trained", "other", "cut"]
@@ -169,7 +170,9 @@ def inspect(
             continue
         digest = _digest(sequences)
         mistakes = checks.of(sample, sequences) + (("duplicate",) if digest in first_of else ())
-        inspected = Inspected(where, source, sequences, _weight(sample), mistakes)
+        inspected = Inspected(
+            where, source, sequences, sample_weight(sample) if isinstance(sample, Mapping) else 1.0, mistakes
+        )
         listed = [_find(result, key, where, first_of.get(digest)) for key in mistakes]
         first_of.setdefault(digest, where)
         for each in counts:
@@ -264,11 +267,6 @@ def _digest(sequences: Sequence[Tokens]) -> bytes:
         digest.update("".join(kind[0] for kind in tokens.kinds).encode())
         digest.update(b"|")
     return digest.digest()
-
-
-def _weight(sample: Any) -> float:
-    weight = sample.get("weight") if isinstance(sample, Mapping) else None
-    return 1.0 if weight is None else float(weight)
 
 
 def ordered(findings: Mapping[str, Finding]) -> list[Finding]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
-from megatron_wrap.data.chat.dropped_parts import compact, dropped_parts
+from megatron_wrap.data.chat.dropped_parts import compact, conversations, dropped_parts
 from megatron_wrap.data.chat.spans import possible_end_ids
 
 
@@ -135,7 +135,7 @@ class Checks:
 
     def _of_messages(self, sample: Mapping[str, Any], sequences: Sequence[_Tokens]) -> set[str]:
         mistakes = set()
-        messages = list(_messages(sample))
+        messages = [message for conversation in conversations(sample) for message in conversation]
         if any(message.get("role") == "assistant" and _is_empty(message) for message in messages):
             mistakes.add("empty_answer")
         if dropped_parts(self._tokenizer, sample):
@@ -168,13 +168,6 @@ def _last_visible(tokenizer: Any, ids: Sequence[int], trained: Sequence[int]) ->
         yield ids[position]
         if tokenizer.decode([ids[position]]).strip():
             return
-
-
-def _messages(sample: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for key in ("messages", "prompt", "completion", "chosen", "rejected"):
-        part = sample.get(key)
-        if isinstance(part, Sequence) and not isinstance(part, str):
-            yield from (message for message in part if isinstance(message, Mapping))
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:

@@ -92,14 +92,31 @@ def to_sample(row: Any, source: SourceConfig) -> Sample:
         sample["messages"] = _checked_messages(sample["messages"], '"messages"')
     _check_text(sample, kind)
     if sample.get("tools") is not None and kind in ("messages", "sharegpt", "prompt_completion", "preference"):
-        sample["tools"] = _tools(sample["tools"])
+        sample["tools"] = _listed(sample["tools"], '"tools"')
     for name in ("input_ids", "loss_mask", "labels", "prompt_ids", "chosen_ids", "rejected_ids"):
         if hasattr(sample.get(name), "tolist"):  # an array of numpy or torch
             sample[name] = sample[name].tolist()
     if "weight" in sample or source.sample_weight != 1:
-        sample["weight"] = _weight(sample.get("weight", 1.0)) * source.sample_weight
+        sample["weight"] = sample_weight(sample) * source.sample_weight
     sample["source"] = source.name
     return sample
+
+
+def sample_weight(sample: Mapping[str, Any]) -> float:
+    """The sample's `weight`; 1 if it has none, or null.
+
+    Raises:
+        DataError: it is not a finite number of at least 0.
+    """
+    weight = sample.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise DataError(
+            f'"weight" is {weight!r}; the factor of a sample\'s loss must be a finite number of at least 0, so correct '
+            "it, or rename the column if it has another meaning"
+        )
+    return float(weight)
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Sample:
@@ -246,10 +263,6 @@ def _check_text(sample: Sample, kind: str) -> None:
         raise DataError(f"{', '.join(f'{name} is {form}' for name, form in kinds.items())}; they must have one form")
 
 
-def _tools(tools: Any) -> list[Any]:
-    return _listed(tools, '"tools"')
-
-
 def _listed(value: Any, subject: str) -> list[Any]:
     """A list, also as JSON text, which tables have where the entries differ."""
     value = _from_json(value, subject) if isinstance(value, str) else value
@@ -263,10 +276,3 @@ def _from_json(text: str, subject: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise DataError(f"{subject}: not JSON ({error})") from error
-
-
-def _weight(value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise DataError(f'"weight" is {value!r}; it must be a finite number, 0 or more')
-    return float(value)
