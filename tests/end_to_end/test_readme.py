@@ -83,7 +83,7 @@ def run(command: str | list[str], folder: Path, **variables: str) -> subprocess.
 def test_a_command_prints_what_the_page_shows(command, expected):
     done = run(command, ROOT)  # explanations and refusals: they write nothing
     assert without_line_numbers(done.stdout + done.stderr) == without_line_numbers(expected)
-    assert done.returncode == (2 if expected.startswith("error: ") else 0)
+    assert done.returncode == (2 if expected.startswith(("error: ", "usage: ")) else 0)
 
 
 @pytest.mark.documentation

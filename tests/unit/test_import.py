@@ -24,6 +24,13 @@ def test_an_import_loads_nothing_heavy(statement: str) -> None:
     assert result.stdout.strip() == "set()"
 
 
+def test_what_starts_the_platform_does_not_import_megatron_core() -> None:
+    """Without a GPU, Megatron-Core 0.19 can be imported only after the platform is installed."""
+    code = "import megatron_wrap.engine.setup.build, sys; print('megatron.core' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
 def test_the_command_line_starts_without_torch() -> None:
     code = (
         "import sys; from megatron_wrap.cli.main import main\n"
