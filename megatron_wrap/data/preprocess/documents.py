@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -107,51 +107,50 @@ class InputFiles:
         return self._unit == "file" and not _plain(path).endswith(_JSON + _TABLES)
 
     def _read_rows(self, number: int, first: int, done: int) -> Iterator[Batch]:
+        """The rows of a file from `first` on; `done` bytes of the files before it were read."""
         path = self.paths[number]
         if path.endswith(_TABLES) or json_files.is_array(path):
-            return self._read_table(number, first, done)
-        kind: Literal["json", "text"] = "json" if _plain(path).endswith(_JSON) else "text"
-        return self._read_lines(kind, number, first, done)
+            stream = tables.stream_parquet(path, self._keys) if path.endswith(_TABLES) else json_files.stream_json(path)
+            rows = ((count, count, row) for count, (_, row) in enumerate(stream.start_at(first), first + 1))
 
-    def _read_lines(self, kind: Literal["json", "text"], number: int, first: int, done: int) -> Iterator[Batch]:
-        path = self.paths[number]
+            def done_at(count: int) -> int:
+                return int(min(1.0, count / stream.length) * self.sizes[number]) if stream.length else 0
+
+            yield from self._batches("table", number, done, rows, done_at)
+            return
+        kind: Literal["json", "text"] = "json" if _plain(path).endswith(_JSON) else "text"
         file, stored = json_files.open_bytes(path)
         with file:
             lines = json_files.numbered_lines(path, file)
-            rows = _paragraphs(lines) if kind == "text" and self._unit == "paragraph" else lines
-            numbers: list[int] = []
-            batch: list[bytes] = []
-            size, count = 0, 0
-            for count, (line_number, line) in enumerate(rows, 1):
-                if count <= first:
-                    continue
-                if not line.isspace():
-                    numbers.append(line_number)
-                    batch.append(line)
-                    size += len(line)
-                if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
-                    yield Batch(kind, path, numbers, batch, Position(number, count), done + stored.tell())
-                    numbers, batch, size = [], [], 0
-            if batch:
-                yield Batch(kind, path, numbers, batch, Position(number, count), done + self.sizes[number])
+            parts = _paragraphs(lines) if kind == "text" and self._unit == "paragraph" else lines
+            numbered = enumerate(parts, 1)
+            rows = ((count, at, line) for count, (at, line) in numbered if count > first and not line.isspace())
+            yield from self._batches(kind, number, done, rows, lambda _: stored.tell())
 
-    def _read_table(self, number: int, first: int, done: int) -> Iterator[Batch]:
-        path = self.paths[number]
-        stream = tables.stream_parquet(path, self._keys) if path.endswith(_TABLES) else json_files.stream_json(path)
+    def _batches(
+        self,
+        kind: Literal["json", "table", "text"],
+        number: int,
+        done: int,
+        rows: Iterator[tuple[int, int, Any]],
+        done_at: Callable[[int], int],
+    ) -> Iterator[Batch]:
+        """Batches of rows of a file, each with the rows up to its end, its number in messages, and its content."""
+        path, count, size = self.paths[number], 0, 0
         numbers: list[int] = []
         batch: list[Any] = []
-        size, count = 0, first
-        for count, (_, row) in enumerate(stream.start_at(first), first + 1):
-            numbers.append(count)
+        for count, row_number, row in rows:
+            numbers.append(row_number)
             batch.append(row)
-            size += sum(len(str(row.get(key))) for key in self._keys) if isinstance(row, dict) else 0
+            if isinstance(row, bytes):
+                size += len(row)
+            elif isinstance(row, dict):
+                size += sum(len(str(row.get(key))) for key in self._keys)
             if size >= _BATCH_BYTES or len(batch) >= _BATCH_ROWS:
-                share = min(1.0, count / stream.length) if stream.length else 0.0
-                read = int(share * self.sizes[number])
-                yield Batch("table", path, numbers, batch, Position(number, count), done + read)
+                yield Batch(kind, path, numbers, batch, Position(number, count), done + done_at(count))
                 numbers, batch, size = [], [], 0
         if batch:
-            yield Batch("table", path, numbers, batch, Position(number, count), done + self.sizes[number])
+            yield Batch(kind, path, numbers, batch, Position(number, count), done + self.sizes[number])
 
 
 def texts_of(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[str, list[Texts] | BadSample]]:
