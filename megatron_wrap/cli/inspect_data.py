@@ -16,7 +16,8 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_wrap.data.inspect.inspection import Inspected, Tokens
+    from megatron_wrap.data.inspect.inspection import Inspected
+    from megatron_wrap.data.inspect.mistakes import Tokens
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
 EXAMPLES = (

@@ -62,18 +62,14 @@ class TokenCache:
         return len(self._ends) - 1
 
     def get(self, row: int) -> Any:
-        """The prepared sample of a row; KeyError if the row cannot be used."""
+        """The prepared sample of a row; None if the row cannot be used."""
         begin, end = int(self._ends[row]), int(self._ends[row + 1])
-        if begin == end:
-            raise KeyError(row)
-        return pickle.loads(os.pread(self._samples, end - begin, begin))
+        return None if begin == end else pickle.loads(os.pread(self._samples, end - begin, begin))
 
-    def lengths(self, row: int) -> tuple[int, ...]:
-        """Tokens of each sequence of a row's sample; KeyError if the row cannot be used."""
-        if self._ends[row] == self._ends[row + 1]:
-            raise KeyError(row)
+    def lengths(self, row: int) -> tuple[int, ...] | None:
+        """Tokens of each sequence of a row's sample; None if the row cannot be used."""
         begin, end = int(self._length_ends[row]), int(self._length_ends[row + 1])
-        return tuple(self._lengths[begin:end].tolist())
+        return None if self._ends[row] == self._ends[row + 1] else tuple(self._lengths[begin:end].tolist())
 
 
 def open_cache(

@@ -9,32 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from megatron_wrap.data.chat.encode import ChatTokens, truncate
-from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks
+from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks, Kind, Tokens
 from megatron_wrap.data.inspect.samples import ReadSample
 from megatron_wrap.data.order.bin_packing import fewest_bins
 from megatron_wrap.data.sources.formats import sample_weight
 from megatron_wrap.errors import DataError
-
-Kind = Literal["trained", "other", "cut"]
-"""Of a token: it has a loss, it is only read, or truncation removes it."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """One sequence of a sample, before truncation."""
-
-    input_ids: list[int]
-    kinds: list[Kind]
-    """Of each token; the first one that is kept is never trained, because nothing precedes it."""
-    length: int
-    """Tokens that the model reads, padding excluded."""
-
-    def count(self, kind: Kind) -> int:
-        """Number of tokens of this kind."""
-        return self.kinds.count(kind)
 
 
 @dataclass(frozen=True)

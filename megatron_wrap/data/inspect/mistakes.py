@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
@@ -83,14 +83,23 @@ def advice_of(key: str, config: RunConfig) -> str:
     return mistake.set_already if already.get(key) else mistake.advice
 
 
-class _Tokens(Protocol):
-    """See `inspection.Tokens`."""
+Kind = Literal["trained", "other", "cut"]
+"""Of a token: it has a loss, it is only read, or truncation removes it."""
 
-    @property
-    def input_ids(self) -> list[int]: ...
 
-    @property
-    def kinds(self) -> list[Any]: ...
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence of a sample, before truncation."""
+
+    input_ids: list[int]
+    kinds: list[Kind]
+    """Of each token; the first one that is kept is never trained, because nothing precedes it."""
+    length: int
+    """Tokens that the model reads, padding excluded."""
+
+    def count(self, kind: Kind) -> int:
+        """Number of tokens of this kind."""
+        return self.kinds.count(kind)
 
 
 class Checks:
@@ -106,7 +115,7 @@ class Checks:
         self._all_trained = all_trained
         self._ends = possible_end_ids(tokenizer) if tokenizer is not None else set()
 
-    def of(self, sample: Any, sequences: Sequence[_Tokens]) -> tuple[str, ...]:
+    def of(self, sample: Any, sequences: Sequence[Tokens]) -> tuple[str, ...]:
         """Keys of the mistakes of one sample, in the order of `MISTAKES`."""
         mistakes = {key for tokens in sequences for key in self._of_tokens(tokens)}
         if all("trained" not in tokens.kinds for tokens in sequences):
@@ -118,7 +127,7 @@ class Checks:
             mistakes |= self._of_messages(sample, sequences)
         return tuple(key for key in MISTAKES if key in mistakes)
 
-    def _of_tokens(self, tokens: _Tokens) -> Iterator[str]:
+    def _of_tokens(self, tokens: Tokens) -> Iterator[str]:
         ids, kinds = tokens.input_ids, tokens.kinds
         if "cut" in kinds:
             yield "truncated"
@@ -133,7 +142,7 @@ class Checks:
         ):
             yield "answer_cut" if "cut" in kinds[trained[-1] + 1 :] else "missing_eos"
 
-    def _of_messages(self, sample: Mapping[str, Any], sequences: Sequence[_Tokens]) -> set[str]:
+    def _of_messages(self, sample: Mapping[str, Any], sequences: Sequence[Tokens]) -> set[str]:
         mistakes = set()
         messages = [message for conversation in conversations(sample) for message in conversation]
         if any(message.get("role") == "assistant" and _is_empty(message) for message in messages):
@@ -145,7 +154,7 @@ class Checks:
             mistakes.add("dropped_text")
         return mistakes
 
-    def _shows(self, texts: Sequence[str], sequences: Sequence[_Tokens]) -> bool:
+    def _shows(self, texts: Sequence[str], sequences: Sequence[Tokens]) -> bool:
         """Whether each text is in the sequences, apart from white space; True where tokens do not show their text."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         if unknown is not None and any(unknown in tokens.input_ids for tokens in sequences):
@@ -158,7 +167,7 @@ class Checks:
         return all(compact(text) in shown for text in texts)
 
 
-def _all_trained(tokens: _Tokens) -> bool:
+def _all_trained(tokens: Tokens) -> bool:
     return len(tokens.kinds) > 1 and all(kind != "other" for kind in tokens.kinds[1:]) and "trained" in tokens.kinds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -105,7 +106,10 @@ def training_stream(
     """
     if mock_samples is not None:
         return ShuffledRows(NumberedSamples(mock_samples), seed, shuffle)
-    _need_one(sources)
+    if not sources:
+        raise DataError(
+            "no training data; call wrap.batches(samples), or select megatron_wrap.data dataset and set its key train"
+        )
     parts: list[SampleStream] = []
     for number, source in enumerate(sources):
         part = number + 1 if len(sources) > 1 else 0
@@ -209,13 +213,6 @@ def validation_sets(sets: Mapping[str, Sequence[SourceConfig]], skip_bad: bool =
     return {name: _evaluation_set(sources, skip_bad) for name, sources in sets.items()}
 
 
-def _need_one(sources: Sequence[SourceConfig]) -> None:
-    if not sources:
-        raise DataError(
-            "no training data; call wrap.batches(samples), or select megatron_wrap.data dataset and set its key train"
-        )
-
-
 def _mixture(
     sources: Sequence[SourceConfig], parts: Sequence[SampleStream], seed: int, shuffle: bool, block: int
 ) -> Mixture:
@@ -295,15 +292,13 @@ def _evaluation_set(sources: Sequence[SourceConfig], skip_bad: bool) -> SampleSe
         samples = open_source(source)
         parts.append(ChosenRows(samples, range(len(samples))[: source.samples]))
     whole = parts[0] if len(parts) == 1 else JoinedRows(parts)
-    return SampleSet(ChosenRows(whole, _good_rows(whole)) if skip_bad else whole)
+    if skip_bad:
+        whole = ChosenRows(whole, [index for index in range(len(whole)) if _is_good(whole, index)])
+    return SampleSet(whole)
 
 
-def _good_rows(rows: Rows) -> list[int]:
-    good: list[int] = []
-    for index in range(len(rows)):
-        try:
-            rows[index]
-        except BadSample:
-            continue
-        good.append(index)
-    return good
+def _is_good(rows: Rows, index: int) -> bool:
+    with contextlib.suppress(BadSample):
+        rows[index]
+        return True
+    return False

@@ -25,10 +25,10 @@ class PreparedSamples(Protocol):
     """Samples that were prepared before, see `token_cache`."""
 
     def get(self, position: int) -> Any:
-        """The prepared sample at `position`; KeyError if there is none."""
+        """The prepared sample at `position`; None if there is none."""
 
-    def lengths(self, position: int) -> Sequence[int]:
-        """Tokens of each of its sequences; KeyError if there is none."""
+    def lengths(self, position: int) -> Sequence[int] | None:
+        """Tokens of each of its sequences; None if there is none."""
 
 
 class SampleReader:
@@ -77,17 +77,15 @@ class SampleReader:
     def prepared(self, position: int) -> Any:
         """The prepared sample. DataError with file and row."""
         if position not in self._prepared:
-            stored = self._from_store(position, "get")
+            stored = None if self._stored is None else self._stored.get(position)
             self._prepared[position] = self._prepare(position) if stored is None else stored
         return self._prepared[position]
 
     def lengths(self, position: int) -> tuple[int, ...]:
         """Tokens of each sequence of the sample."""
         if position not in self._lengths:
-            lengths = self._from_store(position, "lengths")
-            if lengths is None:
-                lengths = self._preparation.lengths(self.prepared(position))
-            self._lengths[position] = tuple(lengths)
+            lengths = self._stored_lengths(position)
+            self._lengths[position] = tuple(lengths or self._preparation.lengths(self.prepared(position)))
         return self._lengths[position]
 
     def problem(self, position: int) -> str | None:
@@ -114,7 +112,7 @@ class SampleReader:
                 kept.pop(position, None)
 
     def _check(self, position: int) -> None:
-        if self._from_store(position, "lengths") is None:
+        if self._stored_lengths(position) is None:
             self.prepared(position)
         if self._check_lengths is not None:
             converted(self._check_lengths, self.lengths(position), lambda: self._stream.where(position))
@@ -132,10 +130,5 @@ class SampleReader:
     def _prepare(self, position: int) -> Any:
         return converted(self._preparation.prepare, self.sample(position), lambda: self._stream.where(position))
 
-    def _from_store(self, position: int, method: str) -> Any:
-        if self._stored is None:
-            return None
-        try:
-            return getattr(self._stored, method)(position)
-        except KeyError:
-            return None
+    def _stored_lengths(self, position: int) -> Sequence[int] | None:
+        return None if self._stored is None else self._stored.lengths(position)

@@ -41,20 +41,15 @@ class CachedSamples:
 
     def get(self, position: int) -> Any:
         """See `PreparedSamples`."""
-        cache, row = self._cache_and_row(position)
-        return cache.get(row)
-
-    def lengths(self, position: int) -> Sequence[int]:
-        """See `PreparedSamples`."""
-        cache, row = self._cache_and_row(position)
-        return cache.lengths(row)
-
-    def _cache_and_row(self, position: int) -> tuple[TokenCache, int]:
         located = self._stream.row(position)
         cache = None if located is None else self._caches[located.source]
-        if located is None or cache is None:
-            raise KeyError(position)
-        return cache, located.row
+        return None if located is None or cache is None else cache.get(located.row)
+
+    def lengths(self, position: int) -> Sequence[int] | None:
+        """See `PreparedSamples`."""
+        located = self._stream.row(position)
+        cache = None if located is None else self._caches[located.source]
+        return None if located is None or cache is None else cache.lengths(located.row)
 
 
 def cached_samples(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_wrap.data.chat.encode import ChatTokens
-from megatron_wrap.data.inspect.inspection import Inspection, Tokens, histogram, inspect, ordered, segments, tokens_of
-from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks
+from megatron_wrap.data.inspect.inspection import Inspection, histogram, inspect, ordered, segments, tokens_of
+from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks, Tokens
 from megatron_wrap.data.inspect.samples import ReadSample
 from megatron_wrap.errors import DataError
 
