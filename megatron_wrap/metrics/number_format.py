@@ -11,7 +11,8 @@ def whole(value: float) -> str:
 def counted(count: float, noun: str) -> str:
     """A count with its noun, in the plural unless the count is 1: `1 epoch`, `1.50 epochs`, `2,000 entries`."""
     if count != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith(('s', 'x', 'h')) else 's'}"
+        hisses = noun.endswith(("s", "x", "sh", "tch"))  # batches, but epochs
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if hisses else 's'}"
     return f"{count:,.{0 if count % 1 == 0 else 2}f} {noun}"
 
 
