@@ -197,6 +197,36 @@ def test_the_base_is_the_reference(folder_of, ranks, tmp_path):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+def test_a_checkpoint_with_the_base_needs_no_folder(folder_of, ranks, tmp_path):
+    """`keep_base`: the frozen weights are saved, and the resumed run equals the unbroken one."""
+    folder, settings = str(folder_of("llama")[0]), runs.overrides_of({"keep_base": True})
+    whole = ranks(1).run(runs.train_and_resume, folder, settings, str(tmp_path), 2, None)[0]
+    saved = ranks(1).run(runs.train_and_resume, folder, settings, str(tmp_path / "run"), 1, None)[0]
+    assert "embedding.word_embeddings.weight" in saved[1]
+    copied = str(runs.copy_of(folder, tmp_path))
+    assert ranks(1).run(runs.train_and_resume, copied, settings, str(tmp_path / "run"), 2, None)[0][0] == whole[0][1:]
+
+
+def test_dropout_is_in_training_alone_and_initial_factors_are_peft_s(folder_of, ranks, tmp_path):
+    """Gaussian: A has the deviation 1 / r, B is zero. With a B that is not zero, dropout changes the loss of a step and
+    not the logits before it."""
+    folder = str(folder_of("llama")[0])
+
+    def train(count: int, **adapter: Any) -> Any:
+        settings = runs.overrides_of({**PLAIN, **adapter})
+        return ranks(1).run(runs.train, folder, settings, str(tmp_path), count)[0]
+
+    gaussian = train(0, init_lora_weights="gaussian")[1]
+    values = numpy.concatenate([factor.ravel() for name, factor in gaussian.items() if "lora_A" in name])
+    assert values.std() == pytest.approx(1 / PLAIN["r"], rel=0.05)
+    assert not any(factor.any() for name, factor in gaussian.items() if "lora_B" in name)
+
+    active = {"init_lora_weights": False}
+    assert numpy.array_equal(train(0, **active)[3], train(0, **active, lora_dropout=0.5)[3])
+    (plain,), (dropped,) = train(1, **active)[0], train(1, **active, lora_dropout=0.5)[0]
+    assert abs(plain[0] - dropped[0]) > 1e-3
+
+
 def test_the_learning_rate_of_b(folder_of, ranks, tmp_path):
     """LoRA+: Adam's first step moves each element by its learning rate."""
     settings = (*runs.overrides_of({**PLAIN, "loraplus_lr_ratio": 4}), "megatron_lm.train.optimizer.weight_decay=0.0")

@@ -7,13 +7,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError, did_you_mean
+
+Number = TypeVar("Number", int, float)
 
 PEFT_PREFIX = "base_model.model."
 """Of names in adapter_model.safetensors."""
@@ -173,9 +175,13 @@ def _target(module: str, config: AdapterConfig) -> TargetModule:
     return TargetModule(module, rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
-def _pattern_value(module: str, patterns: Mapping[str, float], default: float) -> int:
-    """peft's rule (utils/other.py, get_pattern_key): the first pattern that matches an ending of the name."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)  # type: ignore[return-value]
+def _pattern_value(module: str, patterns: Mapping[str, Number], default: Number) -> Number:
+    return next((value for pattern, value in patterns.items() if _matches_ending(module, pattern)), default)
+
+
+def _matches_ending(module: str, pattern: str) -> bool:
+    """peft's rule of rank_pattern and alpha_pattern (utils/other.py, get_pattern_key)."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
@@ -185,12 +191,12 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
         if patterns == "all-linear":
             continue
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = any(_matches(name, pattern if isinstance(patterns, str) else (pattern,)) for name in modules)
-            if not found:
+            entry = pattern if isinstance(patterns, str) else (pattern,)
+            if not any(_matches(name, entry) for name in modules):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key) or {}:
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in modules):
+            if not any(_matches_ending(name, pattern) for name in modules):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
 
 

@@ -1,5 +1,7 @@
 """Contradictions between `megatron_wrap.adapter` and the rest of the run."""
 
+import re
+
 from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig
@@ -39,6 +41,13 @@ def check_adapter(config: RunConfig) -> None:
     for index in adapter.layers_to_transform:
         if not 0 <= index < config.arch.num_layers:
             refuse(config, ["adapter.layers_to_transform"], f"there is no layer {index} of {config.arch.num_layers}")
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        patterns = getattr(adapter, key) or ()
+        for pattern in [patterns] if isinstance(patterns, str) else patterns if "pattern" in key else ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                refuse(config, [f"adapter.{key}"], f"{pattern} is not a regular expression: {error}")
     for key, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
         for pattern, value in (getattr(adapter, key) or {}).items():
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:

@@ -27,6 +27,8 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
         ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
         ((LORA, f"{KEYS}.rank_pattern={{q_proj: 1.5}}"), "q_proj must be a positive integer, not 1.5"),
+        ((LORA, f"{KEYS}.target_modules='q_(proj'"), r"q_\(proj is not a regular expression"),
+        ((LORA, f"{KEYS}.alpha_pattern={{'*x': 2}}"), r"\*x is not a regular expression"),
         ((LORA, f"{KEYS}.r=0"), "must be at least 1"),
         ((LORA, f"{KEYS}.use_dora=true"), "use_dora"),
     ],

@@ -15,6 +15,7 @@ TEXT = "{% for m in messages %}{{ m['role'] }}: {{ (m['content'] or '') | trim }
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEXT.replace(
     "| trim }}", "| trim }}{% for c in m.get('tool_calls') or [] %}{{ c.function.name }}{% endfor %}"
 )
+AS_JSON = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | tojson }}\n{% endfor %}"
 NO_SYSTEM = TEXT.replace("{{ m['role']", "{% if m['role'] == 'system' %}{% continue %}{% endif %}{{ m['role']")
 
 
@@ -28,6 +29,7 @@ NO_SYSTEM = TEXT.replace("{{ m['role']", "{% if m['role'] == 'system' %}{% conti
         (NO_SYSTEM, {"messages": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER]}, {"content"}),
         (TEXT, {"messages": [QUESTION, {"role": "assistant", "content": "<think>so</think>Fine."}]}, set()),
         (NO_SYSTEM, {"prompt": [{"role": "system", "content": "B."}, QUESTION], "chosen": [ANSWER]}, {"content"}),
+        (AS_JSON, {"messages": [QUESTION, {"role": "tool", "content": '{"sky": "blue"}'}, ANSWER]}, set()),
         (TEXT, {"prompt": "How", "completion": "Fine"}, set()),
         ("{{ raise_exception('no') }}", {"messages": [QUESTION]}, set()),
     ],
