@@ -67,8 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """The words that can stand in place of the last one, which may be empty, after the others; the program's name is
-    not among them. One that ends with =, . or / continues."""
+    """Completions of the last word, which may be empty.
+
+    Args:
+        words: of the command line, without the program's name.
+
+    Returns:
+        Whole words. One that ends with =, . or / continues."""
     *before, current = words or [""]
     if not before:
         return _matching(current, [*COMMANDS, "--help", "--version"])
@@ -111,13 +116,13 @@ def _matching(prefix: str, words: Iterable[str]) -> list[str]:
 def _files(prefix: str, endings: tuple[str, ...] = ("",)) -> list[str]:
     """Paths that begin with `prefix`: folders, and files with one of these endings."""
     folder, name = os.path.split(prefix)
-    found = []
+    paths = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder) or "."):
             hidden = entry.name.startswith(".") and not name.startswith(".")
             if entry.name.startswith(name) and not hidden and (entry.is_dir() or entry.name.endswith(endings)):
-                found.append(shlex.quote(os.path.join(folder, entry.name)) + ("/" if entry.is_dir() else ""))
-    return sorted(found)
+                paths.append(shlex.quote(os.path.join(folder, entry.name)) + ("/" if entry.is_dir() else ""))
+    return sorted(paths)
 
 
 def _overrides(config: str, prefix: str) -> list[str]:
@@ -127,12 +132,12 @@ def _overrides(config: str, prefix: str) -> list[str]:
     if equals:
         section, _, key = path.rpartition(".")
         return [f"{path}={text}" for text in _matching(value, _values(root, section, key))]
-    found = set()
+    overrides = set()
     for known in (f"{section}.{key}" for section, keys in _keys(config, root).items() for key in keys):
         if known.startswith(path):
             end = known.find(".", len(path))
-            found.add(f"{known}=" if end < 0 else known[: end + 1])
-    return sorted(found)
+            overrides.add(f"{known}=" if end < 0 else known[: end + 1])
+    return sorted(overrides)
 
 
 def _keys(config: str, root: Folder) -> dict[str, set[str]]:

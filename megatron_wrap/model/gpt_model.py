@@ -71,7 +71,7 @@ def _batch_first(output_layer: torch.nn.Module) -> Iterator[None]:
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer hidden -> 1 in place of the output layer, replicated over tensor-parallel ranks.
+    """A linear layer hidden -> 1 instead of the output layer, replicated over tensor-parallel ranks.
 
     With sequence parallelism each rank computes the values of its part of the sequence, and the attribute
     `sequence_parallel` makes Megatron-Core add up the ranks' gradients of the weight (finalize_model_grads.py,

@@ -91,7 +91,7 @@ def misspelled(name: str, valid: frozenset[str], generator: random.Random) -> st
 
 
 def on_the_command_line(run: Run, path: str, kind: str, typo: str) -> str:
-    """The override with the typo in place of the last name of the path."""
+    """The override with the typo instead of the last name of the path."""
     section = path.rpartition(".")[0]
     if kind == "selection":
         return f"{section}.__select__={typo}"

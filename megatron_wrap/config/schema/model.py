@@ -60,7 +60,7 @@ class ArchConfig:
     swiglu: bool = False
     """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu."""
     squared_relu: bool = False
-    """Squared ReLU in place of GELU."""
+    """Squared ReLU instead of GELU."""
     openai_gelu: bool = False
     """The tanh form of GELU, as GPT-2's published weights use it; false: the exact form."""
     add_bias_linear: bool = True

@@ -76,7 +76,7 @@ class PreparedBatch(list[Any]):
         return self._micro_batches
 
     def with_samples(self, samples: Iterable[Any]) -> PreparedBatch:
-        """Other samples in place of this batch's, such as augmented ones, with its cursor; without micro-batches."""
+        """Other samples instead of this batch's, such as augmented ones, with its cursor; without micro-batches."""
         samples = list(samples)
         consumed = self.before.consumed + len(samples)
         after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)

@@ -38,7 +38,7 @@ class KeyValueCache:
         *_: Any,
         **__: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, Any, None]:
-        """Add the keys and values of a pass, in place of `_adjust_key_value_for_inference` of `attention`.
+        """Add the keys and values of a pass, instead of `_adjust_key_value_for_inference` of `attention`.
 
         Args:
             context: Megatron-Core's; its `sequence_len_offset` is the number of filled slots.

@@ -16,22 +16,12 @@ from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import MegatronWrapError
 
-RUN = """\
-megatron_lm:
-  model:
-    arch:
-      __select__: tiny-llama
-      __override__: {num_layers: 1, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4,
-                     num_query_groups: 2, vocab_size: 60}
-  train:
-    common: {micro_batch_size: 2, global_batch_size: 4, seq_length: 16, train_iters: 6}
-    learning-rate: {lr: 1e-2, min_lr: 1e-3}
-    dtype: {__select__: fp32}
-megatron_wrap:
-  init: {platform: cpu}
-  flow: {__select__: gpt_sft}
+RUN = (
+    (Path(__file__).parents[1] / "small_run.yaml").read_text(encoding="utf-8")
+    + """\
   data: {__select__: jsonl, __override__: {train: train.jsonl}}
 """
+)
 GOOD_ROW = '{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n'
 ARCH, TRAIN, RATE = "megatron_lm.model.arch", "megatron_lm.train.common", "megatron_lm.train.learning-rate"
 PARALLEL, DATA, FLOW = "megatron_lm.model.parallel", "megatron_wrap.data", "megatron_wrap.flow"

@@ -73,8 +73,8 @@ def test_it_is_added_within_the_block_to_whole_rows_or_to_a_rank_s_part():
             self.table = torch.nn.Parameter(torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(3)))
 
         def forward(self, ids: Tensor) -> Tensor:
-            found = self.table[ids]
-            return found.transpose(0, 1).chunk(2)[1] if self.reduce_scatter_embeddings else found
+            rows = self.table[ids]
+            return rows.transpose(0, 1).chunk(2)[1] if self.reduce_scatter_embeddings else rows
 
     ids = torch.randint(1000, (2, 12))
     noise = of_rows(ids, [12, 9])

@@ -20,11 +20,11 @@ class OneRank:
 
 
 def calls_of(function: Callable[[Tensor], object]) -> list[str]:
-    found = VocabularyCalls()
-    found.columns = LOGITS.shape[-1]
-    with found:
+    watched = VocabularyCalls()
+    watched.columns = LOGITS.shape[-1]
+    with watched:
         function(LOGITS)
-    return list(found.calls.values())
+    return list(watched.calls.values())
 
 
 @pytest.mark.parametrize(

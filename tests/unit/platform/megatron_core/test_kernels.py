@@ -1,4 +1,4 @@
-"""Kernels in place of Megatron-Core's functions."""
+"""Kernels instead of Megatron-Core's functions."""
 
 from __future__ import annotations
 
