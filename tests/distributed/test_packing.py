@@ -81,6 +81,7 @@ def test_packed_equals_unpacked(flow, model, layouts, ranks):
         [
             f"megatron_wrap.flow.__select__={flow}",
             f"megatron_lm.model.arch.__select__={arch}",
+            "megatron_lm.model.arch.vocab_size=4096",
             *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
             *(f"megatron_lm.model.arch.{override}" for override in overrides),
         ],
