@@ -161,6 +161,6 @@ def _has_checkpoint(folder: str) -> bool:
 def _is_exportable(config: RunConfig) -> bool:
     """Whether a Hugging Face family can express the architecture."""
     with suppress(MegatronWrapError):
-        export_format(config)
+        export_format(config, config.arch.vocab_size or 1)  # the family does not depend on it
         return True
     return False

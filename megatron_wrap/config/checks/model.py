@@ -106,7 +106,7 @@ def _check_model(config: RunConfig) -> None:
             f"seq_length {config.train.seq_length} is longer than the model's max_position_embeddings {positions}; "
             "lower seq_length or raise max_position_embeddings",
         )
-    if arch.vocab_size is None and config.data.tokenizer is None:
+    if arch.vocab_size is None and config.data.tokenizer is None and not derived.has_mock_tokens(config):
         rule = f"null means the tokenizer's size; set it, or {SECTION_PATHS['data']}.tokenizer"
         refuse(config, ["arch.vocab_size"], rule)
 

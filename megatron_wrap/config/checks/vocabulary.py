@@ -7,6 +7,8 @@ from megatron_wrap.errors import ConfigError
 
 _MUCH_SMALLER = 0.75
 """Share of a model's vocabulary; published models are padded by less."""
+_OF_MOCK_DATA = 4096
+"""Only mock data has neither a size nor a tokenizer (`config.checks.model`)."""
 
 
 def small_tokenizer(arch: ArchConfig, tokenizer: Sized | None) -> str | None:
@@ -20,18 +22,13 @@ def small_tokenizer(arch: ArchConfig, tokenizer: Sized | None) -> str | None:
 
 
 def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None) -> int:
-    """Entries of the vocabulary without padding: as given, else those of the run's Hugging Face tokenizer.
+    """Entries of the vocabulary without padding: as given, else of the run's Hugging Face tokenizer, else of mock data.
 
     Raises:
-        ConfigError: neither is known, or the tokenizer has more entries than the model.
+        ConfigError: the tokenizer has more entries than the model.
     """
     if tokenizer is None:
-        if arch.vocab_size is None:
-            raise ConfigError(
-                "megatron_lm.model.arch.vocab_size is null and there is no tokenizer to take it from; set it, or "
-                "megatron_wrap.data.tokenizer"
-            )
-        return arch.vocab_size
+        return _OF_MOCK_DATA if arch.vocab_size is None else arch.vocab_size
     entries = len(tokenizer)
     if arch.vocab_size is not None and entries > arch.vocab_size:
         raise ConfigError(

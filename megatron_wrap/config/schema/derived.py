@@ -268,6 +268,11 @@ def mock_samples(data: DataConfig) -> int | None:
     return data.num_samples if data.data_key == "mock" else None
 
 
+def has_mock_tokens(config: RunConfig) -> bool:
+    """Whether the tokens of a run are generated, for any vocabulary."""
+    return config.data.data_key == "mock" or config.data.mock_data or config.flow.flow_key == "minimal_mock"
+
+
 def has_sources(data: DataConfig) -> bool:
     """Whether samples are read from the sources of `train` and `validation`."""
     return data.data_key in ("dataset", "jsonl")

@@ -27,7 +27,8 @@ class ArchConfig:
     kv_channels: int | None = key(None, at_least=1)
     """Width of one head; null: hidden_size / num_attention_heads."""
     vocab_size: int | None = key(None, at_least=1)
-    """Entries of the vocabulary before padding; null: the size of the tokenizer of megatron_wrap.data.tokenizer."""
+    """Entries of the vocabulary before padding; null: the size of the tokenizer of megatron_wrap.data.tokenizer; 4096
+    for mock data without one."""
     make_vocab_size_divisible_by: int = key(128, at_least=1)
     """The embedding is padded to a multiple of this times the tensor-parallel size; padding entries have probability
     0."""

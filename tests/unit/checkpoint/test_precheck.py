@@ -76,7 +76,7 @@ def test_a_killed_first_save_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return load_run_config(CONFIG)
+    return load_run_config(CONFIG, ["megatron_lm.model.arch.vocab_size=4096"])
 
 
 def test_the_same_model_is_accepted(tmp_path: Path, config: RunConfig) -> None:

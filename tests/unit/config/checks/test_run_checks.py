@@ -88,8 +88,6 @@ VALUES = [
      "different activations; keep one"),
     ("arch.hidden_dropout=1", ConfigError, "arch.hidden_dropout: must be at least 0 and below 1, not 1.0"),
     ("arch.rotary_percent=0", ConfigError, "arch.rotary_percent: must be above 0 and at most 1, not 0.0"),
-    ("arch.vocab_size=null", ConfigError, "arch.vocab_size: null takes the tokenizer's size; give it, or "
-     "megatron_wrap.data.tokenizer"),
     ("train.seq_length=2048", ConfigError, "train.seq_length: seq_length 2048 is longer than the model's "
      "max_position_embeddings 1024; shorten the one or raise the other"),
     ("parallel.tensor_model_parallel_size=3", LayoutError, "parallel.tensor_model_parallel_size: num_attention_heads 8 "
@@ -420,6 +418,10 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
         (
             ["arch.num_experts=6", "parallel.expert_model_parallel_size=4"],
             "4 does not divide num_experts 6; legal sizes: 1, 2, 3, 6",
+        ),
+        (
+            ["arch.vocab_size=null", "flow.__select__=gpt_sft"],
+            "null means the tokenizer's size; set it, or megatron_wrap.data.tokenizer",
         ),
     ],
 )
