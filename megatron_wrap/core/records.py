@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.export.adapted import describe_adapters
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
@@ -143,8 +144,6 @@ def describe_model(state: TrainingState) -> None:
     local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
     logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
     if state.config.adapter.adapter_type != "none":
-        from megatron_wrap.engine.setup.adapter import describe_adapters
-
         logger.info_rank_0(describe_adapters(state.config, state.shape.vocab_size))
     if state.config.model_provider.show_weight_details:
         from megatron_wrap.model.chunks import weight_lines

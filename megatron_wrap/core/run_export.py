@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
+from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
 from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_adapter import save_adapter
@@ -25,7 +26,6 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.core.run_facts import recorded_evaluation
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
-from megatron_wrap.engine.setup.adapter import layers_with_adapters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.loading.adapter_folder import open_adapter
+from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.loading.weight_folder import WeightFolder
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, adapted_layers, adapter_family
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
@@ -28,19 +25,6 @@ from megatron_wrap.parallel.state import ParallelState
 
 if TYPE_CHECKING:
     from megatron_wrap.nn.lora import LinearAdapter
-
-
-def layers_with_adapters(config: RunConfig, vocab_size: int) -> list[AdaptedLayer]:
-    """The linear layers of the whole model that get adapters, in model order; none without `megatron_wrap.adapter`.
-
-    Raises:
-        UnsupportedModel: no Hugging Face family can express the architecture, so its modules have no names.
-        ConfigError: a pattern matches no module.
-    """
-    if config.adapter.adapter_type == "none":
-        return []
-    hf_format = export_format(config, vocab_size)
-    return adapted_layers(hf_format.family.parameters(hf_format.arch), config.adapter)
 
 
 def adapt_chunks(
@@ -82,37 +66,6 @@ def add_adapters(
         _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
     if config.recompute.recompute_granularity is not None:
         keep_graph(chunk)
-
-
-def describe_adapters(config: RunConfig, vocab_size: int) -> str:
-    """One line: the numbers of adapted modules, of trainable and of all parameters of the whole model."""
-    hf_format = export_format(config, vocab_size)
-    layers = layers_with_adapters(config, vocab_size)
-
-    def size(family: Family) -> int:
-        return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
-
-    trainable = size(adapter_family(hf_format.family, layers))
-    total = size(hf_format.family) + trainable
-    kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
-    count = sum(len(layer.modules) for layer in layers)
-    return (
-        f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,} || all params: {total:,} || "
-        f"trainable%: {100 * trainable / total:.4f}"
-    )
-
-
-def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: int) -> WeightFolder | None:
-    """The files of `adapter.path`, compared with the layers; None without that key.
-
-    Raises:
-        CheckpointError: they cannot be read, or are of other modules or ranks.
-    """
-    path = config.adapter.path
-    if path is None:
-        return None
-    hf_format = export_format(config, vocab_size)
-    return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
 
 
 def adapter_parameters(

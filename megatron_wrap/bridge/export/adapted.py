@@ -1,0 +1,87 @@
+"""The modules of a run's model that get adapters, their sizes, and the folder that their factors start from. Needs
+neither torch nor Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.loading.adapter_folder import open_adapter
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.mapping.adapter import PEFT_PREFIX, AdaptedLayer, adapted_layers, adapter_family
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.metrics.number_format import counted
+
+
+def layers_with_adapters(config: RunConfig, vocab_size: int | None = None) -> list[AdaptedLayer]:
+    """The linear layers of the whole model that get adapters, in model order; none without `megatron_wrap.adapter`.
+
+    Args:
+        vocab_size: of the model; None: that of the configuration. Their factors do not depend on it.
+
+    Raises:
+        UnsupportedModel: no Hugging Face family can express the architecture, so its modules have no names.
+        ConfigError: a pattern matches no module.
+    """
+    if config.adapter.adapter_type == "none":
+        return []
+    hf_format = export_format(config, vocab_size or config.arch.vocab_size or 1)
+    return adapted_layers(hf_format.family.parameters(hf_format.arch), config.adapter)
+
+
+def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: int | None = None) -> WeightFolder | None:
+    """The files of `adapter.path`, compared with the layers; None without that key.
+
+    Raises:
+        CheckpointError: they cannot be read, or are of other modules or ranks.
+    """
+    path = config.adapter.path
+    if path is None:
+        return None
+    hf_format = export_format(config, vocab_size or config.arch.vocab_size or 1)
+    return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
+
+
+def describe_adapters(config: RunConfig, vocab_size: int) -> str:
+    """One line: the numbers of adapted modules, of trainable and of all parameters of the whole model.
+
+    Raises:
+        UnsupportedModel, ConfigError: as `layers_with_adapters`.
+    """
+    layers = layers_with_adapters(config, vocab_size)
+    hf_format = export_format(config, vocab_size)
+
+    def size(family: Family) -> int:
+        return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
+
+    trainable = size(adapter_family(hf_format.family, layers))
+    total = size(hf_format.family) + trainable
+    kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
+    count = sum(len(layer.modules) for layer in layers)
+    return (
+        f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,} || all params: {total:,} || "
+        f"trainable%: {100 * trainable / total:.4f}"
+    )
+
+
+def adapter_kinds(config: RunConfig) -> list[str]:
+    """A line for each name and rank of adapted modules, in model order: their number and their factors' parameters.
+
+    Raises:
+        UnsupportedModel, ConfigError: as `layers_with_adapters`.
+    """
+    modules: Counter[tuple[str, int]] = Counter()
+    parameters: Counter[tuple[str, int]] = Counter()
+    for layer in layers_with_adapters(config):
+        shapes = {name: shape for factor in layer.factors().values() for name, shape in factor.shapes().items()}
+        for module in layer.modules:
+            kind = module.key, module.rank
+            modules[kind] += 1
+            for letter in "AB":
+                parameters[kind] += math.prod(shapes[f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight"])
+    return [
+        f"{key}: {counted(count, 'module')}, rank {rank}, {counted(parameters[key, rank], 'parameter')}"
+        for (key, rank), count in modules.items()
+    ]
