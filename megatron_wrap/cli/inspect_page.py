@@ -63,7 +63,15 @@ def build_page(
     _add_tokens(page, inspection, config.train.micro_batch_size)
     if len(inspection.by_source) > 1:
         page.heading("Sources")
-        names = ("source", "share of an epoch", "samples", "trained tokens", "other tokens", "truncated", "left out")
+        names = (
+            "source",
+            "share of an epoch",
+            "samples",
+            "trained tokens",
+            "other tokens",
+            "truncated",
+            "samples left out",
+        )
         page.table(
             names, [[name, _share(shares, name), *_row(counts)] for name, counts in inspection.by_source.items()]
         )
@@ -122,7 +130,7 @@ def _numbers(inspection: Inspection, total: int | None) -> list[tuple[str, str]]
     duplicates = inspection.findings["duplicate"].count if "duplicate" in inspection.findings else 0
     return [
         ("samples read", f"{read:,}{of}"),
-        ("left out", f"{counts.dropped:,}"),
+        ("samples left out", f"{counts.dropped:,}"),
         ("tokens", f"{tokens:,}"),
         (f"trained tokens{share}", f"{counts.trained:,}"),
         ("truncated samples", f"{counts.truncated:,}"),

@@ -98,7 +98,7 @@ def _print_statistics(written: PreprocessProgress, prefixes: list[str]) -> None:
     print(f"tokens           {written.tokens:,}")
     print(f"bytes per token  {written.text_bytes / max(1, written.tokens):.3f}")
     if written.left_out:
-        print(f"left out         {written.left_out:,}, the first: {written.messages[0]}")
+        print(f"bad rows         {written.left_out:,}, the first: {written.messages[0]}")
     for prefix in prefixes:
         print(f"{prefix}.bin, .idx")
 

@@ -84,6 +84,8 @@ NEEDS = (
     Need("dtype.fp8", "init.platform", ("auto", "cuda")),
     Need("train.save_interval", "train.save"),
     Need("checkpoint.keep", "train.save"),
+    Need("checkpoint.export_hf", "train.save"),
+    Need("model_provider.verify_hf", "model_provider.hf_path"),
     Need("train.finetune", "train.load"),
     Need("train.early_stop_patience", "checkpoint.best_metric"),
     Need("checkpoint.best_metric", "train.eval_interval"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor
 from megatron_wrap.data.order.usable_rows import SampleReader
+from megatron_wrap.utils.progress import WorkProgress
 
 
 def steps_of_epochs(epochs: float, samples_per_epoch: int, rule: BatchRule, reader: SampleReader) -> int:
@@ -29,9 +30,12 @@ def steps_of_epochs(epochs: float, samples_per_epoch: int, rule: BatchRule, read
             steps += 1
         return steps
     plan = BatchPlan(reader, rule, Cursor())
-    while done < num_samples:
-        planned = plan.next()
-        reader.forget(planned.positions)
-        done += len(planned.positions) + len(planned.bad_rows)
-        steps += 1
+    with WorkProgress("lengths of the samples", num_samples, "sample") as progress:
+        while done < num_samples:
+            planned = plan.next()
+            reader.forget(planned.positions)
+            count = len(planned.positions) + len(planned.bad_rows)
+            progress.advance(min(count, num_samples - done))
+            done += count
+            steps += 1
     return steps

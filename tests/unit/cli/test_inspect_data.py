@@ -76,7 +76,7 @@ def test_the_command_prints_trained_tokens_and_writes_the_page(run):
     assert output.count("[[") == 2
     assert "\x1b" not in output
     assert value(output, "samples read") == "6"
-    assert value(output, "left out") == "1"
+    assert value(output, "samples left out") == "1"
     assert value(output, "duplicates") == "1"
     for row in ("mine.jsonl:3 is mine.jsonl:2", "mine.jsonl:4", "mine.jsonl:5"):
         assert re.search(rf"^ +{re.escape(row)}$", output, re.M)

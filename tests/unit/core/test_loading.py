@@ -68,14 +68,16 @@ def test_a_run_in_epochs_equals_one_of_as_many_steps():
     assert rates[-1] == pytest.approx(1e-3)  # min_lr, at the end
 
 
-def test_epochs_of_a_token_budget_follow_from_the_lengths():
+def test_epochs_of_a_token_budget_follow_from_the_lengths(monkeypatch, capfd):
     write(22)
+    monkeypatch.setattr("megatron_wrap.utils.progress._SECONDS_BETWEEN_LINES", 0.0)
     with started(*EPOCHS, *BUDGET) as wrap:
         steps = wrap.train_iters
         sizes = [len(batch) for batch in wrap.batches() if wrap.train(batch)]
         assert len(sizes) == steps
         assert sum(sizes[:-1]) < 33 <= sum(sizes)
         assert len(set(sizes)) > 1
+    assert "lengths of the samples: 33 of 33 samples, 0:00:00 left" in capfd.readouterr().err
 
 
 def test_a_token_budget_without_a_limit_of_a_micro_batch_counts_padded_ones():

@@ -122,6 +122,10 @@ VALUES = [
      "megatron_lm.train.common.save"),
     ("profile.steps=[2,99]", ConfigError, "profile.steps: [2, 99] contains 99, but the last is train_iters 10"),
     ("checkpoint.keep=1", ConfigError, "checkpoint.keep: 1 has no effect without megatron_lm.train.common.save"),
+    ("checkpoint.export_hf=true", ConfigError, "checkpoint.export_hf: export_hf true needs "
+     "megatron_lm.train.common.save, which is null; set it, or write export_hf: false"),
+    ("provider.verify_hf=true", ConfigError, "provider.verify_hf: verify_hf true needs hf_path, which is null; "
+     "set it, or write verify_hf: false"),
     ("train.early_stop_patience=2", ConfigError, "train.early_stop_patience: 2 needs "
      "megatron_wrap.checkpoint.best_metric, which is null; give it, or write null"),
     ("checkpoint.best_metric=validation/loss", ConfigError, "checkpoint.best_metric: validation/loss needs "
