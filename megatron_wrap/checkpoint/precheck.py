@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.checkpoint.adapter import precheck_adapter
 from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section_of
 from megatron_wrap.checkpoint.schedule import compare_schedules
 from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part, read_facts
@@ -85,10 +86,10 @@ def starting_checkpoint(config: RunConfig) -> StartingCheckpoint | None:
 
 
 def check_checkpoints(config: RunConfig) -> None:
-    """Compare the run's model with that of the checkpoint that the run would resume or start from.
+    """Compare the run's model and adapter with those of the checkpoint that the run would resume or start from.
 
     Raises:
-        CheckpointError: the models differ, or the checkpoint cannot be loaded.
+        CheckpointError: the models or the adapters differ, or the checkpoint cannot be loaded.
     """
     start = starting_checkpoint(config)
     saved = None if start is None else read_saved_run(start.path)
@@ -100,6 +101,8 @@ def check_checkpoints(config: RunConfig) -> None:
             compare_index(saved.resolved, config)
     except CheckpointError as error:
         raise CheckpointError(f"{start.path}: {error}") from error
+    continues = (start.resumes or not config.train.finetune) and not config.train.no_load_optim
+    precheck_adapter(start.path, saved.section("adapter"), saved.facts.get("base"), config, continues)
 
 
 def check_resumption(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ import torch
 from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
+from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
@@ -97,7 +98,10 @@ def load_checkpoint(
     layout = content.layout_facts(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
     skipped: list[str] = []
-    on_rank_0(lambda: check_adapter(saved, state.config, with_optimizer), failures=FAILURES)
+    on_rank_0(
+        lambda: check_adapter(saved.path, saved.has_adapter, saved.base, state.config, with_optimizer),
+        failures=FAILURES,
+    )
     models = content.model_entries(state.chunks, state.parallel, base=saved.has_base, adapter=saved.has_adapter)
     request = saved.readable(models)
     if with_optimizer:
@@ -213,13 +217,13 @@ class SavedContent:
 
     @property
     def has_base(self) -> bool:
-        """Whether it contains parameters other than factors of an adapter."""
+        """Whether it contains the weights beside which an adapter is trained."""
         return self.base is None
 
     @property
     def has_adapter(self) -> bool:
-        """Whether it contains factors of an adapter."""
-        return any(content.is_factor(name) for name in self.shapes if not name.startswith("optimizer."))
+        """Whether it contains an adapter."""
+        return any(content.is_of_adapter(name) for name in self.shapes if not name.startswith("optimizer."))
 
     @property
     def has_rng(self) -> bool:
@@ -264,6 +268,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
     if (path / RESOLVED).is_file():
         resolved = load_resolved(path / RESOLVED)
         compare_models(resolved, config)
+        compare_adapters(path, section_of(resolved, "adapter"), config)
         frozen = tuple(section_of(resolved, "train").get("freeze", ()))
     facts = check_saved_vocabulary(path, vocab_size)
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
@@ -278,36 +283,6 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         base=facts.get("base"),
         frozen=frozen,
     )
-
-
-def check_adapter(saved: SavedContent, config: RunConfig, with_optimizer: bool) -> None:
-    """Compare the adapter of a checkpoint, and the base that it needs, with the run's.
-
-    Raises:
-        CheckpointError: one of them has an adapter and the other has none, or the base is another model.
-    """
-    adapted = config.adapter.adapter_type != "none"
-    if saved.has_adapter and not adapted:
-        raise CheckpointError(
-            f"{saved.path} contains an adapter and this run has none; select megatron_wrap.adapter: lora with the "
-            "options in its resolved.yaml, or load a merged model (save_pretrained(..., merge=True)) by hf_path"
-        )
-    if adapted and not saved.has_adapter and with_optimizer:
-        raise CheckpointError(
-            f"{saved.path} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
-            "set megatron_lm.train.common.finetune: true"
-        )
-    if saved.base is None:
-        return
-    hf_path = config.model_provider.hf_path
-    needed = f"{saved.path} contains an adapter of {saved.base['path']} without the weights of that model"
-    if hf_path is None:
-        raise CheckpointError(f"{needed}; set megatron_wrap.model_provider.hf_path to it")
-    if folder_digest(resolve_folder(hf_path)) != saved.base["digest"]:
-        raise CheckpointError(
-            f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
-            "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"
-        )
 
 
 def _check_optimizer(saved: SavedContent, kind: tuple[str, str]) -> None:

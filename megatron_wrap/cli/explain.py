@@ -5,6 +5,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from megatron_wrap.bridge.export.adapted import adapter_lines
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.cli.processes import nodes_of
 from megatron_wrap.config import RunConfig
@@ -12,6 +13,7 @@ from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
 from megatron_wrap.config.explain import explain
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.platform.base.machine import this_machine
@@ -22,6 +24,10 @@ EXAMPLES = (
     (
         "a field of Megatron-Core that no file sets",
         "explain configs/tiny-llama-sft.yaml megatron_lm.model.arch.qk_l2_norm",
+    ),
+    (
+        "the modules that an adapter trains beside",
+        "explain configs/tiny-llama-sft.yaml megatron_wrap.adapter megatron_wrap.adapter.__select__=lora",
     ),
     (
         "all values, with an override",
@@ -44,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration; with the
-    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them.
+    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them, and after the
+    section `megatron_wrap.adapter` the modules that it adapts.
 
     Raises:
         MegatronWrapError: a contradiction of the configuration alone, after the values are printed.
@@ -61,7 +68,13 @@ def run(args: argparse.Namespace) -> int:
         check_configuration(config)
     with mistakes.collected():
         chosen = _choices_here(config)
-    print(explain(tree, keys[0] if keys else None, chosen), flush=True)
+    adapted: list[str] = []
+    with mistakes.collected():
+        adapted = adapter_lines(config, config.arch.vocab_size)
+    lines = [explain(tree, keys[0] if keys else None, chosen)]
+    if keys == [SECTION_PATHS["adapter"]]:
+        lines += adapted
+    print("\n".join(lines), flush=True)
     mistakes.raise_first()
     return 0
 

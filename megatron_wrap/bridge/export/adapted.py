@@ -44,14 +44,17 @@ def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: in
     return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
 
 
-def describe_adapters(config: RunConfig, vocab_size: int) -> str:
+def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     """One line: the numbers of adapted modules, of trainable and of all parameters of the whole model.
+
+    Args:
+        vocab_size: of the model; None: not known, then the line ends after the trainable parameters.
 
     Raises:
         UnsupportedModel, ConfigError: as `layers_with_adapters`.
     """
     layers = layers_with_adapters(config, vocab_size)
-    hf_format = export_format(config, vocab_size)
+    hf_format = export_format(config, vocab_size or 1)
 
     def size(family: Family) -> int:
         return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
@@ -60,28 +63,32 @@ def describe_adapters(config: RunConfig, vocab_size: int) -> str:
     total = size(hf_format.family) + trainable
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)
-    return (
-        f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,} || all params: {total:,} || "
-        f"trainable%: {100 * trainable / total:.4f}"
-    )
+    line = f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,}"
+    if vocab_size is None:
+        return line
+    return f"{line} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}"
 
 
-def adapter_kinds(config: RunConfig) -> list[str]:
-    """A line for each name and rank of adapted modules, in model order: their number and their factors' parameters.
+def adapter_lines(config: RunConfig, vocab_size: int | None) -> list[str]:
+    """The line of `describe_adapters`, and one for each name and rank of adapted modules, in model order; none without
+    `megatron_wrap.adapter`.
 
     Raises:
         UnsupportedModel, ConfigError: as `layers_with_adapters`.
     """
     modules: Counter[tuple[str, int]] = Counter()
     parameters: Counter[tuple[str, int]] = Counter()
-    for layer in layers_with_adapters(config):
+    for layer in layers_with_adapters(config, vocab_size):
         shapes = {name: shape for factor in layer.factors().values() for name, shape in factor.shapes().items()}
         for module in layer.modules:
             kind = module.key, module.rank
             modules[kind] += 1
             for letter in "AB":
                 parameters[kind] += math.prod(shapes[f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight"])
-    return [
+    if not modules:
+        return []
+    kinds = [
         f"{key}: {counted(count, 'module')}, rank {rank}, {counted(parameters[key, rank], 'parameter')}"
         for (key, rank), count in modules.items()
     ]
+    return [describe_adapters(config, vocab_size), *kinds]

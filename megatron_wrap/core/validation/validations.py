@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_wrap.bridge.export.adapted import adapter_folder, adapter_lines, layers_with_adapters
 from megatron_wrap.bridge.export.frozen import check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.checkpoint.precheck import (
@@ -193,6 +194,14 @@ def _frozen(candidate: Candidate) -> Iterator[Note]:
     yield from ()
 
 
+def _adapter(candidate: Candidate) -> Iterator[Note]:
+    config = candidate.config
+    layers = layers_with_adapters(config)
+    if starting_checkpoint(config) is None:  # the factors of a checkpoint replace those of adapter.path
+        adapter_folder(config, layers)
+    yield from map(Note, adapter_lines(config, candidate.vocab_size or config.arch.vocab_size))
+
+
 def _reference(candidate: Candidate) -> Iterator[Note]:
     models = candidate.config.models
     candidate.reference = reference_config(candidate.config)
@@ -230,6 +239,7 @@ VALIDATIONS = (
     Validation("sample lengths", _lengths, "command", ("data", "flow")),
     Validation("platform", check_platform, "set-up", ("configuration",)),
     Validation("tokenizer", check_tokenizer, "set-up", ("folders", "checkpoint")),
+    Validation("adapter", _adapter, "process", ("configuration", "checkpoint")),
     Validation("first rows", check_first_rows, "set-up", ("flow", "tokenizer")),
 )
 """In their order. Only data, flow, and those after it import torch."""

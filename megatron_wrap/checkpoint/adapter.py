@@ -1,0 +1,118 @@
+"""The adapter of a checkpoint, and the base that it needs, compared with the run's; needs neither torch nor
+Megatron-Core."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.bridge.loading.weight_folder import folder_digest
+from megatron_wrap.config.hugging_face import resolve_folder
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.model import AdapterConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import CheckpointError
+
+_KEYS = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
+    "use_rslora",
+)
+"""That determine modules, ranks and scales; others may differ in a run that continues."""
+
+
+def check_adapter(
+    checkpoint: Path, has_adapter: bool, base: Mapping[str, Any] | None, config: RunConfig, continues: bool
+) -> None:
+    """Compare the adapter of a checkpoint, and the base that it needs, with the run's.
+
+    Args:
+        base: path and digest of the Hugging Face folder that the checkpoint needs; None: it has all weights.
+        continues: the optimizer is loaded as well.
+
+    Raises:
+        CheckpointError: one of them has an adapter and the other has none, or the base is another model.
+    """
+    adapted = config.adapter.adapter_type != "none"
+    if has_adapter and not adapted:
+        raise CheckpointError(
+            f"{checkpoint} contains an adapter and this run has none; select megatron_wrap.adapter: lora with the "
+            "options in its resolved.yaml, or load a merged model (save_pretrained(..., merge=True)) by hf_path"
+        )
+    if adapted and not has_adapter and continues:
+        raise CheckpointError(
+            f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
+            "set megatron_lm.train.common.finetune: true"
+        )
+    if base is None:
+        return
+    hf_path = config.model_provider.hf_path
+    needed = f"{checkpoint} contains an adapter of {base['path']} without the weights of that model"
+    if hf_path is None:
+        raise CheckpointError(f"{needed}; set megatron_wrap.model_provider.hf_path to it")
+    if folder_digest(resolve_folder(hf_path)) != base["digest"]:
+        raise CheckpointError(
+            f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
+            "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"
+        )
+
+
+def precheck_adapter(
+    checkpoint: Path,
+    saved_adapter: Mapping[str, Any],
+    base: Mapping[str, Any] | None,
+    config: RunConfig,
+    continues: bool,
+) -> None:
+    """As `check_adapter` and `compare_adapters`, before any process starts and before the base of a hub id is
+    downloaded, which is not compared.
+
+    Args:
+        saved_adapter: `megatron_wrap.adapter` of the run that saved the checkpoint.
+    """
+    hf_path = config.model_provider.hf_path
+    downloads = hf_path is not None and not os.path.isdir(os.path.expanduser(hf_path))
+    has_adapter = saved_adapter.get("adapter_type", "none") != "none"
+    check_adapter(checkpoint, has_adapter, None if downloads else base, config, continues)
+    compare_adapters(checkpoint, saved_adapter, config)
+
+
+def compare_adapters(checkpoint: Path, saved_adapter: Mapping[str, Any], config: RunConfig) -> None:
+    """Compare the modules, ranks and scales of a checkpoint's adapter with those of the run, if both have one.
+
+    Raises:
+        CheckpointError: they differ; the message names each key that differs, with both values.
+    """
+    if "none" in (config.adapter.adapter_type, saved_adapter.get("adapter_type", "none")):
+        return
+    names = {field.name for field in fields(AdapterConfig)}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in saved_adapter.items() if key in names
+    }
+    saved = AdapterConfig(**values)
+    differing = [key for key in _KEYS if getattr(saved, key) != getattr(config.adapter, key)]
+    if not differing or _modules(config, saved) == _modules(config, config.adapter):
+        return
+    section = SECTION_PATHS["adapter"]
+    texts, settings = [], []
+    for key in differing:
+        before, now = (inline_yaml(_plain(getattr(adapter, key))) for adapter in (saved, config.adapter))
+        texts.append(f"{key} was {before} when it was saved and is {now} here")
+        settings.append(f"{section}.{key}={before}")
+    raise CheckpointError(
+        f"{checkpoint} contains another adapter: {', '.join(texts)}; write {shlex.join(settings)}, or choose another "
+        "load or save folder"
+    )
+
+
+def _modules(config: RunConfig, adapter: AdapterConfig) -> set[Any]:
+    layers = layers_with_adapters(replace(config, adapter=adapter))
+    return {module for layer in layers for module in layer.modules}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
