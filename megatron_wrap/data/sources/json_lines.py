@@ -35,6 +35,7 @@ class JsonLines(Sequence[dict[str, Any]]):
     def __init__(self, path: str | Path, shown: str | None = None) -> None:
         self.path = str(path) if shown is None else shown
         self._offsets: array[int] | None = None
+        self._counted = (0, 0)  # a byte offset, and the newlines before it: the last answer of `where`
         self._absolute_path = os.path.abspath(os.path.expanduser(path))  # independent of a later chdir
         self._file = open_stored(path)
         weakref.finalize(self, self._file.close)
@@ -45,9 +46,10 @@ class JsonLines(Sequence[dict[str, Any]]):
     def where(self, index: int) -> str:
         """`FILE:LINE` of sample `index` for error messages; line numbers start at 1 and include empty lines."""
         start = self._index()[range(len(self))[index]]
-        newlines = 0
-        for begin in range(0, start, _BLOCK_BYTES):
+        counted, newlines = self._counted if self._counted[0] <= start else (0, 0)
+        for begin in range(counted, start, _BLOCK_BYTES):
             newlines += os.pread(self._file.fileno(), min(_BLOCK_BYTES, start - begin), begin).count(b"\n")
+        self._counted = (start, newlines)
         return f"{self.path}:{newlines + 1}"
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ def test_where_supports_files_of_several_blocks(tmp_path):
     file = tmp_path / "big.jsonl"
     file.write_text("".join(json.dumps({"id": i, "text": "x" * 1000}) + "\n" for i in range(3000)))
     data = JsonLines(file)
-    assert data.where(2999) == f"{file}:3000"
+    assert [data.where(index) for index in (2999, 7, 8, 2998)] == [f"{file}:{line}" for line in (3000, 8, 9, 2999)]
     assert data[2999]["id"] == 2999
 
 
