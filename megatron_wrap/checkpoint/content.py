@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.nn.trained_copies import trained_copies
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.gpu.fp8_scales import readable_scales
@@ -29,7 +30,11 @@ CONTENT_METADATA: dict[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-ADAPTER_FACTOR = re.compile(r"_adapter\.(\d+\.)?lora_[AB]_")
+SAVED_MODULES = "modules_to_save."
+"""Beginning of the names of parameters that are trained whole beside adapters."""
+ADAPTER_PART = re.compile(rf"_adapter\.(\d+\.)?lora_[AB]_|(^|\.){re.escape(SAVED_MODULES)}")
+_ORIGINAL = "original."
+"""Beginning of the keys of their originals in `model_entries`."""
 RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
@@ -46,22 +51,31 @@ def model_entries(
 
     Args:
         tensor_per_layer: a tensor for each layer, else one tensor for a parameter of all layers, if these are alike.
-        base: with all parameters that are not factors of an adapter.
-        adapter: with the factors of adapters, which are a tensor for each layer.
+        base: with all parameters that are not part of an adapter, and the originals of those that are trained whole.
+        adapter: with the factors of adapters and the parameters that are trained whole, a tensor for each layer.
     """
     metadata = {**_metadata(parallel), **({"non_homogeneous_layers": True} if tensor_per_layer else {})}
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     entries = {}
     for name, chunk in zip(names, chunks, strict=True):
-        whole = bare_model(chunk).sharded_state_dict(metadata=metadata)
+        model = bare_model(chunk)
+        whole = model.sharded_state_dict(metadata=metadata)
+        copies = trained_copies(model)
         kept = {True: adapter, False: base}
-        entries[name] = {key: entry for key, entry in whole.items() if kept[is_factor(key)]}
+        entries[name] = {key: entry for key, entry in whole.items() if key not in copies and kept[is_of_adapter(key)]}
+        if copies and base:
+            entries[name] |= {
+                f"{_ORIGINAL}{key}": replace(whole[key], data=copy.original) for key, copy in copies.items()
+            }
+        if copies and adapter:
+            per_layer = model.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
+            entries[name] |= {key: replace(per_layer[key], key=SAVED_MODULES + per_layer[key].key) for key in copies}
     return entries
 
 
-def is_factor(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a factor of an adapter."""
-    return ADAPTER_FACTOR.search(name) is not None
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a part of an adapter."""
+    return ADAPTER_PART.search(name) is not None
 
 
 def optimizer_entry(
@@ -194,10 +208,17 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
         extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
         with readable_scales(extra_states):
-            missing, unexpected = bare_model(chunk).load_state_dict(loaded[name], strict=False)
+            own, originals = _split_originals(loaded[name])
+            missing, unexpected = bare_model(chunk).load_state_dict(own, strict=False)
+        copies = trained_copies(bare_model(chunk))
+        for key, copy in copies.items():
+            if key in originals:
+                copy.original.copy_(originals[key])
+                if key not in own:  # a checkpoint of the base alone
+                    copy.parameter.copy_(copy.original)
         # a checkpoint may contain only the adapter or only its base
-        contained = {is_factor(key) for key in loaded[name]}
-        absent = [key for key in missing if is_factor(key) in contained]
+        contained = {key in copies or is_of_adapter(key) for key in own}
+        absent = [key for key in missing if key not in copies and is_of_adapter(key) in contained]
         # and one of the torch implementation lacks Transformer Engine's extra states
         wrong = [key for key in [*absent, *unexpected] if not key.endswith("_extra_state")]
         if wrong:
@@ -205,6 +226,13 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
                 f"the checkpoint is from another model: {wrong[0]} is only in the "
                 f"{'model' if wrong[0] in missing else 'checkpoint'}; use the architecture of the checkpoint"
             )
+
+
+def _split_originals(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A chunk's tensors by name, and the originals of those that are trained whole."""
+    own = {key: value for key, value in loaded.items() if not key.startswith(_ORIGINAL)}
+    originals = {key.removeprefix(_ORIGINAL): value for key, value in loaded.items() if key.startswith(_ORIGINAL)}
+    return own, originals
 
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:

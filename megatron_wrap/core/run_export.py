@@ -19,7 +19,7 @@ from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pret
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
-from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config
+from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.checkpoint.store import read_facts
 from megatron_wrap.config.schema import derived
@@ -72,8 +72,7 @@ class RunExport:
         state = self._state
         config = state.config
         layers = layers_with_adapters(config, state.shape.vocab_size)
-        task = "SEQ_CLS" if derived.has_value_head(config) else "CAUSAL_LM"
-        values = peft_config(layers, config.adapter, config.model_provider.hf_path, task)
+        values = peft_config(layers, config.adapter, config.model_provider.hf_path, task_type(hf_format.family))
         stream = self._stream(hf_format, dtype, adapter=True)
         target = save_adapter(stream, values, state.parallel, folder, self._tokenizer)
         on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")

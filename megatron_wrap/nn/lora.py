@@ -33,6 +33,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_wrap.nn.trained_copies import originals_in_place
+
 ParallelKind = Literal["column", "row", "replicated"]
 
 
@@ -189,13 +191,14 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter]:
 
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the context the model computes its base, bit for bit."""
+    """Within the context the model computes its base, bit for bit; the parameters must be synchronized."""
     adapters = adapters_of(chunks)
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
         adapter.enabled = False
     try:
-        yield
+        with originals_in_place(chunks):
+            yield
     finally:
         for adapter, enabled in zip(adapters, before, strict=True):
             adapter.enabled = enabled

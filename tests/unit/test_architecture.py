@@ -51,6 +51,7 @@ FOREIGN = {
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,
     ("nn/", "sequence_parallel"): MARK,
+    ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("model/", "module"): SPEC,
     ("model/", "router"): SPEC,
     ("model/", "core_attention"): SPEC,

@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
-from megatron_wrap.bridge.mapping.adapter import AdaptedLayer, adapter_family, peft_config
+from megatron_wrap.bridge.mapping.adapter import (
+    SEQUENCE_CLASSIFICATION,
+    AdaptedLayer,
+    adapter_family,
+    peft_config,
+    task_type,
+)
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 _REFUSED = {
     "use_dora": "DoRA",
-    "modules_to_save": "modules_to_save",
     "target_parameters": "adapters of fused experts",
     "trainable_token_indices": "trainable tokens",
     "lora_bias": "biases of adapters",
@@ -25,6 +31,8 @@ _REFUSED = {
     "alora_invocation_tokens": "activated adapters",
     "use_qalora": "QALoRA",
 }
+CLASSIFIER_HEADS = ("classifier", "score")
+"""Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
     *("alpha_pattern", "use_rslora"),
@@ -49,6 +57,9 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         kind = values.get("peft_type") if isinstance(values, dict) else None
         raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
     refused = [name for key, name in _REFUSED.items() if values.get(key)]
+    saved = [name for name in values.get("modules_to_save") or () if name not in CLASSIFIER_HEADS]
+    if saved:
+        refused.append(f"modules_to_save: {', '.join(saved)}")
     if values.get("bias", "none") != "none":
         refused.append(f"bias: {values['bias']}")
     if refused:
@@ -99,11 +110,20 @@ def open_adapter(
     """The factors in a folder of peft; names and shapes are those of `layers`.
 
     Raises:
-        CheckpointError: a file cannot be read; the adapter has other ranks, scales or modules than
-            `megatron_wrap.adapter`, or a factor is missing.
+        CheckpointError: a file cannot be read; the adapter is of a model with a scalar head and this run's model has
+            none, or the reverse; it has other ranks, scales or modules than `megatron_wrap.adapter`, or a factor is
+            missing.
     """
-    theirs = read_adapter_config(folder)
-    ours = peft_config(layers, config, None, "")
+    theirs, task = read_adapter_config(folder), task_type(family)
+    of_scores = theirs.get("task_type") == SEQUENCE_CLASSIFICATION
+    if of_scores != (task == SEQUENCE_CLASSIFICATION):
+        kind = "a sequence classification model" if of_scores else "a language model"
+        provider = derived.VALUE_PROVIDER if of_scores else "gpt_model"
+        raise CheckpointError(
+            f"{folder}: task_type is {theirs.get('task_type')}, an adapter of {kind}; set "
+            f"megatron_wrap.model_provider.provider_key to {provider}, or load another adapter"
+        )
+    ours = peft_config(layers, config, None, task)
     for key in _SAME:
         saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
         if (saved or None) != (ours[key] or None):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
+from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError, did_you_mean
 
@@ -19,6 +20,8 @@ Number = TypeVar("Number", int, float)
 
 PEFT_PREFIX = "base_model.model."
 """Of names in adapter_model.safetensors."""
+SEQUENCE_CLASSIFICATION = "SEQ_CLS"
+"""peft's task type of a model with a scalar head."""
 ADAPTER = "_adapter"
 """Ending of the name of an adapter's module, which begins with that of its linear layer."""
 
@@ -110,12 +113,32 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     return layers
 
 
+def saved_parameters(table: Mapping[str, WeightMapping]) -> dict[str, WeightMapping]:
+    """Global name of each parameter that is trained whole beside the adapters (peft's modules_to_save) -> its tensors
+    in peft's file: the head of a value model.
+
+    Args:
+        table: the family's, global name of each parameter -> its Hugging Face tensors.
+    """
+    return {name: _renamed(mapping) for name, mapping in table.items() if name == HEAD and SCORE in mapping.shapes()}
+
+
 def adapter_family(family: Family, layers: Sequence[AdaptedLayer]) -> Family:
-    """The family of peft's folders for these layers: its parameters are the adapters' factors."""
+    """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`."""
     factors = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
     return replace(
-        family, parameters=lambda arch: factors, base_prefix=PEFT_PREFIX, ignored=(), new_if_missing=(), is_adapter=True
+        family,
+        parameters=lambda arch: {**factors, **saved_parameters(family.parameters(arch))},
+        base_prefix=PEFT_PREFIX,
+        ignored=(),
+        new_if_missing=(),
+        is_adapter=True,
     )
+
+
+def task_type(family: Family) -> str:
+    """peft's task type of a model's adapters."""
+    return SEQUENCE_CLASSIFICATION if has_scalar_head(family) else "CAUSAL_LM"
 
 
 def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str) -> dict[str, Any]:
@@ -123,7 +146,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
 
     Args:
         base: folder or hub id of the base model; None: unknown.
-        task: peft's task type, such as CAUSAL_LM.
+        task: peft's task type, from `task_type`.
     """
     modules = [module.name for layer in layers for module in layer.modules]
     return {
@@ -141,7 +164,14 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
         "bias": "none",
+        "modules_to_save": [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else None,
     }
+
+
+def _renamed(mapping: WeightMapping) -> WeightMapping:
+    """The mapping to the tensors of peft's file."""
+    parts = tuple(tuple(replace(run, name=f"{PEFT_PREFIX}{run.name}") for run in part) for part in mapping.parts)
+    return replace(mapping, parts=parts)
 
 
 def _module_names(mapping: WeightMapping) -> list[str]:

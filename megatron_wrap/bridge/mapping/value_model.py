@@ -13,6 +13,8 @@ from megatron_wrap.errors import UnsupportedModel
 
 SCORE = "score.weight"
 """Hugging Face's name of the head."""
+HEAD = "output_layer.weight"
+"""Global name of the head."""
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose sequence classification model is the decoder with a linear head without bias (transformers'
 modeling_layers.py, GenericForSequenceClassification)."""
@@ -25,6 +27,11 @@ def family_of_model(config: RunConfig, family: Family) -> Family:
         UnsupportedModel: the family has no supported model for sequence classification.
     """
     return with_scalar_head(family) if derived.has_value_head(config) else family
+
+
+def has_scalar_head(family: Family) -> bool:
+    """Whether a family is one of `with_scalar_head`."""
+    return SCORE in family.new_if_missing
 
 
 def with_scalar_head(family: Family) -> Family:
@@ -41,8 +48,8 @@ def with_scalar_head(family: Family) -> Family:
         )
 
     def parameters(arch: ArchConfig) -> dict[str, Mapping]:
-        table = {name: mapping for name, mapping in family.parameters(arch).items() if name != "output_layer.weight"}
-        return {**table, "output_layer.weight": replicated(SCORE, 1, arch.hidden_size)}
+        table = {name: mapping for name, mapping in family.parameters(arch).items() if name != HEAD}
+        return {**table, HEAD: replicated(SCORE, 1, arch.hidden_size)}
 
     return replace(
         family,

@@ -3,7 +3,6 @@
 import re
 
 from megatron_wrap.config.checks.refusal import refuse
-from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 
@@ -28,8 +27,6 @@ def check_adapter(config: RunConfig) -> None:
     if settings is not None and settings.copy:
         key = f"models.{config.models.role}"
         refuse(config, [key], "with an adapter the first policy is its base, which needs no copy; write base")
-    if derived.has_value_head(config):
-        refuse(config, ["model_provider.provider_key"], "adapters of value models are not supported; use gpt_model")
     if config.arch.transformer_impl == "transformer_engine":
         refuse(config, ["arch.transformer_impl"], "adapters are trained beside torch's layers; write auto or torch")
     if config.dtype.fp8 is not None:

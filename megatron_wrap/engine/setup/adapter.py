@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
+from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, saved_parameters
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
@@ -21,6 +22,7 @@ from megatron_wrap.engine.setup.freeze import keep_graph
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
+from megatron_wrap.nn.trained_copies import CHILD, TrainedCopies
 from megatron_wrap.parallel.state import ParallelState
 
 if TYPE_CHECKING:
@@ -42,10 +44,23 @@ def adapt_chunks(
     """
     layers = layers_with_adapters(config, vocab_size)
     folder = adapter_folder(config, layers, vocab_size) if from_path else None
+    hf_format = export_format(config, vocab_size)
+    saved = saved_parameters(hf_format.family.parameters(hf_format.arch))
     for chunk in map(bare_model, chunks):
         add_adapters(chunk, layers, config, parallel)
+        train_whole(chunk, saved, config)
         if folder is not None:
             load_weights(chunk, config.arch, folder, parallel)
+
+
+def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig) -> None:
+    """Train the parameters of a bare model chunk with these global names, and keep their originals."""
+    local = {id(parameter): name for name, parameter in chunk.named_parameters()}
+    chosen = {local[id(parameter)]: parameter for name, parameter in _global_names(chunk, config) if name in names}
+    if chosen:
+        chunk.add_module(CHILD, TrainedCopies(chosen))
+    for parameter in chosen.values():
+        parameter.requires_grad_(True)
 
 
 def add_adapters(
