@@ -7,11 +7,13 @@ import math
 from collections import Counter
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.loading.adapter_folder import open_adapter
-from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.loading.adapter_folder import open_adapter, read_adapter_config
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
 from megatron_wrap.bridge.mapping.adapter import PEFT_PREFIX, AdaptedLayer, adapted_layers, adapter_family
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.metrics.number_format import counted
 
 
@@ -35,13 +37,38 @@ def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: in
     """The files of `adapter.path`, compared with the layers; None without that key.
 
     Raises:
-        CheckpointError: they cannot be read, or are of other modules or ranks.
+        CheckpointError: they cannot be read, or are of another base, other modules or ranks.
     """
-    path = config.adapter.path
+    path, hf_path = config.adapter.path, config.model_provider.hf_path
     if path is None:
         return None
+    if hf_path is not None:
+        _refuse_another_base(path, hf_path)
     hf_format = export_format(config, vocab_size or config.arch.vocab_size or 1)
     return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
+
+
+def _refuse_another_base(folder: str, hf_path: str) -> None:
+    """Compare the base that an adapter names with that of the run, if the files of both are on this machine."""
+    named = read_adapter_config(folder).get("base_model_name_or_path")
+    if not named or named == hf_path:
+        return
+    theirs, ours = _digest(named), _digest(hf_path)
+    if theirs is not None and ours is not None and theirs != ours:
+        raise CheckpointError(
+            f"{folder} is an adapter of {named}, and megatron_wrap.model_provider.hf_path {hf_path} is another model: "
+            f"its config.json or the headers of its weight files differ; set hf_path to {named}, or, if the weights "
+            f"are the same, write {hf_path} as base_model_name_or_path into {folder}/adapter_config.json"
+        )
+
+
+def _digest(path_or_id: str) -> str | None:
+    """`folder_digest` of a model; None if its weights are not on this machine."""
+    try:
+        folder = resolve_folder(path_or_id)
+    except ConfigError:
+        return None
+    return folder_digest(folder) if any(folder.glob("*.safetensors")) else None
 
 
 def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
@@ -59,7 +86,7 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     def size(family: Family) -> int:
         return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
 
-    trainable = size(adapter_family(hf_format.family, layers))
+    trainable = size(adapter_family(hf_format.family, layers, config.adapter))
     total = size(hf_format.family) + trainable
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)

@@ -29,6 +29,12 @@ PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 OUTPUTS = ("lm_head.weight", "score.weight")
 """Tensors outside transformers' base model."""
+_MODEL_ADVICE = "check that the folder contains a complete model of the architecture in its config.json"
+_UNUSED_ADVICE = "remove unused weights from the file, because an export would lose them"
+_ADAPTER_ADVICE = (
+    "set megatron_wrap.adapter.target_modules as in its adapter_config.json and megatron_wrap.model_provider.hf_path "
+    "to its base, or save the adapter again"
+)
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -124,13 +130,13 @@ class WeightFolder:
         if missing:
             raise CheckpointError(
                 f"{self.folder}: {missing[0]} is missing{_more(missing)}{did_you_mean(missing[0], self.tensors)}; "
-                "check that the folder contains a complete model of the architecture in its config.json"
+                f"{_ADAPTER_ADVICE if family.is_adapter else _MODEL_ADVICE}"
             )
         for name in (name for name in expected if name in self.tensors):
             tensor, shape = self.tensors[name], expected[name]
             if tensor.shape != shape:
                 raise CheckpointError(
-                    f"{tensor.file}: {name} has shape {_shown(tensor.shape)}, but config.json requires "
+                    f"{tensor.file}: {name} has shape {_shown(tensor.shape)}, but {_required_by(family)} requires "
                     f"{_shown(shape)}; check that both are of the same model"
                 )
             if tensor.dtype not in _FLOATS:
@@ -146,9 +152,9 @@ class WeightFolder:
         ]
         if unknown:
             raise CheckpointError(
-                f"{self.tensors[unknown[0]].file}: {unknown[0]} is not a weight of a {family.model_type} model of this "
-                f"architecture{_more(unknown)}{did_you_mean(unknown[0], expected)}; remove unused weights from the "
-                "file, because an export would lose them"
+                f"{self.tensors[unknown[0]].file}: {unknown[0]} is not a weight of {_kind(family)} of this "
+                f"architecture{_more(unknown)}{did_you_mean(unknown[0], expected)}; "
+                f"{_ADAPTER_ADVICE if family.is_adapter else _UNUSED_ADVICE}"
             )
 
     def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
@@ -230,6 +236,14 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{file}: is truncated or not a safetensors file: {file.stat().st_size} bytes ({error}); download it again"
         ) from error
+
+
+def _required_by(family: Family) -> str:
+    return "the adapter's base model" if family.is_adapter else "config.json"
+
+
+def _kind(family: Family) -> str:
+    return f"the run's adapter for a {family.model_type} model" if family.is_adapter else f"a {family.model_type} model"
 
 
 def _more(names: list[str]) -> str:

@@ -24,6 +24,8 @@ RUN = (
 )
 GOOD_ROW = '{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n'
 ARCH, TRAIN, RATE = "megatron_lm.model.arch", "megatron_lm.train.common", "megatron_lm.train.learning-rate"
+ADAPTER = "megatron_wrap.adapter"
+LORA = f"{ADAPTER}.__select__=lora"
 PARALLEL, DATA, FLOW = "megatron_lm.model.parallel", "megatron_wrap.data", "megatron_wrap.flow"
 
 
@@ -95,6 +97,8 @@ FAULTS: list[tuple[str, list[str], str, Callable[[], object]]] = [
     ("reference model", ["megatron_wrap.models.reference={checkpoint: here}"], "there is no checkpoint", lambda: None),
     ("flow", [f"{FLOW}.flow_key=gpt_stf"], "gpt_stf", lambda: None),
     ("flow", [f"{FLOW}.loss_on=user"], "must be one of assistant", lambda: None),
+    ("adapter", [LORA, f"{ADAPTER}.target_modules=[q_prj]"], "did you mean q_proj?", lambda: None),
+    ("adapter", [LORA, f"{ADAPTER}.path=here"], "here/adapter_config.json cannot be read", lambda: None),
     (
         "sample lengths",
         [f"{FLOW}.truncation=refuse", f"{TRAIN}.seq_length=2"],
