@@ -57,6 +57,14 @@ def missing_path_hint(path: str | os.PathLike[str]) -> str:
     return f"; {folder} contains {listed}{build}"
 
 
+def special_file(path: str | os.PathLike[str]) -> str | None:
+    """The message about a pipe, socket or device under the name of a file, which a reader would wait for without end;
+    None: `path` is a file, a folder or missing."""
+    if not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
+        return None
+    return f"{os.fspath(path)}: is a pipe, socket or device, not a file; write its content to a file"
+
+
 def _folded(name: object) -> str:
     return str(name).casefold().replace("-", "_")
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_wrap.data.chat.spans import Span, check_tokenizer
+from megatron_wrap.data.chat.templates import TemplateLimitError, bounded, rendered
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
 
@@ -33,7 +34,10 @@ def assistant_spans(
     Raises:
         DataError: the messages are malformed, the template rejects them, or the boundaries cannot be found.
     """
-    chat = Conversation(tokenizer, messages, tools)
+    return bounded(lambda: _assistant_spans(Conversation(tokenizer, messages, tools), first))
+
+
+def _assistant_spans(chat: "Conversation", first: int) -> tuple[str, list[Span], bool]:
     turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant" and index >= first]
     trained = [index for index in turns if _message_weight(chat.messages[index], index)]
     if not GENERATION_MARKER.search(chat.template):
@@ -54,7 +58,8 @@ def assistant_spans(
 
 def render(tokenizer: Any, messages: Sequence[Any], tools: Any = None, add_generation_prompt: bool = False) -> str:
     """`tokenizer.apply_chat_template(messages, tokenize=False)`; DataError if the template rejects the messages."""
-    return Conversation(tokenizer, messages, tools).text(add_generation_prompt=add_generation_prompt)
+    chat = Conversation(tokenizer, messages, tools)
+    return bounded(lambda: chat.text(add_generation_prompt=add_generation_prompt))
 
 
 def last_assistant(messages: Sequence[Any]) -> int:
@@ -99,6 +104,8 @@ class Conversation:
     ) -> tuple[str, list[Span]]:
         try:
             return self._rendered(conversation, add_generation_prompt, with_spans)
+        except TemplateLimitError:
+            raise
         except Exception as error:  # a template is a program and can raise jinja's and Python's errors
             as_text = [_with_text_arguments(message) for message in conversation]
             if as_text != conversation:
@@ -113,20 +120,14 @@ class Conversation:
     def _rendered(
         self, conversation: list[dict], add_generation_prompt: bool, with_spans: bool
     ) -> tuple[str, list[Span]]:
-        # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim
-        # white space, the mask covers the rest of the conversation if the last character of a block is in no token.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
+        return rendered(
+            self.template,
+            conversation,
+            with_spans,
             tools=self._tools,
-            chat_template=self.template,
-            return_assistant_tokens_mask=with_spans,
             add_generation_prompt=add_generation_prompt,
             **self._tokenizer.special_tokens_map,
         )
-        texts, spans = rendered
-        return texts[0], [(begin, end) for begin, end in spans[0]] if with_spans else []
 
 
 def _turn_span(chat: Conversation, index: int, text: str) -> Span:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.data.chat.assistant_spans import render
+from megatron_wrap.data.chat.limits import check_text
 from megatron_wrap.errors import DataError
 
 KINDS = "a text, a list of messages or a list of token ids"
@@ -40,9 +41,11 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
                 "wrap.generate: a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer, or give token ids"
             )
         if isinstance(prompt, str):
+            check_text(prompt)
             ids = tokenizer(prompt)["input_ids"]
         else:
             text = render(tokenizer, prompt, add_generation_prompt=True)
+            check_text(text)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(f"wrap.generate: a prompt is {KINDS}, not {str(prompt)[:60]!r}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megatron_wrap.data.chat.limits import check_text
 from megatron_wrap.errors import DataError
 
 Span = tuple[int, int]
@@ -22,8 +23,13 @@ class TextTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, text: str) -> "TextTokens":
-        """Tokenize `text`; special tokens in it are recognized, as in apply_chat_template."""
+        """Tokenize `text`; special tokens in it are recognized, as in apply_chat_template.
+
+        Raises:
+            DataError: `tokenizer` is None, or `check_text` refuses the text.
+        """
         check_tokenizer(tokenizer)
+        check_text(text)
         if not tokenizer.is_fast:
             return cls(text, _ids(tokenizer, text), None)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron_wrap.data.sources import json_files, tables
-from megatron_wrap.data.sources.json_lines import MAX_LINE_BYTES, parse_line, too_long
+from megatron_wrap.data.sources.json_lines import parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
 
@@ -17,6 +17,7 @@ Texts = list[str]
 """The sequences of a document: one, or the sentences of a row whose value is a list."""
 Unit = Literal["file", "paragraph", "line"]
 _BATCH_BYTES, _BATCH_ROWS = 1 << 19, 512
+_MAX_DOCUMENT_BYTES = 1 << 28
 _TABLES = (".parquet",)
 _JSON = (".jsonl", ".json", ".ndjson")
 _COMPRESSED = (".gz", ".zst")
@@ -121,7 +122,7 @@ class InputFiles:
         kind: Literal["json", "text"] = "json" if _plain(path).endswith(_JSON) else "text"
         file, stored = json_files.open_bytes(path)
         with file:
-            lines = json_files.numbered_lines(path, file)
+            lines = json_files.numbered_lines(path, file, _MAX_DOCUMENT_BYTES)
             parts = _paragraphs(lines) if kind == "text" and self._unit == "paragraph" else lines
             numbered = enumerate(parts, 1)
             rows = ((count, at, line) for count, (at, line) in numbered if count > first and not line.isspace())
@@ -169,8 +170,8 @@ def texts_of(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[str, list[Text
 def _texts(kind: str, row: Any, keys: Sequence[str], where: str, first: bool) -> list[Texts]:
     if isinstance(row, BadSample):
         raise row
-    if isinstance(row, bytes) and len(row) > MAX_LINE_BYTES:
-        raise BadSample(too_long(where, len(row)))
+    if isinstance(row, bytes) and len(row) > _MAX_DOCUMENT_BYTES:
+        raise BadSample(too_long(where, len(row), _MAX_DOCUMENT_BYTES))
     if kind in ("text", "files"):
         return [[_decoded(_content(row) if kind == "files" else row.rstrip(b"\r\n"), where)]]
     if kind == "json":
@@ -199,10 +200,11 @@ def _value(row: dict[str, Any], key: str, where: str) -> Texts:
 def _content(path: str) -> bytes:
     file, _ = json_files.open_bytes(path)
     with file:
-        content = file.read(MAX_LINE_BYTES + 1)
-    if len(content) > MAX_LINE_BYTES:
+        content = file.read(_MAX_DOCUMENT_BYTES + 1)
+    if len(content) > _MAX_DOCUMENT_BYTES:
         raise BadSample(
-            f"{path}: a document of more than {MAX_LINE_BYTES:,} bytes; divide it with --text-unit paragraph or line"
+            f"{path}: a document of more than {_MAX_DOCUMENT_BYTES:,} bytes; divide it with --text-unit paragraph or "
+            "line"
         )
     return content
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wrap.data.chat.limits import lone_surrogate
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.indexed.index_writer import Documents, token_dtype
 from megatron_wrap.data.preprocess.documents import Batch, Texts, texts_of
@@ -67,8 +68,7 @@ class Encoder:
                 text_bytes += sum(len(text.encode()) for texts in document for text in texts)
                 good.append((where, document))
             except UnicodeEncodeError as error:
-                surrogate = ascii(error.object[error.start])
-                messages.append(f"{where}: contains the lone surrogate {surrogate}, which is no character; correct it")
+                messages.append(f"{where}: {lone_surrogate(error)}")
         ids = iter(self._ids([text for _, document in good for texts in document for text in texts]))
         kept: list[list[list[list[int]]]] = []
         for where, document in good:

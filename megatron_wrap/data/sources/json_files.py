@@ -23,6 +23,9 @@ _BLOCK_BYTES = 1 << 20
 _BUFFER = 1 << 18
 """Bytes read at once: with Python's 8 KiB, reading lines takes five times as long."""
 _DAMAGE = (OSError, EOFError, zlib.error)
+_FREE_EXPANSION = 1 << 28
+_MAX_EXPANSION = 200
+"""Decompressed by stored bytes, of a file of more than _FREE_EXPANSION decompressed bytes; text reaches 3 to 20."""
 
 
 def open_json(path: str) -> Rows:
@@ -56,7 +59,7 @@ class LineStream:
         """See `RowStream`; lines before `index` are read and not parsed."""
         rows = 0
         with open_bytes(self._path)[0] as file:
-            for number, line in numbered_lines(self._path, file):
+            for number, line in numbered_lines(self._path, file, MAX_LINE_BYTES):
                 if line.isspace():
                     continue
                 if rows >= index:
@@ -68,19 +71,20 @@ class LineStream:
 
 def _parsed(line: bytes, where: str, first: bool) -> dict[str, Any] | BadSample:
     if len(line) > MAX_LINE_BYTES:
-        return BadSample(too_long(where, len(line)))
+        return BadSample(too_long(where, len(line), MAX_LINE_BYTES))
     try:
         return parse_line(line.rstrip(), first)
     except DataError as error:
         return BadSample(f"{where}: {error}")
 
 
-def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Number from 1 and bytes of each line; only the beginning of one of more than MAX_LINE_BYTES.
+def numbered_lines(path: str, file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of each line; only the first limit + 1 bytes of a longer one.
 
     Args:
         path: for messages.
         file: of `open_bytes`.
+        limit: of the bytes of a line.
 
     Raises:
         DataError: the file is truncated or damaged.
@@ -88,7 +92,7 @@ def numbered_lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     number, inside = 0, False
     while True:
         try:
-            line = file.readline(MAX_LINE_BYTES + 1)
+            line = file.readline(limit + 1)
         except _DAMAGE as error:
             raise _damaged(path, error, f" after line {number}") from error
         if not line:
@@ -108,13 +112,40 @@ def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
     """
     stored = open_stored(path, _BUFFER)
     if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=stored, mode="rb"), stored  # type: ignore[return-value]
-    if path.endswith(".zst"):
+        opened: Any = gzip.GzipFile(fileobj=stored, mode="rb")
+    elif path.endswith(".zst"):
         import pyarrow
 
         # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
-        return io.BufferedReader(pyarrow.input_stream(stored, compression="zstd"), _BLOCK_BYTES), stored
-    return stored, stored
+        opened = pyarrow.input_stream(stored, compression="zstd")
+    else:
+        return stored, stored
+    limit = max(_FREE_EXPANSION, _MAX_EXPANSION * os.fstat(stored.fileno()).st_size)
+    return io.BufferedReader(_Decompressed(opened, limit, path), _BLOCK_BYTES), stored
+
+
+class _Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file; DataError after `limit` of them."""
+
+    def __init__(self, opened: Any, limit: int, path: str) -> None:
+        self._opened, self._left, self._path = opened, limit, path
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._opened.readinto(buffer))
+        self._left -= count
+        if self._left < 0:
+            raise DataError(
+                f"{self._path}: its content is more than {_MAX_EXPANSION} times as large as the file, so it most "
+                "likely does not end; decompress it to a file if it is meant so"
+            )
+        return count
+
+    def close(self) -> None:
+        self._opened.close()
+        super().close()
 
 
 def _damaged(path: str, error: Exception, where: str = "") -> DataError:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_wrap.data.sources.rows import BadSample, converted
-from megatron_wrap.errors import DataError, missing_path_hint
+from megatron_wrap.errors import DataError, missing_path_hint, special_file
 
-MAX_LINE_BYTES = 1 << 28
-"""Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
+MAX_LINE_BYTES = 1 << 25
+"""Of a sample. Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
 _BLOCK_BYTES = 1 << 20
 
 
@@ -62,7 +62,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         start = offsets[position]
         length = offsets[position + 1] - start
         if length > MAX_LINE_BYTES:
-            raise BadSample(too_long(self.where(position), length))
+            raise BadSample(too_long(self.where(position), length, MAX_LINE_BYTES))
         # Read up to the next sample, and strip empty lines between the two.
         line = os.pread(self._file.fileno(), length, start).rstrip()
         return converted(functools.partial(parse_line, first=start == 0), line, lambda: self.where(position))
@@ -88,11 +88,13 @@ def open_stored(path: str | Path, buffering: int = 0) -> IO[bytes]:
     """Open a data file as it is stored; `~` is the home folder.
 
     Raises:
-        DataError: it is missing, a folder or unreadable.
+        DataError: it is missing, a folder, a pipe or device, or unreadable.
     """
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         raise DataError(f"{path}: is a folder; give a data file")
+    if reason := special_file(expanded):
+        raise DataError(reason)
     try:
         return open(expanded, "rb", buffering)
     except FileNotFoundError:
@@ -123,9 +125,9 @@ def parse_line(line: bytes, first: bool) -> dict[str, Any]:
     return sample
 
 
-def too_long(where: str, length: int) -> str:
-    """The message about a line of more than MAX_LINE_BYTES."""
+def too_long(where: str, length: int, limit: int) -> str:
+    """The message about a line of `length` bytes; not all of it may have been read."""
     return (
-        f"{where}: a line of {length:,} bytes, more than the {MAX_LINE_BYTES:,} that a sample may have; write one JSON "
-        "object per line"
+        f"{where}: a line of {length:,} bytes or more, and a sample may have {limit:,}; write one JSON object per "
+        "line, or divide it"
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.data.sources.rows import Rows
-from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
+from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint, special_file
 from megatron_wrap.metrics.number_format import counted
 
 DEFAULT_SPLIT = "train"
@@ -283,6 +283,8 @@ def _existing(path: str) -> str:
     expanded = os.path.expanduser(path)
     if not os.path.exists(expanded):
         raise DataError(f"{path}: no such data file{missing_path_hint(path)}")
+    if reason := special_file(expanded):
+        raise DataError(reason)
     return expanded
 
 

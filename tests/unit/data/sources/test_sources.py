@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
 from collections import Counter
@@ -430,7 +431,7 @@ def test_a_huge_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "x" * 250}) + '\n{"text": "b"}\n')
     for streaming in (False, True):
         stream = training_stream([SourceConfig(path="a.jsonl", streaming=streaming)], 1, shuffle=False)
-        with pytest.raises(BadSample, match=r"a\.jsonl:2: .* 100 "):
+        with pytest.raises(BadSample, match=r"a\.jsonl:2: .* 100;"):
             stream.read(1)
         assert [stream.read(position)["text"] for position in (0, 2, 3)] == ["a", "b", "a"]
 
@@ -483,3 +484,38 @@ def test_a_changed_compressed_file_is_decompressed_again() -> None:
     Path("train.jsonl.gz").write_bytes(gzip.compress(TEXT.encode() + b'{"text": "more"}\n'))
     assert len(open_source(SourceConfig(path="train.jsonl.gz"))) == 26
     shutil.rmtree("cache")
+
+
+@pytest.mark.parametrize("path", ["bomb.jsonl.gz", "bomb.jsonl.zst", "bomb.json.gz"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_that_expands_without_end_is_refused(
+    path: str, streaming: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("megatron_wrap.data.sources.json_files._FREE_EXPANSION", 1 << 22)
+    content = b"[" + b" " * (1 << 24) if ".json." in path else b'{"text": ""}\n' * (1 << 19)
+    Path(path).write_bytes(gzip.compress(content) if path.endswith(".gz") else _zstd(content))
+    with pytest.raises(DataError, match=rf"{path}: .*200 times") as raised:
+        _read_every_row(SourceConfig(path=path, streaming=streaming))
+    assert not isinstance(raised.value, BadSample)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def _read_every_row(source: SourceConfig) -> None:
+    if source.streaming:
+        list(stream_rows(source).start_at(0))
+    else:
+        _read_all(source)
+
+
+def _zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return bytes(pyarrow.Codec("zstd").compress(content, asbytes=True))
+
+
+@pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.json", "pipe.jsonl.gz", "pipe.parquet", "pipe.arrow"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_pipe_is_refused(name: str, streaming: bool) -> None:
+    os.mkfifo(name)
+    with pytest.raises(DataError, match=rf"{name}: is a pipe"):
+        _read_all(SourceConfig(path=name, streaming=streaming))

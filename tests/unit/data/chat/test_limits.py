@@ -1,0 +1,101 @@
+"""One row that cannot be tokenized or rendered is a bad row: with file and row, left out where bad rows are."""
+
+import threading
+from pathlib import Path
+
+import chat_templates
+import pytest
+
+from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.data.chat import limits
+from megatron_wrap.data.chat.encode import encode_sample
+from megatron_wrap.data.chat.prompts import prompt_token_ids
+from megatron_wrap.data.order.sample_sets import training_stream
+from megatron_wrap.data.order.usable_rows import Preparation, SampleReader
+from megatron_wrap.errors import DataError
+
+pytestmark = pytest.mark.transformers
+
+_TWICE = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+_DOUBLED = "{% set s = namespace(s='ab') %}{% for i in range(60) %}{% set s.s = s.s OP s.s %}{% endfor %}{{ s.s }}"
+ENDLESS = {
+    "a loop": _TWICE.replace("BODY", ""),
+    "a loop in a block": "{% set s %}" + _TWICE.replace("BODY", "") + "{% endset %}",
+    "a loop in a generation block": "{% generation %}" + _TWICE.replace("BODY", "") + "{% endgeneration %}",
+    "a text": _TWICE.replace("BODY", "{{ messages[0].content }}"),
+    "a text around a generation block": "{% generation %}{% endgeneration %}" + _TWICE.replace("BODY", "some text"),
+    "a product": "{{ 'a' * 10000000000 }}",
+    "a power": "{{ 10 ** 10 ** 10 }}",
+    "doubled by +": _DOUBLED.replace("OP", "+"),
+    "doubled by ~": _DOUBLED.replace("OP", "~"),
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+CHAT = {"messages": [{"role": "user", "content": "Hello there."}, {"role": "assistant", "content": "Fine."}]}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "MAX_RENDER_BYTES", 1 << 26)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 1 << 20)
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_does_not_end_is_a_bad_row(case: str, small: None, make_tokenizer) -> None:
+    with pytest.raises(DataError, match="the chat template"):
+        encode_sample(make_tokenizer(ENDLESS[case]), CHAT)
+    expected = make_tokenizer(chat_templates.CHATML)
+    assert encode_sample(expected, CHAT).input_ids == expected.apply_chat_template(CHAT["messages"])["input_ids"]
+
+
+def test_the_limit_of_time_holds_in_every_thread(small: None, make_tokenizer) -> None:
+    tokenizer, errors = make_tokenizer(ENDLESS["a loop"]), []
+
+    def encode() -> None:
+        try:
+            encode_sample(tokenizer, CHAT)
+        except DataError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=encode) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+
+
+def test_a_text_that_ends_in_time_is_not_stopped() -> None:
+    assert [limits.within_limits(lambda number=number: number) for number in range(1000)] == list(range(1000))
+
+
+BAD_TEXTS = {"surrogate": (r"a\ud800b", "lone surrogate '.ud800'"), "long": ("x" * 5000, "5,000 characters")}
+
+
+@pytest.mark.parametrize("kind", BAD_TEXTS)
+@pytest.mark.parametrize("form", ['{{"text": "{}"}}', '{{"messages": [{{"role": "assistant", "content": "{}"}}]}}'])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_text_that_no_tokenizer_encodes_is_a_bad_row(
+    kind: str, form: str, streaming: bool, make_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 1000)
+    text, message = BAD_TEXTS[kind]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(form.format(line) + "\n" for line in ("Hello.", text, "naïve 🦙", r"\ud83e\udd99")))
+    stream = training_stream([SourceConfig(path=str(path), streaming=streaming)], 1, shuffle=False)
+    tokenizer = make_tokenizer(chat_templates.CHATML)
+
+    def reader(skip_bad: bool) -> SampleReader:
+        return SampleReader(stream, Preparation(lambda row: encode_sample(tokenizer, row), len), skip_bad)
+
+    problems = [reader(skip_bad=True).problem(position) for position in range(4)]
+    assert [problem is None for problem in problems] == [True, False, True, True]
+    assert problems[1].startswith(f"{path}:2: ")
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*({message}|characters)"):
+        reader(skip_bad=False).problem(1)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
+def test_a_prompt_with_a_lone_surrogate_is_refused(prompt, make_tokenizer) -> None:
+    with pytest.raises(DataError, match="lone surrogate"):
+        prompt_token_ids(make_tokenizer(chat_templates.CHATML), prompt, 400)
