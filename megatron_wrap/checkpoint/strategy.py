@@ -108,7 +108,13 @@ class _AgreedRead(TorchDistLoadShardedStrategy):
     def load(self, *arguments: Any, **named: Any) -> Any:
         result = None
         with agreed(self._message, FAILURES):
-            result = super().load(*arguments, **named)
+            try:
+                result = super().load(*arguments, **named)
+            except CheckpointException as failure:
+                refusals = [cause for cause, _ in failure.failures.values() if isinstance(cause, CheckpointError)]
+                if refusals:
+                    raise refusals[0] from failure
+                raise
         return result
 
 

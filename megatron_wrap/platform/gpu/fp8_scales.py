@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
+import importlib
 import io
 import os
-import pickle
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.platform.megatron_core import restricted_pickle
 from megatron_wrap.platform.megatron_core.replacements import Replacements
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RECIPES = "transformer_engine.common.recipe"
 _EXTENDED = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")  # Megatron-Core's subclass of a recipe
@@ -32,13 +29,13 @@ def readable_scales(states: Iterable[tuple[str, Any]]) -> Iterator[None]:
     """Let Transformer Engine read these extra states of its modules.
 
     Args:
-        states: names and extra states of a checkpoint; only a tensor of bytes contains a pickle.
+        states: names and extra states of a checkpoint; a tensor of bytes or a BytesIO contains a pickle.
 
     Raises:
         CheckpointError: a pickle creates or calls anything but a recipe and its tensors.
     """
     for name, state in states:
-        if getattr(state, "numel", lambda: 0)():
+        if isinstance(state, io.BytesIO) or getattr(state, "numel", lambda: 0)():
             _check(name, state)
     with Replacements() as replacements:
         replacements.keep_item(os.environ, _PERMISSION)
@@ -55,9 +52,12 @@ def forget_scales() -> None:
             return
 
 
-def _check(name: str, state: Tensor) -> None:
+def _check(name: str, state: Any) -> None:
     try:
-        _Recipe(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
+        if isinstance(state, io.BytesIO):  # of older versions of Transformer Engine, which read it with torch.load
+            restricted_pickle.torch_load(io.BytesIO(state.getvalue()))
+            return
+        restricted_pickle.load(io.BytesIO(state.detach().cpu().numpy().tobytes()), _known)
     except Exception as error:
         raise CheckpointError(
             f"{name} of the checkpoint is not the state of an FP8 recipe: {error}; a checkpoint must come from a "
@@ -65,35 +65,25 @@ def _check(name: str, state: Tensor) -> None:
         ) from error
 
 
-class _Recipe(pickle.Unpickler):
-    """Reads a pickle of a recipe and tensors; any other class or function in it is an error."""
+def _known(module: str, name: str) -> Any:
+    """The classes and functions in the pickle of a recipe and its tensors; None for any other."""
+    from torch._utils import _rebuild_tensor_v2
 
-    def find_class(self, module: str, name: str) -> Any:
-        from torch._utils import _rebuild_tensor_v2
-
-        known = {
-            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-            ("torch.storage", "_load_from_bytes"): _storage,
-            ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # it replaces torch's
-            ("collections", "OrderedDict"): collections.OrderedDict,
-            ("builtins", "getattr"): _member,  # how Python before 3.12 pickles a member of an enumeration
-        }
-        if (module, name) in known:
-            return known[module, name]
-        if (module, name) == _EXTENDED or (module == RECIPES and "." not in name):
-            recipe = super().find_class(module, name)
-            if isinstance(recipe, type) and recipe.__module__ == module:
-                return recipe
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+    known = {
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+        ("torch.storage", "_load_from_bytes"): _storage,
+        ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # it replaces torch's
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("builtins", "getattr"): restricted_pickle.enum_member,  # a member of an enumeration
+    }
+    if (module, name) in known:
+        return known[module, name]
+    if (module, name) == _EXTENDED or (module == RECIPES and "." not in name):
+        recipe = getattr(importlib.import_module(module), name, None)
+        if isinstance(recipe, type) and recipe.__module__ == module:
+            return recipe
+    return None
 
 
 def _storage(content: bytes) -> Any:
-    import torch
-
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def _member(owner: Any, name: str) -> Any:
-    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
-        raise pickle.UnpicklingError(f"it reads the attribute {name} of {owner}")
-    return owner[name]
+    return restricted_pickle.torch_load(io.BytesIO(content))

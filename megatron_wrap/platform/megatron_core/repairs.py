@@ -59,6 +59,8 @@ def repair(replacements: Replacements) -> None:
         replacements.set(constructor, "__defaults__", (None,))
     _replace_results_queue(replacements)
     _replace_gradient_norm(replacements)
+    reader = importlib.import_module("megatron_wrap.platform.megatron_core.checkpoint_reader")  # it imports torch
+    reader.use_in_megatron(replacements)
     for text, logger in _NOISE.items():
         hide_log_messages(logger, text, replacements)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

@@ -1,0 +1,23 @@
+"""Names of files that another file gives: they stay in its folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
+    """Why a name does not denote a file or folder in `folder`, as text; None if it does.
+
+    It must be relative and without `..`, and a symbolic link must point into the folder. In the cache of the Hugging
+    Face hub, the files of a snapshot are links to `blobs`, beside its folder `snapshots`.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        return f"names {name!r}, which is outside its folder"
+    root = Path(os.path.abspath(folder))
+    target = (root / name).resolve()
+    caches = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if any(target.is_relative_to(place.resolve()) for place in (root, *caches)):
+        return None
+    return f"names {name!r}, which is a link to {target}, outside its folder"

@@ -1,0 +1,143 @@
+"""Megatron-Core's reading of checkpoints without pickles that run code.
+
+torch reads `.metadata` with `pickle.load`, and the objects in `.distcp` files with `torch.load(weights_only=False)`
+(distributed/checkpoint/filesystem.py, default_planner.py); `common.pt` follows torch's default, which an environment
+variable changes. Megatron-Core has no argument for another reader, so its functions are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.futures import Future
+
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.inside_folder import leaves_folder
+from megatron_wrap.platform.megatron_core import restricted_pickle
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.versions import unexpected
+
+COMMON = "common.pt"
+
+
+class RestrictedReader(FileSystemReader):
+    """Reads a distributed checkpoint, each file of it from its own folder; reads the metadata once.
+
+    Args:
+        path: the checkpoint's folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *further: Any, **named: Any) -> None:
+        super().__init__(path)
+        self._metadata: Any = None
+
+    def read_metadata(self, *arguments: Any, **named: Any) -> Any:
+        """The metadata.
+
+        Raises:
+            CheckpointError: it is damaged, refers to anything but the classes of the format, or names a file outside
+                the folder.
+        """
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self._get_metadata_path(named.get("rank"))))
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        """Read one file after the other.
+
+        Raises:
+            CheckpointError: an object in a file refers to a class that checkpoints do not contain.
+        """
+        files: dict[str, list[Any]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in files.items():
+            file = Path(self.path) / name
+            with restricted_pickle.refusing(file):
+                super().read_data(dataclasses.replace(plan, items=items), _RestrictedPlanner(planner))
+        finished: Future[None] = Future()
+        finished.set_result(None)
+        return finished
+
+
+def read_metadata(file: Path) -> Any:
+    """The content of a checkpoint's `.metadata`; raises as `RestrictedReader.read_metadata`, or OSError."""
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    with restricted_pickle.refusing(file), file.open("rb") as opened:
+        try:
+            metadata = restricted_pickle.checkpoint_metadata(opened)
+            names = {str(info.relative_path) for info in (metadata.storage_data or {}).values()}
+        except (OSError, pickle.UnpicklingError):
+            raise
+        except Exception as error:  # a damaged pickle raises almost any exception
+            raise pickle.UnpicklingError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+    for name in sorted(names):
+        problem = leaves_folder(file.parent, name)
+        if problem is not None:
+            raise CheckpointError(f"{file} {problem}; load a checkpoint that training wrote, with its own files")
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def load_common(folder: str | os.PathLike[str]) -> Any:
+    """The content of `common.pt`.
+
+    Raises:
+        CheckpointError: it is missing, or contains anything but tensors, plain values and Megatron-Core's classes.
+    """
+    problem = leaves_folder(folder, COMMON)
+    if problem is not None:
+        raise CheckpointError(f"{folder} {problem}; load a checkpoint with its own files")
+    file = Path(folder) / COMMON
+    try:
+        with restricted_pickle.refusing(file):
+            return restricted_pickle.torch_load(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {folder} is incomplete: {COMMON} is missing; copy it again") from error
+
+
+class _RestrictedPlanner:
+    """A planner that receives objects as pickles of this process: read with weights_only and written again."""
+
+    def __init__(self, planner: Any) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        own = io.BytesIO()
+        torch.save(restricted_pickle.torch_load(value), own)
+        own.seek(0)
+        self._planner.load_bytes(item, own)
+
+
+def use_in_megatron(replacements: Replacements) -> None:
+    """Make Megatron-Core read checkpoints as described above."""
+    strategies = "megatron.core.dist_checkpointing.strategies"
+    torch_format, common = (importlib.import_module(f"{strategies}.{name}") for name in ("torch", "common"))
+    serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
+    if not hasattr(torch_format, "_get_filesystem_reader"):
+        raise unexpected(f"{torch_format.__name__} has no _get_filesystem_reader")
+    for module in (torch_format, serialization):  # 0.19 reads the common state with it, too
+        if hasattr(module, "_get_filesystem_reader"):
+            replacements.set(module, "_get_filesystem_reader", RestrictedReader)
+    replacements.set(torch_format, "FileSystemReader", RestrictedReader)
+    strategy = getattr(common, "TorchCommonLoadStrategy", None)
+    if strategy is not None:
+        replacements.set(strategy, "load_common", lambda _, folder: load_common(folder))
+    elif hasattr(serialization, "load_common"):
+        replacements.set(serialization, "load_common", load_common)
+    else:
+        raise unexpected(f"{common.__name__} has no load_common")

@@ -1,0 +1,152 @@
+"""Pickles that may create the objects of one format and nothing else, so that reading one runs none of its code."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import importlib
+import os
+import pathlib
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
+
+from megatron_wrap.errors import CheckpointError
+
+Names = Mapping[tuple[str, str], Any]
+"""(module, name) in a pickle -> the class or function that is used for it."""
+
+
+class RefusedName(pickle.UnpicklingError):
+    """A pickle refers to a class or function that its format does not have."""
+
+
+def load(file: IO[bytes], names: Callable[[str, str], Any]) -> Any:
+    """The object in a pickle.
+
+    Args:
+        names: returns the class or function for (module, name); None if the format does not have it.
+
+    Raises:
+        RefusedName: the pickle refers to another one; nothing of it was called.
+    """
+    return _Unpickler(file, names).load()
+
+
+def plain_names() -> Names:
+    """What pickles of plain values refer to besides the classes of their format."""
+    paths = {
+        (module, name): getattr(pathlib, name)
+        for module in ("pathlib", "pathlib._local")  # the module's name in Python 3.13
+        for name in ("PosixPath", "PurePosixPath", "PureWindowsPath")
+    }
+    return {
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("builtins", "set"): set,
+        ("builtins", "frozenset"): frozenset,
+        ("builtins", "getattr"): enum_member,  # how some versions of Python pickle a member of an enumeration
+        **paths,
+    }
+
+
+def enum_member(owner: Any, name: str) -> Any:
+    """A member of an enumeration; of no other class, unlike `getattr`."""
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
+        raise RefusedName(f"it reads the attribute {name} of {owner}")
+    return owner[name]
+
+
+def checkpoint_metadata(file: IO[bytes]) -> Any:
+    """The `.metadata` of torch's distributed format, as torch and Megatron-Core write it.
+
+    Raises:
+        RefusedName: as `load`.
+        pickle.UnpicklingError: it contains something else.
+    """
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    known = {**plain_names(), **_metadata_names()}
+
+    def names(module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return known.get((module, name))
+
+    metadata = load(file, names)
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it contains an object of type {type(metadata).__name__}")
+    return metadata
+
+
+def torch_load(content: str | os.PathLike[str] | IO[bytes]) -> Any:
+    """`torch.load` on the CPU with weights_only, whatever torch's version and environment variables say: tensors, plain
+    values, and the classes that Megatron-Core permits.
+
+    Raises:
+        pickle.UnpicklingError: it contains anything else.
+    """
+    import torch
+
+    return torch.load(content, map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def refusing(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the refusal of a pickle in `file` into the error for the user.
+
+    Raises:
+        CheckpointError: with the name of the file and of the refused class.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        match = re.search(r"GLOBAL ([\w.]+)|Trying to instantiate unsupported class <class '([\w.]+)'>", text)
+        if match is None and not isinstance(error, RefusedName):
+            reason = re.search(r"WeightsUnpickler error: (.*)", text)
+            cause = reason[1].strip() if reason else text.partition("\n")[0]
+            raise CheckpointError(f"{file} cannot be read: {cause}; restore it, or load an older checkpoint") from error
+        cause = text if match is None else f"it refers to {match[1] or match[2]}"
+        raise CheckpointError(
+            f"{file} is refused: {cause}, which this format does not contain and which may run code; nothing of it "
+            "was executed. Load a checkpoint that training wrote"
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], names: Callable[[str, str], Any]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._names(module, name)
+        if found is None:
+            raise RefusedName(f"it refers to {module}.{name}")
+        return found
+
+
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # Megatron-Core adds the plans of all ranks
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),  # torch < 2.3
+    "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
+}
+
+
+def _metadata_names() -> dict[tuple[str, str], Any]:
+    found = {}
+    for module, names in _METADATA.items():
+        owner = importlib.import_module(module)
+        found.update({(module, name): getattr(owner, name) for name in names if hasattr(owner, name)})
+    return found
