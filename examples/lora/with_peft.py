@@ -1,4 +1,5 @@
-"""Load an adapter with peft, and compare the model with the merged folder of the same run. Needs `pip install peft`.
+"""Load an adapter with peft, and compare the model with the merged folder of the same run. Needs `pip install peft`,
+which megatron-wrap itself does not.
 
 python examples/lora/with_peft.py ADAPTER MERGED
 """
@@ -6,7 +7,7 @@ python examples/lora/with_peft.py ADAPTER MERGED
 import sys
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUESTION = [{"role": "user", "content": "What does the function `len` do?"}]
@@ -16,7 +17,8 @@ def main(adapter: str, merged: str) -> None:
     """Print an answer of the base with the adapter, and the largest difference of logits from the merged model."""
     tokenizer = AutoTokenizer.from_pretrained(merged)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(base_of(adapter), dtype=torch.float32)
+    base_folder = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, adapter)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
@@ -24,13 +26,8 @@ def main(adapter: str, merged: str) -> None:
         answer = adapted.generate(**prompt, max_new_tokens=40, do_sample=False)
     print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
     print(f"largest difference of logits from the merged model: {difference:.1e}")
-
-
-def base_of(adapter: str) -> str:
-    """The folder of the base, which the adapter's configuration names."""
-    from peft import PeftConfig
-
-    return str(PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+    if difference > 1e-3:
+        sys.exit("the two models differ; export both from the same checkpoint")
 
 
 if __name__ == "__main__":
