@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
+from megatron_wrap.bridge.mapping.adapter import saved_parameters
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.model import AdapterConfig
@@ -20,7 +22,7 @@ from megatron_wrap.errors import CheckpointError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    "use_rslora",
+    *("use_rslora", "modules_to_save"),
 )
 """That determine modules, ranks and scales; others may differ in a run that continues."""
 
@@ -111,7 +113,9 @@ def compare_adapters(checkpoint: Path, saved_adapter: Mapping[str, Any], config:
 
 def _modules(config: RunConfig, adapter: AdapterConfig) -> set[Any]:
     layers = layers_with_adapters(replace(config, adapter=adapter))
-    return {module for layer in layers for module in layer.modules}
+    hf_format = export_format(config, config.arch.vocab_size or 1)
+    whole = saved_parameters(hf_format.family.parameters(hf_format.arch), adapter)
+    return {module for layer in layers for module in layer.modules} | set(whole)
 
 
 def _plain(value: Any) -> Any:

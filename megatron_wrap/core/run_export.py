@@ -149,7 +149,8 @@ class RunExport:
         synchronize_parameters(state.chunks, overlapped)
         family = hf_format.family
         if adapter:
-            family = adapter_family(family, layers_with_adapters(state.config, state.shape.vocab_size))
+            layers = layers_with_adapters(state.config, state.shape.vocab_size)
+            family = adapter_family(family, layers, state.config.adapter)
         return WeightStream(
             state.chunks, family, hf_format.arch, state.parallel, state.platform.device, dtype, merge=not adapter
         )

@@ -91,6 +91,17 @@ def copy_of(folder: str, target: Path) -> Path:
     return copied
 
 
+def with_other_weights(folder: str, target: Path) -> Path:
+    """A folder of the same model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    model.save_pretrained(target / "other")
+    return target / "other"
+
+
 def train_and_resume(
     folder: str, overrides: tuple[str, ...], outputs: str, stop: int, back_to: int | None
 ) -> tuple[list[tuple[float, float]], list[str]]:
@@ -186,7 +197,10 @@ def train_peft(peft: Any) -> list[tuple[float, float]]:
     from test_hf_training import their_loss
 
     trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    vectors = [parameter for parameter in trained if parameter.dim() == 1]  # no decay, as in Megatron-Core
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     batches = samples(STEPS * BATCH)
     steps = []
     for step in range(STEPS):
@@ -201,8 +215,12 @@ def train_peft(peft: Any) -> list[tuple[float, float]]:
 
 def peft_factors(peft: Any) -> dict[str, Any]:
     """Name in peft's files -> trained parameter."""
-    named = ((name.replace(".default.", "."), value) for name, value in peft.named_parameters() if value.requires_grad)
-    return {name: value.detach().numpy() for name, value in named}
+    return {name: value.detach().numpy() for name, value in _trained(peft).items()}
+
+
+def _trained(peft: Any) -> dict[str, Any]:
+    named = ((name, value) for name, value in peft.named_parameters() if value.requires_grad)
+    return {name.replace(".modules_to_save", "").replace(".default.", "."): value for name, value in named}
 
 
 def peft_logits(peft: Any) -> Any:
@@ -223,7 +241,7 @@ def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | 
     options = {"target_modules": "all-linear", **adapter}
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out="gpt2" in str(folder), **options))
     if factors is not None:
-        own = {name.replace(".default.", "."): value for name, value in peft.named_parameters() if value.requires_grad}
+        own = _trained(peft)
         assert own.keys() == factors.keys(), own.keys() ^ factors.keys()
         with torch.no_grad():
             for name, value in factors.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from _adapter_runs import factors_of
+import _bridge_runs as bridge
+from _adapter_runs import SETTINGS, factors_of, stack
 from _dpo_runs import BATCH, CONFIG
 from _started import started
 
@@ -49,3 +50,18 @@ def train_until(overrides: Sequence[str], samples: Sequence[Any], stop: int) -> 
         save, factors = wrap.state.config.train.save, factors_of(wrap)
     saved = dist_checkpointing.serialization.load_sharded_metadata(f"{save}/iter_{stop:07d}")
     return steps, factors, [entry.key for entry in saved.values() if "rng" not in entry.key]
+
+
+def base_logits(folder: str, overrides: Sequence[str], save: str) -> Any:
+    """Logits [2, 64, V] without the adapter of a run that resumes from the last checkpoint in `save`."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.nn.lora import adapters_off
+
+    settings = (*SETTINGS, *overrides, f"megatron_lm.train.common.save={save}")
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        assert wrap.iteration > 0
+        with adapters_off(wrap.state.chunks):
+            return stack(sequence_logits(wrap.state, bridge.token_ids()))

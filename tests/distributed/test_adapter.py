@@ -7,6 +7,7 @@ from typing import Any
 
 import _adapter_runs as runs
 import _bridge_runs as bridge
+import _saved_runs as saved_runs
 import numpy
 import pytest
 from _covering import covering
@@ -27,7 +28,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_rslora": True,
         },
     ),
-    "gpt2": ("gpt2", PLAIN),
+    "whole": ("qwen3", {**PLAIN, "modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
+    "gpt2": ("gpt2", {**PLAIN, "modules_to_save": ["wpe", "ln_f", "h.1.ln_2"]}),
     "phi3": ("phi3", PLAIN),
     "deepseek-v3": (
         "deepseek-v3",
@@ -132,6 +134,9 @@ ON_LAYOUTS = [
     ("query-value", "tp2-sp"),
     ("four-layers", "pp2-vpp2"),
     ("gpt2", "tp2-sp-pp2"),
+    ("whole", "tp2"),
+    ("whole", "tp2-sp-pp2"),
+    ("whole", "dp2-distributed-overlap"),
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
@@ -188,11 +193,13 @@ def test_an_adapter_of_peft_is_loaded_on_a_layout(on_one_rank, ranks, tmp_path):
 
 
 def test_the_base_is_the_reference(folder_of, ranks, tmp_path):
-    """DPO with `reference: base` equals DPO with the folder's own model as the reference, also after some steps."""
+    """DPO with `reference: base` equals DPO with the folder's own model as the reference, also after some steps, and
+    with parameters that are trained whole."""
     folder = str(folder_of("llama")[0])
-    base = ranks(2).run(runs.train_dpo, folder, "base", LAYOUTS["tp2-sp"][1], str(tmp_path / "base"))[0]
-    path = ranks(1).run(runs.train_dpo, folder, {"hf_path": folder}, (), str(tmp_path / "path"))[0]
-    assert base[-1]["rewards/margins"] > 1e-4
+    whole = runs.overrides_of({"modules_to_save": ["embed_tokens", "lm_head"]})
+    base = ranks(2).run(runs.train_dpo, folder, "base", (*LAYOUTS["tp2-sp"][1], *whole), str(tmp_path / "base"))[0]
+    path = ranks(1).run(runs.train_dpo, folder, {"hf_path": folder}, whole, str(tmp_path / "path"))[0]
+    assert abs(base[-1]["rewards/margins"]) > 1e-4
     for ours, expected in zip(base, path, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -205,6 +212,29 @@ def test_a_checkpoint_with_the_base_needs_no_folder(folder_of, ranks, tmp_path):
     assert "embedding.word_embeddings.weight" in saved[1]
     copied = str(runs.copy_of(folder, tmp_path))
     assert ranks(1).run(runs.train_and_resume, copied, settings, str(tmp_path / "run"), 2, None)[0][0] == whole[0][1:]
+
+
+def test_parameters_trained_whole_are_resumed_with_their_originals(folder_of, ranks, tmp_path):
+    """On another layout; with `keep_base` the originals come from the checkpoint, here beside another folder."""
+    folder = str(folder_of("llama")[0])
+    whole = runs.overrides_of({"r": 4, "modules_to_save": ["embed_tokens", "lm_head", "1.input_layernorm"]})
+    tp2, pp2 = (*LAYOUTS["tp2-sp"][1], *whole), (*LAYOUTS["pp2"][1], *whole)
+    straight = ranks(1).run(runs.train_and_resume, folder, whole, str(tmp_path / "straight"), 3, None)[0]
+    saved = ranks(2).run(runs.train_and_resume, folder, tp2, str(tmp_path / "run"), 2, None)[0]
+    weights = {name for name in saved[1] if not name.startswith("optimizer.")}
+    assert {name for name in weights if "lora_" not in name} == {
+        f"modules_to_save.{name}.weight"
+        for name in ("embedding.word_embeddings", "output_layer", "decoder.layers.1.input_layernorm")
+    }
+    after = ranks(2).run(runs.train_and_resume, folder, pp2, str(tmp_path / "run"), 3, None)[0]
+    numpy.testing.assert_allclose(after[0], straight[0][2:], rtol=1e-5)
+
+    kept = (*whole, *runs.overrides_of({"keep_base": True}))
+    first = ranks(1).run(runs.train_and_resume, folder, kept, str(tmp_path / "kept"), 1, None)[0]
+    assert {"output_layer.weight", "modules_to_save.output_layer.weight"} <= set(first[1])
+    other = str(runs.with_other_weights(folder, tmp_path))
+    base = ranks(2).run(saved_runs.base_logits, other, (*kept, *LAYOUTS["pp2"][1]), str(tmp_path / "kept/checkpoints"))
+    assert numpy.abs(base[0] - bridge.expected_logits(folder)).max() <= 1e-4
 
 
 def test_dropout_is_in_training_alone_and_initial_factors_are_peft_s(folder_of, ranks, tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_wrap.bridge.mapping.adapter import (
     AdaptedLayer,
     adapter_family,
     peft_config,
+    saved_parameters,
     task_type,
 )
 from megatron_wrap.bridge.mapping.family import Family
@@ -57,9 +59,6 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         kind = values.get("peft_type") if isinstance(values, dict) else None
         raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
     refused = [name for key, name in _REFUSED.items() if values.get(key)]
-    saved = [name for name in values.get("modules_to_save") or () if name not in CLASSIFIER_HEADS]
-    if saved:
-        refused.append(f"modules_to_save: {', '.join(saved)}")
     if values.get("bias", "none") != "none":
         refused.append(f"bias: {values['bias']}")
     if refused:
@@ -97,7 +96,13 @@ def adapter_keys(folder: str | os.PathLike[str]) -> dict[str, Any]:
     keys = {name: theirs[name] for name in _KEYS if theirs.get(name)}
     if isinstance(keys.get("layers_to_transform"), int):
         keys["layers_to_transform"] = [keys["layers_to_transform"]]
-    return {**keys, "path": os.fspath(folder)}
+    saved = saved_modules(theirs)
+    return {**keys, **({"modules_to_save": saved} if saved else {}), "path": os.fspath(folder)}
+
+
+def saved_modules(values: Mapping[str, Any]) -> list[str]:
+    """modules_to_save of adapter_config.json, without the heads that peft adds."""
+    return [name for name in values.get("modules_to_save") or () if name not in CLASSIFIER_HEADS]
 
 
 def open_adapter(
@@ -130,6 +135,13 @@ def open_adapter(
             raise CheckpointError(
                 f"{folder}: {key} is {saved} there and {ours[key]} here; write megatron_wrap.adapter.{key}={saved}"
             )
-    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers))
+    table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
+    if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():
+        saved = ", ".join(theirs_whole.modules_to_save)
+        raise CheckpointError(
+            f"{folder}: modules_to_save is [{saved}] there and [{', '.join(config.modules_to_save)}] here; write "
+            f"megatron_wrap.adapter.modules_to_save=[{saved}]"
+        )
+    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config))
     files.check(arch)
     return files

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,9 +22,13 @@ PEFT_PREFIX = "base_model.model."
 """Of names in adapter_model.safetensors."""
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """peft's task type of a model with a scalar head."""
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Global name of the embedding."""
 ADAPTER = "_adapter"
 """Ending of the name of an adapter's module, which begins with that of its linear layer."""
 
+_WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
+"""Global names of parameters that can be trained whole."""
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 
 
@@ -94,7 +98,8 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
         table: the family's, global name of each parameter -> its Hugging Face tensors.
 
     Raises:
-        ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module.
+        ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module,
+            or one of modules_to_save a module that cannot be trained whole.
     """
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
     if any(".mlp.experts." in name for name in linear):
@@ -103,6 +108,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
         linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
     _refuse_unmatched(config, modules)
+    _refuse_unsupported(table, config.modules_to_save)
     layers = []
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
@@ -113,22 +119,68 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     return layers
 
 
-def saved_parameters(table: Mapping[str, WeightMapping]) -> dict[str, WeightMapping]:
-    """Global name of each parameter that is trained whole beside the adapters (peft's modules_to_save) -> its tensors
-    in peft's file: the head of a value model.
+def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
+    """Global name of each parameter that is trained whole beside the adapters (modules_to_save, and the head of a value
+    model) -> its tensors in peft's file.
 
     Args:
         table: the family's, global name of each parameter -> its Hugging Face tensors.
+
+    Raises:
+        ConfigError: an entry matches no module, or one that cannot be trained whole.
     """
-    return {name: _renamed(mapping) for name, mapping in table.items() if name == HEAD and SCORE in mapping.shapes()}
+    _refuse_unsupported(table, config.modules_to_save)
+    return {
+        name: _renamed(mapping)
+        for name, mapping in table.items()
+        if any(map(_is_saved(config), _owners(mapping))) or (name == HEAD and SCORE in mapping.shapes())
+    }
 
 
-def adapter_family(family: Family, layers: Sequence[AdaptedLayer]) -> Family:
+def _is_saved(config: AdapterConfig) -> Callable[[str], bool]:
+    """peft's rule (utils/other.py, _set_trainable): a name of a module ends with an entry, also within a word."""
+    return lambda module: module.endswith(config.modules_to_save)
+
+
+def _owners(mapping: WeightMapping) -> list[str]:
+    """The Hugging Face modules of a parameter's tensors."""
+    return [name.rpartition(".")[0] for name in mapping.shapes()]
+
+
+def _refuse_unsupported(table: Mapping[str, WeightMapping], entries: Sequence[str]) -> None:
+    possible = {owner for name, mapping in table.items() if _WHOLE.fullmatch(name) for owner in _owners(mapping)}
+    names = {owner for mapping in table.values() for owner in _owners(mapping)}
+    parts = [name.split(".") for name in names]
+    every = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+    (embedding,) = _owners(table[EMBEDDING])
+    tied = {embedding, "lm_head"} if HEAD not in table else set()
+    key = "megatron_wrap.adapter.modules_to_save"
+    for entry in entries:
+        matched = {name for name in every | tied if name.endswith(entry)}
+        if matched & tied:
+            raise ConfigError(
+                f"{key}: {entry} is the embedding and the output layer, whose weights are tied in this model; training "
+                "a copy of one of them is not supported, so remove it"
+            )
+        if not matched:
+            endings = sorted({name.rpartition(".")[2] for name in possible - tied})
+            raise ConfigError(
+                f"{key}: {entry} matches no module of the model{did_you_mean(entry, endings)}; possible are "
+                f"{', '.join(endings)}"
+            )
+        if not matched <= possible:
+            raise ConfigError(
+                f"{key}: {entry} matches {min(matched - possible)}; only embeddings, the output layer and norms can be "
+                "trained whole, so list linear layers in target_modules"
+            )
+
+
+def adapter_family(family: Family, layers: Sequence[AdaptedLayer], config: AdapterConfig) -> Family:
     """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`."""
     factors = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
     return replace(
         family,
-        parameters=lambda arch: {**factors, **saved_parameters(family.parameters(arch))},
+        parameters=lambda arch: {**factors, **saved_parameters(family.parameters(arch), config)},
         base_prefix=PEFT_PREFIX,
         ignored=(),
         new_if_missing=(),
@@ -149,6 +201,8 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         task: peft's task type, from `task_type`.
     """
     modules = [module.name for layer in layers for module in layer.modules]
+    head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
+    saved = list(dict.fromkeys([*config.modules_to_save, *head]))
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -164,7 +218,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
         "bias": "none",
-        "modules_to_save": [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else None,
+        "modules_to_save": saved or None,
     }
 
 

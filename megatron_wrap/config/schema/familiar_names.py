@@ -215,10 +215,11 @@ TRL: Mapping[str, Counterpart] = {
     "lora_alpha": Counterpart(f"{_ADAPTER}.lora_alpha"),
     "lora_dropout": Counterpart(f"{_ADAPTER}.lora_dropout"),
     "lora_target_modules": Counterpart(f"{_ADAPTER}.target_modules"),
+    "lora_modules_to_save": Counterpart(f"{_ADAPTER}.modules_to_save"),
     "use_rslora": Counterpart(f"{_ADAPTER}.use_rslora"),
     "ref_adapter_name": Counterpart("megatron_wrap.models.reference", "base: the policy without its adapter"),
     **_none("the flow determines it", "lora_task_type"),
-    **_none(_NO_ADAPTER_OPTION, "lora_target_parameters", "lora_modules_to_save", "use_dora"),
+    **_none(_NO_ADAPTER_OPTION, "lora_target_parameters", "use_dora"),
     **_none(
         _NO_QUANTIZATION,
         *("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),

@@ -231,6 +231,9 @@ class AdapterConfig:
     names such as [q_proj, v_proj], or a regular expression that matches a whole name."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
+    modules_to_save: tuple[str, ...] = ()
+    """Embeddings, output layer and norms that are trained whole, by endings of their names, such as [embed_tokens,
+    lm_head]; their original weights are kept as well. The head of a value model is always trained."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
     rank_pattern: Mapping[str, int] | None = None

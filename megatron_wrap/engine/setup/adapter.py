@@ -45,7 +45,7 @@ def adapt_chunks(
     layers = layers_with_adapters(config, vocab_size)
     folder = adapter_folder(config, layers, vocab_size) if from_path else None
     hf_format = export_format(config, vocab_size)
-    saved = saved_parameters(hf_format.family.parameters(hf_format.arch))
+    saved = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
     for chunk in map(bare_model, chunks):
         add_adapters(chunk, layers, config, parallel)
         train_whole(chunk, saved, config)

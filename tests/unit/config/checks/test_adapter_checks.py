@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.mapping.adapter import adapted_layers
+from megatron_wrap.bridge.mapping.adapter import adapted_layers, saved_parameters
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.errors import ConfigError
@@ -47,12 +47,24 @@ def test_a_contradiction_is_refused(overrides, message):
         ("exclude_modules=[k_prj]", "exclude_modules: k_prj"),
         ("rank_pattern={gate: 3}", "rank_pattern: gate matches"),
         ("exclude_modules=.*", "no linear layer remains"),
+        ("modules_to_save=[embed_token]", "embed_token matches no module of the model; did you mean embed_tokens"),
+        ("modules_to_save=[q_proj]", "q_proj matches model.layers.0.self_attn.q_proj; only embeddings"),
+        ("modules_to_save=[mlp]", "mlp matches model.layers.0.mlp; only embeddings"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(override, message):
     config = load_run_config(CONFIG, (LORA, f"{KEYS}.{override}"))
     model = export_format(config, 4096)
     with pytest.raises(ConfigError, match=message):
+        adapted_layers(model.family.parameters(model.arch), config.adapter)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_copy_of_one_of_two_tied_modules_is_refused(name):
+    tied = "megatron_lm.model.arch.untie_embeddings_and_output_weights=false"
+    config = load_run_config(CONFIG, (LORA, tied, f"{KEYS}.modules_to_save=[{name}]"))
+    model = export_format(config, 4096)
+    with pytest.raises(ConfigError, match=f"{name} is the embedding and the output layer, whose weights are tied"):
         adapted_layers(model.family.parameters(model.arch), config.adapter)
 
 
@@ -66,6 +78,7 @@ def test_peft_s_rules_choose_the_modules():
         "layers_to_transform": [1, 2],
         "rank_pattern": {"q_proj": 3, r"layers\.2\.mlp\.down_proj": 5},
         "alpha_pattern": {"down_proj": 32},
+        "modules_to_save": ["lm_head", "norm", "3.post_attention_layernorm"],
     }
     overrides = [f"{KEYS}.{key}={json.dumps(value)}" for key, value in options.items()]
     config = load_run_config(CONFIG, (LORA, *overrides))
@@ -83,6 +96,12 @@ def test_peft_s_rules_choose_the_modules():
         if isinstance(module, peft.tuners.lora.Linear)
     }
     assert ours == theirs
+    trained_whole = saved_parameters(form.family.parameters(form.arch), config.adapter).values()
+    assert {name for mapping in trained_whole for name in mapping.shapes()} == {
+        name.replace(".modules_to_save.default", "")
+        for name, parameter in adapted.named_parameters()
+        if parameter.requires_grad and ".lora_" not in name
+    }
 
 
 pytestmark = pytest.mark.transformers
