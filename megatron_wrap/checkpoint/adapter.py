@@ -92,7 +92,7 @@ def compare_adapters(checkpoint: Path, saved_adapter: Mapping[str, Any], config:
     if "none" in (config.adapter.adapter_type, saved_adapter.get("adapter_type", "none")):
         return
     names = {field.name for field in fields(AdapterConfig)}
-    values = {
+    values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in saved_adapter.items() if key in names
     }
     saved = AdapterConfig(**values)

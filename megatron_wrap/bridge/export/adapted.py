@@ -9,7 +9,13 @@ from collections import Counter
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.adapter_folder import open_adapter, read_adapter_config
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
-from megatron_wrap.bridge.mapping.adapter import PEFT_PREFIX, AdaptedLayer, adapted_layers, adapter_family
+from megatron_wrap.bridge.mapping.adapter import (
+    PEFT_PREFIX,
+    AdaptedLayer,
+    adapted_layers,
+    adapter_family,
+    saved_parameters,
+)
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.run import RunConfig
@@ -75,7 +81,8 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     """One line: the numbers of adapted modules, of trainable and of all parameters of the whole model.
 
     Args:
-        vocab_size: of the model; None: not known, then the line ends after the trainable parameters.
+        vocab_size: of the model; None: not known, then the line ends after the trainable parameters, or before them if
+            they include an embedding.
 
     Raises:
         UnsupportedModel, ConfigError: as `layers_with_adapters`.
@@ -90,7 +97,14 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     total = size(hf_format.family) + trainable
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)
-    line = f"LoRA beside {count} modules ({kinds}): trainable params: {trainable:,}"
+    line = f"LoRA beside {count} modules ({kinds})"
+    whole = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
+    if whole:
+        owners = {name.split(".")[-2] for mapping in whole.values() for name in mapping.shapes()}
+        line += f", trained whole: {', '.join(sorted(owners))}"
+    if vocab_size is None and any(mapping.padded for mapping in whole.values()):
+        return line
+    line += f": trainable params: {trainable:,}"
     if vocab_size is None:
         return line
     return f"{line} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}"
