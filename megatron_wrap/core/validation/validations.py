@@ -196,10 +196,12 @@ def _frozen(candidate: Candidate) -> Iterator[Note]:
 
 def _adapter(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
-    layers = layers_with_adapters(config)
-    if starting_checkpoint(config) is None:  # the factors of a checkpoint replace those of adapter.path
-        adapter_folder(config, layers)
-    yield from map(Note, adapter_lines(config, candidate.vocab_size or config.arch.vocab_size))
+    vocab_size = candidate.vocab_size or config.arch.vocab_size
+    layers = layers_with_adapters(config, vocab_size)
+    # without a tokenizer's size the processes compare the folder; the factors of a checkpoint replace it
+    if vocab_size is not None and starting_checkpoint(config) is None:
+        adapter_folder(config, layers, vocab_size)
+    yield from map(Note, adapter_lines(config, vocab_size))
 
 
 def _reference(candidate: Candidate) -> Iterator[Note]:
