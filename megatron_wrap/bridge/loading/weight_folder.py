@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import CheckpointError, did_you_mean
+from megatron_wrap.errors import CheckpointError, did_you_mean, special_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,12 +91,23 @@ class WeightFolder:
         """A slice of a tensor, on the CPU. It may be memory-mapped: copy it and drop the reference.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
         """
         entry = self.tensors[name]
-        index = tuple(slice(start, stop) for start, stop in region)
+        values = self._slice(entry, tuple(slice(start, stop) for start, stop in region))
+        # propagates NaN, and is 25 times as fast as isfinite().all() in bf16: 2 ms for a block of 32 MiB
+        extremes = values.aminmax() if values.numel() else ()
+        if not all(extreme.isfinite() for extreme in extremes):
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} contains NaN or infinity; the model was damaged before it was saved, so "
+                "take another one, or download the file again"
+            )
+        return values
+
+    def _slice(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor:
         if entry.file in self._pickled:
-            return self._pickled[entry.file][entry.name][index]
+            stored: Tensor = self._pickled[entry.file][entry.name][index]
+            return stored
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -159,9 +170,11 @@ class WeightFolder:
 
     def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
         folder = self.folder
+        if reason := special_file(folder / INDEX):
+            raise CheckpointError(reason)
         if (folder / INDEX).is_file():
             return self._indexed(folder / INDEX)
-        files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+        files = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
         if len(files) > 1:
             raise CheckpointError(
                 f"{folder}: contains {len(files)} safetensors files and no {INDEX}; download the index too"
@@ -189,7 +202,7 @@ class WeightFolder:
         for file in sorted(set(files.values())):
             if os.path.basename(file) != file:
                 raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder; download it again")
-            if not (self.folder / file).is_file():
+            if not (self.folder / file).exists():
                 raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; download it")
             stored.update(stored_tensors(self.folder / file))
         for name, file in files.items():
@@ -205,6 +218,8 @@ class WeightFolder:
         types = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
         stored: dict[str, StoredTensor] = {}
         for file in files:
+            if reason := special_file(file):
+                raise CheckpointError(reason)
             try:
                 tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # the zip reader, the unpickler and torch raise different exceptions
@@ -225,6 +240,8 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
+    if reason := special_file(file):
+        raise CheckpointError(reason)
     try:
         with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}

@@ -8,10 +8,17 @@ from typing import Any
 
 import yaml
 
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError, did_you_mean, special_file
 
 COMMAND_LINE = "command line"
 
+MAX_BYTES = 1 << 22
+"""Of a file."""
+MAX_DEPTH = 64
+"""Of nested lists and mappings."""
+MAX_VALUES = 200_000
+"""Of a file, where an alias counts as the values that it stands for."""
+_MANY_INDICATORS = 1000
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
@@ -76,14 +83,19 @@ def read_yaml(path: Path, missing_hint: str = "") -> Node:
     """The mapping of a YAML file, with positions.
 
     Raises:
-        ConfigError: the file is missing, empty, not a mapping, not YAML, or sets a key twice.
+        ConfigError: the file is missing, empty, not a mapping, not YAML, sets a key twice, or exceeds MAX_BYTES,
+            MAX_DEPTH or MAX_VALUES.
     """
     shown = shown_path(path)
+    if reason := special_file(path):
+        raise ConfigError(reason)
     if not os.path.isfile(path):  # Path.is_file raises if a folder may not be entered
         kind = "is a folder, not a YAML file" if os.path.isdir(path) else "no such file"
         siblings = [entry.name for entry in path.parent.glob("*.y*ml")]
         raise ConfigError(f"{shown}: {kind}{missing_hint or did_you_mean(path.name, siblings)}")
     try:
+        if (size := os.path.getsize(path)) > MAX_BYTES:
+            raise ConfigError(f"{shown}: {size:,} bytes, more than the {MAX_BYTES:,} of a configuration; is it one?")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
@@ -121,14 +133,58 @@ def describe(value: Any) -> str:
 def _parse(text: str, shown: str) -> Node | None:
     loader = _Loader(text)
     try:
+        _check_depth(text, shown)
         root = loader.get_single_node()
-        return None if root is None else _convert(root, shown, ())
+        if root is None:
+            return None
+        _check_size(root, shown)
+        return _convert(root, shown, ())
+    except RecursionError as error:
+        raise ConfigError(_too_deep(shown)) from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_message(error, text, shown)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{shown}: not YAML ({' '.join(str(error).split())})") from error
     finally:
         loader.dispose()
+
+
+def _check_depth(text: str, shown: str) -> None:
+    """Refuse very deep nesting before nodes are composed: libyaml's composer recurses in C, which can crash Python."""
+    if sum(map(text.count, "[{-?")) < _MANY_INDICATORS:
+        return
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(_too_deep(shown))
+
+
+def _check_size(root: yaml.Node, shown: str) -> None:
+    """Refuse more values or levels than the limits: aliases of aliases multiply."""
+    sizes: dict[int, int] = {}
+
+    def measure(node: yaml.Node, depth: int) -> int:
+        if depth > MAX_DEPTH:
+            raise ConfigError(_too_deep(shown))
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # for an alias that contains itself, which `_convert` refuses
+            if isinstance(node, yaml.MappingNode):
+                # the value of a merge is read once more for its keys
+                below = [(value, 2 if key.tag == _TAG + "merge" else 1) for key, value in node.value]
+            else:
+                below = [(item, 1) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
+            sizes[id(node)] = 1 + sum(times * measure(value, depth + 1) for value, times in below)
+        return sizes[id(node)]
+
+    if measure(root, 1) > MAX_VALUES:
+        raise ConfigError(
+            f"{shown}: more than {MAX_VALUES:,} values once its aliases (*name) are replaced; write fewer aliases"
+        )
+
+
+def _too_deep(shown: str) -> str:
+    return f"{shown}: lists or mappings nested more than {MAX_DEPTH} levels deep; a configuration needs fewer"
 
 
 def _syntax_message(error: yaml.MarkedYAMLError, text: str, shown: str) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_wrap.errors import DataError, missing_path_hint
+from megatron_wrap.errors import DataError, missing_path_hint, special_file
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -19,12 +19,15 @@ def load_tokenizer(path: str | Path) -> Any:
         path: folder or hub id.
 
     Raises:
-        DataError: no such folder (the message suggests the closest name), files that transformers cannot read, or a hub
-            id that cannot be downloaded.
+        DataError: no such folder (the message suggests the closest name), files that transformers cannot read or that
+            are pipes or devices, or a hub id that cannot be downloaded.
     """
     text = str(path)
     folder = Path(text).expanduser()
     if folder.exists():
+        for path in [folder, *(folder.iterdir() if folder.is_dir() else ())]:
+            if reason := special_file(path):
+                raise DataError(reason)
         return _load(str(folder.resolve()))
     if _is_hub_id(text):
         return _load(text)

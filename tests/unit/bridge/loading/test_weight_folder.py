@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,32 @@ def test_a_corrupt_shard(folder, content):
     file = shards(folder)[0]
     file.write_bytes(content)
     assert f"{file.name}: is truncated or not a safetensors file" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_weight_that_is_not_finite_is_refused_by_name(folder, value, dtype):
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name][3, 5] = value
+
+    change(folder, damage)
+    weights = checked_weights(folder)
+    assert weights.read(name, ((0, 3), (0, 24))).isfinite().all()
+    with pytest.raises(CheckpointError, match=rf"{SINGLE}: {name} contains NaN or infinity"):
+        weights.read(name, ((0, 16), (0, 24)))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_pipe_instead_of_weights(folder, pickled):
+    for shard in shards(folder):
+        shard.unlink()
+    (folder / INDEX).unlink()
+    os.mkfifo(folder / ("pytorch_model.bin" if pickled else SINGLE))
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        checked_weights(folder, *(["megatron_wrap.model_provider.hf_allow_pickle=true"] if pickled else []))
 
 
 def test_an_invalid_index(folder):

@@ -1,5 +1,6 @@
 """YAML with positions, against PyYAML and Python's own numbers."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,49 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: 
     with pytest.raises(ConfigError) as raised:
         read_yaml(Path("a.yaml"))
     assert str(raised.value).startswith(message)
+
+
+_ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+_MERGES = "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: *a{i - 1}}}\n" for i in range(1, 40))
+_CHAIN = "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a0: &a0 [x]\n" + _ALIASES, "more than 200,000 values"),
+        ("a0: &a0 {k: 1}\n" + _MERGES, "more than 200,000 values"),
+        ("a0: &a0 [x]\n" + _CHAIN, "more than 200,000 values"),
+        ("a: [" + "1," * 200_000 + "]", "more than 200,000 values"),
+        ("a: " + "[" * 65 + "]" * 65, "nested more than 64 levels"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, "nested more than 64 levels"),
+        ("a: " + "[" * 1_000_000, "nested more than 64 levels"),
+        ("a: " + "{a: " * 20_000, "nested more than 64 levels"),
+        ("a:\n  " + "- " * 20_000, "nested more than 64 levels"),
+        ("a: " + "x" * (1 << 22), "4,194,307 bytes, more than the 4,194,304"),
+    ],
+    ids=["aliases", "merges", "chain", "values", "65 levels", "lists", "open lists", "mappings", "block", "bytes"],
+)
+def test_files_without_bounds_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_yaml(Path("a.yaml"))
+    assert str(raised.value).startswith(f"a.yaml: {message}") or f"lists or mappings {message}" in str(raised.value)
+
+
+def test_ordinary_depth_and_aliases_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("a: " + "[" * 62 + "]" * 62 + "\nb: &b [1, 2]\nc: [*b, *b]\nd: [" + "[1]," * 2000 + "]\n")
+    assert read_yaml(path).plain() == yaml.safe_load(path.read_text())
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml: is a pipe"):
+        read_yaml(tmp_path / "a.yaml")
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

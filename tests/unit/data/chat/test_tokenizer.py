@@ -1,5 +1,7 @@
 """Loading tokenizers; their pad and eos ids."""
 
+import os
+
 import pytest
 
 from megatron_wrap.data.chat.tokenizer import end_token_id, fingerprint, load_tokenizer, pad_token_id
@@ -82,3 +84,9 @@ class _Written:
 def test_fingerprints_are_those_that_files_of_earlier_versions_record():
     recorded = {"vocabulary": "caf03a2167c05fca", "encoding": "d097f13e2763584b", "samples": "1dd23fdc9284b073"}
     assert {of: fingerprint(_Written(), of)[:16] for of in recorded} == recorded
+
+
+def test_a_pipe_in_the_folder_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: is a pipe"):
+        load_tokenizer(tmp_path)
