@@ -176,9 +176,10 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
         ranks(1).run(runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), (), str(tmp_path / "run"), 5, None)
 
 
-def test_an_adapter_of_peft_is_loaded_on_a_layout(on_one_rank, ranks, tmp_path):
+@pytest.mark.parametrize("name", ["patterns", "whole"])
+def test_an_adapter_of_peft_is_loaded_on_a_layout(name, on_one_rank, ranks, tmp_path):
     """The factors are peft's bit for bit, and the logits those of its model."""
-    folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank("patterns")
+    folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank(name)
     peft = runs.peft_model(folder, adapter, factors)
     peft.save_pretrained(tmp_path / "peft")
     settings = (runs.SELECT, *runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
@@ -222,9 +223,10 @@ def test_parameters_trained_whole_are_resumed_with_their_originals(folder_of, ra
     straight = ranks(1).run(runs.train_and_resume, folder, whole, str(tmp_path / "straight"), 3, None)[0]
     saved = ranks(2).run(runs.train_and_resume, folder, tp2, str(tmp_path / "run"), 2, None)[0]
     weights = {name for name in saved[1] if not name.startswith("optimizer.")}
-    assert {name for name in weights if "lora_" not in name} == {
-        f"modules_to_save.{name}.weight"
-        for name in ("embedding.word_embeddings", "output_layer", "decoder.layers.1.input_layernorm")
+    assert {name.removeprefix("modules_to_save.") for name in weights if "lora_" not in name} == {
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",  # Megatron-Core's name of input_layernorm
     }
     after = ranks(2).run(runs.train_and_resume, folder, pp2, str(tmp_path / "run"), 3, None)[0]
     numpy.testing.assert_allclose(after[0], straight[0][2:], rtol=1e-5)

@@ -1,0 +1,55 @@
+"""modules_to_save and the task of a folder of peft, compared with those of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
+from megatron_wrap.bridge.loading.adapter_folder import adapter_keys
+from megatron_wrap.config import load_run_config
+from megatron_wrap.errors import MegatronWrapError
+
+CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-sft.yaml"
+KEYS = "megatron_wrap.adapter"
+PEFT: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8}
+SCORES = {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+VALUE = ("megatron_wrap.model_provider.provider_key=gpt_value_model",)
+
+
+def folder_with(folder: Path, **values: Any) -> Path:
+    (folder / "adapter_config.json").write_text(json.dumps({**PEFT, **values}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "message"),
+    [
+        (SCORES, (), "an adapter of a sequence classification model; set .*provider_key to gpt_value_model"),
+        ({}, VALUE, "an adapter of a language model; set .*provider_key to gpt_model"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            (),
+            r"is \[lm_head\] there and \[\] here; write .*modules_to_save=\[lm_head\]",
+        ),
+        ({}, (f"{KEYS}.modules_to_save=[norm]",), r"is \[\] there and \[norm\] here"),
+        ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
+    ],
+)
+def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_path):
+    folder = folder_with(tmp_path, **values)
+    config = load_run_config(CONFIG, (f"{KEYS}.__select__=lora", f"{KEYS}.path={folder}", *overrides))
+    with pytest.raises(MegatronWrapError, match=message):
+        adapter_folder(config, layers_with_adapters(config))
+
+
+def test_keys_of_a_folder(tmp_path):
+    """The heads that peft adds are not among them."""
+    assert "modules_to_save" not in adapter_keys(folder_with(tmp_path, **SCORES))
+    saved = [*SCORES["modules_to_save"], "embed_tokens"]
+    assert adapter_keys(folder_with(tmp_path, **{**SCORES, "modules_to_save": saved}))["modules_to_save"] == [
+        "embed_tokens"
+    ]
