@@ -1,8 +1,9 @@
 """Prepared samples of one source on disk, with their lengths: written once, read by row in constant time.
 
 A cache is a folder named by a hash of everything that its content depends on. It is written under another name and
-renamed when it is complete, so processes and runs may share a parent folder. Samples are pickled: use a folder that
-only you can write to.
+renamed when it is complete, so processes and runs may share a parent folder. Nothing in it is executed when it is
+read. A damaged cache is written again: its small files are compared with their SHA-256 when it is opened, and each
+sample with its CRC-32 when it is read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import weakref
 from array import array
@@ -23,23 +23,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron_wrap.data.cache import sample_codec
 from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.rows import BadSample, Rows, converted
 from megatron_wrap.errors import DataError
+from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
 from megatron_wrap.utils.process_pool import ProcessPool
 from megatron_wrap.utils.progress import tracked
 
+_FORMAT = 2
+"""1: pickled samples, which are not read."""
 _CHUNK = 64
 """Rows that a process prepares at a time."""
 _KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends.npy", "lengths.npy", "length_ends.npy"
+_COMPLETE = "complete.json"
+"""The size of the samples' file and the SHA-256 of the others."""
 
 
 class Entry(NamedTuple):
     """One prepared sample; the default is that of a row that cannot be used."""
 
     content: bytes = b""
-    """The pickled sample."""
+    """The sample, see `sample_codec`."""
     lengths: tuple[int, ...] = ()
     """Tokens of each of its sequences."""
 
@@ -52,6 +58,7 @@ class TokenCache:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder, self._is_damaged = folder, False
         self._ends = np.load(folder / _ENDS, mmap_mode="r")
         self._lengths = np.load(folder / _LENGTHS, mmap_mode="r")
         self._length_ends = np.load(folder / _LENGTH_ENDS, mmap_mode="r")
@@ -62,9 +69,27 @@ class TokenCache:
         return len(self._ends) - 1
 
     def get(self, row: int) -> Any:
-        """The prepared sample of a row; None if the row cannot be used."""
+        """The prepared sample of a row; None if the row cannot be used, or its sample is damaged. The next run then
+        writes the cache again."""
         begin, end = int(self._ends[row]), int(self._ends[row + 1])
-        return None if begin == end else pickle.loads(os.pread(self._samples, end - begin, begin))
+        if begin == end:
+            return None
+        try:
+            return sample_codec.decode(os.pread(self._samples, end - begin, begin))
+        except (OSError, ValueError) as error:
+            self._report(error)
+            return None
+
+    def _report(self, error: Exception) -> None:
+        if self._is_damaged:
+            return
+        self._is_damaged = True
+        logger.warning_all_ranks(
+            f"the tokenized cache {self._folder} is damaged ({error}); its damaged samples are prepared again, and the "
+            "next run writes the cache again"
+        )
+        with contextlib.suppress(OSError):  # of another user, or done by another process
+            (self._folder / _COMPLETE).unlink()
 
     def lengths(self, row: int) -> tuple[int, ...] | None:
         """Tokens of each sequence of a row's sample; None if the row cannot be used."""
@@ -91,15 +116,20 @@ def open_cache(
         processes: number of processes that prepare samples.
 
     Raises:
-        DataError: a row cannot be used, with its file and row; or the folder cannot be written.
+        DataError: a row cannot be used, with its file and row; a prepared sample cannot be stored; or the folder cannot
+            be written.
     """
-    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps([_FORMAT, key], sort_keys=True, default=str).encode()).hexdigest()[:32]
     folder = Path(parent).expanduser() / name
-    if not folder.is_dir():
+    if _damage(folder) is not None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder.parent / f".{name}.lock", "writes the tokenized cache"):
-                if not folder.is_dir():
+                damage = _damage(folder)
+                if damage is not None:
+                    if folder.is_dir():
+                        logger.warning_all_ranks(f"the tokenized cache {folder} is damaged ({damage}); written again")
+                        _remove(folder)
                     _remove_leftovers(folder)
                     _write(folder, key, rows(), preparation, skip_bad, processes)
         except OSError as error:
@@ -107,6 +137,32 @@ def open_cache(
                 f"megatron_wrap.data.cache_dir {parent}: cannot be written: {error}; give another folder, or null"
             ) from error
     return TokenCache(folder)
+
+
+def _damage(folder: Path) -> str | None:
+    """Why a cache cannot be used, as text; None if it can."""
+    try:
+        recorded = json.loads((folder / _COMPLETE).read_text("utf-8"))
+        actual = _record(folder)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return next((f"{name} has changed" for name in actual if actual[name] != recorded.get(name)), None)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What `complete.json` contains."""
+    digests = {
+        name: hashlib.sha256(memoryview(np.memmap(folder / name, mode="r"))).hexdigest()
+        for name in (_ENDS, _LENGTHS, _LENGTH_ENDS)
+    }
+    return {**digests, _SAMPLES: (folder / _SAMPLES).stat().st_size}
+
+
+def _remove(folder: Path) -> None:
+    """Remove a damaged cache, which other processes may still read."""
+    hidden = folder.parent / f".{folder.name}.{os.getpid()}.{os.uname().nodename}.partial"
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -123,6 +179,7 @@ def _write(
     try:
         _write_content(partial, rows, _entries(rows, preparation, skip_bad, processes))
         (partial / _KEY).write_text(json.dumps(key, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
+        (partial / _COMPLETE).write_text(json.dumps(_record(partial)), "utf-8")
         try:
             partial.rename(folder)
         except OSError:
@@ -173,4 +230,4 @@ def _entry(rows: Rows, row: int, preparation: Preparation, skip_bad: bool) -> En
         if not skip_bad:
             raise
         return Entry()
-    return Entry(pickle.dumps(prepared, protocol=pickle.HIGHEST_PROTOCOL), tuple(lengths))
+    return Entry(sample_codec.encode(prepared), tuple(lengths))

@@ -58,12 +58,13 @@ class RestrictedReader(FileSystemReader):
             CheckpointError: an object in a file refers to a class that checkpoints do not contain.
         """
         files: dict[str, list[Any]] = {}
+        restricted: Any = _RestrictedPlanner(planner)
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
             file = Path(self.path) / name
             with restricted_pickle.refusing(file):
-                super().read_data(dataclasses.replace(plan, items=items), _RestrictedPlanner(planner))
+                super().read_data(dataclasses.replace(plan, items=items), restricted)
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished

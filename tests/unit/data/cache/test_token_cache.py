@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import decimal
+import json
+import math
 import os
+import pickle
 import signal
+import sys
 import time
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
+import torch
 
+from megatron_wrap.data.cache import sample_codec, token_cache
 from megatron_wrap.data.cache.token_cache import TokenCache, open_cache
 from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.rows import ListedRows
@@ -94,3 +105,113 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "caches").write_text("a file")
     with pytest.raises(DataError, match=r"cache_dir .*caches: cannot be written"):
         opened(tmp_path, Counted(tmp_path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    mask: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    count: int
+
+
+class Pair(NamedTuple):
+    chosen: Any
+    rejected: Any
+
+
+class Attack:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of the cache."""
+    texts: list[str] = []
+    monkeypatch.setattr(token_cache.logger, "warning_all_ranks", texts.append)
+    return texts
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether pickles of both are equal, which contain types and bits."""
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"text": "a\ud800\n", "none": None, "flags": [True, 1, 1.5], 3: -(2**70), (1, "b"): b"\0\xff"},
+        {"ids": list(range(-5, 40)), "large": [2**70] * 9, "weights": [0.1, math.inf, -0.0] * 4, "set": {3}},
+        Pair(Tokens([1, 2, 3] * 5, (0.5,)), {"nested": [Tokens([]), Slots(3)]}),
+        {"date": datetime.datetime(2026, 1, 2, 3, 4, 5, 6), "price": decimal.Decimal("1.10"), "empty": ({}, [], ())},
+        {"i": numpy.arange(6, dtype=numpy.int16).reshape(2, 3), "s": numpy.float32(0.1), "t": numpy.array(["a", "bc"])},
+    ],
+)
+def test_a_stored_sample_is_the_same(value: Any):
+    assert same(sample_codec.decode(sample_codec.encode(value)), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64])
+def test_a_stored_tensor_is_the_same(dtype: torch.dtype):
+    for tensor in (torch.randn(2, 3).to(dtype), torch.ones(()).to(dtype), torch.empty(0, 4).to(dtype)):
+        read = sample_codec.decode(sample_codec.encode([tensor]))[0]
+        assert (read.dtype, read.shape) == (dtype, tensor.shape)
+        assert torch.equal(read.float(), tensor.float())
+
+
+def test_a_sample_that_cannot_be_stored_is_one_error(tmp_path: Path):
+    with pytest.raises(
+        DataError, match=r"contains a .*Attack, which the tokenized cache cannot store.*cache_dir to null"
+    ):
+        opened(tmp_path, lambda row: {"square": 1, "object": Attack(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["ends.npy", "lengths.npy", "length_ends.npy", "samples.bin", "complete.json"])
+def test_a_cache_with_a_damaged_index_is_written_again(tmp_path: Path, name: str, warnings: list[str]):
+    prepare = Counted(tmp_path)
+    opened(tmp_path, prepare)
+    (file,) = (tmp_path / "caches").glob(f"*/{name}")
+    content = bytearray(file.read_bytes())
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name.endswith(".npy") else content[:-20])
+    for _ in range(2):
+        cache = opened(tmp_path, prepare)
+        assert [cache.get(row) for row in ROWS] == [{"square": row * row} for row in ROWS]
+    assert prepare.count == 1200
+    assert ["is damaged" in text for text in warnings] == [True]
+
+
+def test_a_damaged_sample_is_prepared_by_the_run_and_stored_by_the_next_one(tmp_path: Path, warnings: list[str]):
+    prepare, marker = Counted(tmp_path), tmp_path / "marker"
+    opened(tmp_path, prepare)
+    (file,) = (tmp_path / "caches").glob("*/samples.bin")
+    content = bytearray(file.read_bytes())
+    attack = pickle.dumps(Attack(marker))
+    content[: len(attack)] = attack  # as in the cache of an older version
+    file.write_bytes(content)
+    cache = opened(tmp_path, prepare)
+    assert [cache.get(0), cache.get(0), cache.get(599)] == [None, None, {"square": 599 * 599}]
+    assert ["is damaged" in text for text in warnings] == [True]
+    assert opened(tmp_path, prepare).get(0) == {"square": 0}
+    assert prepare.count == 1200
+    assert len(warnings) == 2
+    assert not marker.exists()
+    assert not [path for path in (tmp_path / "caches").iterdir() if path.name.endswith(".partial")]
+
+
+def test_a_class_that_is_named_in_a_sample_is_neither_imported_nor_called():
+    calls = [("os", "system"), ("subprocess", "Popen"), ("antigravity", "x"), ("builtins", "dict")]
+    for module, name in calls:
+        structure = json.dumps({"object": [module, name, ["exit 1"]]}).encode()
+        content = zlib.crc32(structure).to_bytes(4, "little") + len(structure).to_bytes(4, "little") + structure
+        with pytest.raises(ValueError, match="is not the class that was stored"):
+            sample_codec.decode(content)
+    assert "antigravity" not in sys.modules
