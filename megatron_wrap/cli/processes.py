@@ -99,6 +99,8 @@ def python_statement(statement: str) -> list[str]:
 def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
+    Those of a run on one node listen on the loopback interface only.
+
     Args:
         program: arguments of python in each process.
         config: of the run.
@@ -107,6 +109,8 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from megatron_wrap.parallel import loopback
+
     # the agent logs every failed process; one report is enough, and a process reports a user's error itself
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -114,13 +118,19 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
     local = nodes.num_nodes == 1
+    if local:
+        loopback.register_rendezvous()
+        loopback.prefer_loopback()
+    address, port = (
+        (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or 29500)
+    )
     launch = LaunchConfig(
         min_nodes=nodes.num_nodes,
         max_nodes=nodes.num_nodes,
         nproc_per_node=nodes.processes_per_node,
         run_id=uuid.uuid4().hex if local else "megatron-wrap",
-        rdzv_backend="c10d" if local else "static",
-        rdzv_endpoint=f"{nodes.master_address}:{nodes.master_port or (0 if local else 29500)}",
+        rdzv_backend=loopback.BACKEND if local else "static",
+        rdzv_endpoint=f"{address}:{port}",
         rdzv_configs={} if local else {"rank": nodes.node_rank},
         max_restarts=0,
         monitor_interval=0.2,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.parallel.loopback import loopback_store
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        store = loopback_store(timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=True)
 
