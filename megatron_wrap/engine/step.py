@@ -25,6 +25,8 @@ from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
 
+_MAX_STEPS_WITHOUT_WEIGHT = 10
+"""In a row. A single one is a skipped step, whose loss is nan because it has none."""
 _NON_FINITE_HINT = (
     "lower the learning rate or inspect the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
     "disables this check"
@@ -43,8 +45,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     Raises:
         DataError, FlowError: the batch or the flow is wrong.
-        TrainingError: on every rank, if the loss or the gradient norm is not finite. Parameters, optimizer, learning
-            rate and counters are unchanged.
+        TrainingError: on every rank, if the loss or the gradient norm is not finite, or no token of the last batches is
+            trained. Parameters, optimizer, learning rate and counters are unchanged.
     """
     started = time.perf_counter()
     with phase(DATA):
@@ -109,6 +111,13 @@ def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
     progress, parallel, device, counts = state.progress, state.parallel, state.platform.device, step.weights.counts
     learning_rate, update = state.lr_scheduler.get_lr({}), Update()
     expected_size = state.global_batch_size
+    state.steps_without_weight = 0 if counts.has_weight else state.steps_without_weight + 1
+    if state.steps_without_weight >= _MAX_STEPS_WITHOUT_WEIGHT:
+        raise TrainingError(
+            f"no token of iteration {progress.iteration + 1} is trained, nor of the {_MAX_STEPS_WITHOUT_WEIGHT - 1} "
+            "before it: all loss weights of their batches are 0, so nothing is learned; megatron-wrap inspect-data "
+            "shows which tokens of the data have a loss"
+        )
     with phase(OPTIMIZER):
         square_sums = state.optimizer.prepare(device) if counts.has_weight else []
     # before the update, which a non-finite loss prevents; the host does not wait for the update

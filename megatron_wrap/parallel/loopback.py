@@ -82,4 +82,4 @@ def _rendezvous(parameters: Any) -> Any:
             return RendezvousInfo(prefixed, 0, 1, RendezvousStoreInfo(ADDRESS, port))
 
     port = int(parameters.endpoint.rpartition(":")[2])
-    return LoopbackRendezvous(ADDRESS, port, 0, 1, parameters.run_id, float(parameters.config.get("timeout", 600)))
+    return LoopbackRendezvous(ADDRESS, port, 0, 1, parameters.run_id, int(parameters.config.get("timeout", 600)))

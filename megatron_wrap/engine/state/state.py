@@ -140,6 +140,8 @@ class TrainingState:
     """The batch that `wrap.batches` yielded last in this process, until a step consumes it."""
     open_step: OpenStep | None = None
     """A step of which `wrap.forward_backward` has computed parts."""
+    steps_without_weight: int = 0
+    """The last steps in a row whose batch had no loss weight; not saved."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
 

@@ -4,6 +4,7 @@ and workers that end with the run."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from megatron_wrap.checkpoint.content import saved_progress
 from megatron_wrap.core import MegatronWrap
@@ -183,6 +185,23 @@ def test_an_edited_batch_is_prepared_again():
         for sample in batch:
             sample["loss_mask"] = [0] * len(sample["loss_mask"])
         assert wrap.train(batch)["skipped_iterations"] == 1
+
+
+def test_ten_batches_in_a_row_without_a_trained_token_are_one_error():
+    write(22)
+    with started(f"{TRAIN}.train_iters=30", f"{DATA}.num_workers=0") as wrap:
+        batch = next(wrap.batches())
+        untrained = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch]
+        for samples in [*[untrained] * 9, batch, *[untrained] * 9]:
+            wrap.train(samples)
+        weights = [parameter.clone() for chunk in wrap.state.chunks for parameter in chunk.parameters()]
+        for _ in range(2):
+            with pytest.raises(TrainingError, match="no token of iteration 20 is trained"):
+                wrap.train(untrained)
+            assert wrap.iteration == 19
+        after = [parameter for chunk in wrap.state.chunks for parameter in chunk.parameters()]
+        assert all(map(torch.equal, weights, after))
+        assert math.isfinite(wrap.train(batch)["loss"])
 
 
 def test_batches_go_on_behind_steps_on_samples_of_the_caller():
