@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
@@ -182,6 +183,22 @@ class LinearAdapter(torch.nn.Module):
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:
     """The adapters in a process's model chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter)]
+
+
+def compute_bias_gradients(model: torch.nn.Module) -> None:
+    """Let the trained biases of column-parallel layers with frozen weights get a gradient: Megatron-Core computes none
+    for them (tensor_parallel/layers.py, LinearWithFrozenWeight). The outputs stay the same, bit for bit."""
+    for module in model.modules():
+        if not isinstance(module, ColumnParallelLinear) or module.skip_bias_add or module.bias is None:
+            continue
+        if module.bias.requires_grad and not module.weight.requires_grad:
+            module.register_forward_hook(_add_zero_with_gradient)
+
+
+def _add_zero_with_gradient(layer: Any, _inputs: Any, output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return output
+    return output[0] + (layer.bias - layer.bias.detach()), *output[1:]
 
 
 def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter]:

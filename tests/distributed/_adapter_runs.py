@@ -82,6 +82,15 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
     return None
 
 
+def determined(name: str, values: Any) -> Any:
+    """The values without those of GPT-2's key biases: a softmax is invariant to them, so their gradient is rounding,
+    from which Adam makes steps of its whole learning rate."""
+    if not name.endswith("attn.c_attn.base_layer.bias"):
+        return values
+    queries, _, tokens = numpy.split(values, 3)
+    return numpy.concatenate([queries, tokens])
+
+
 def copy_of(folder: str, target: Path) -> Path:
     """A folder with the same weights and another config.json."""
     import shutil

@@ -100,7 +100,8 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     line = f"LoRA beside {count} modules ({kinds})"
     whole = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
     if whole:
-        owners = {name.split(".")[-2] for mapping in whole.values() for name in mapping.shapes()}
+        names = [name.split(".") for mapping in whole.values() for name in mapping.shapes()]
+        owners = {name[-2] if name[-1] == "weight" else "biases" for name in names}
         line += f", trained whole: {', '.join(sorted(owners))}"
     if vocab_size is None and any(mapping.padded for mapping in whole.values()):
         return line

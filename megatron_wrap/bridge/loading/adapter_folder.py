@@ -37,7 +37,7 @@ CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
-    *("alpha_pattern", "use_rslora"),
+    *("alpha_pattern", "use_rslora", "bias"),
 )
 _SAME = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
@@ -59,8 +59,6 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         kind = values.get("peft_type") if isinstance(values, dict) else None
         raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
     refused = [name for key, name in _REFUSED.items() if values.get(key)]
-    if values.get("bias", "none") != "none":
-        refused.append(f"bias: {values['bias']}")
     if refused:
         raise CheckpointError(f"{path}: {', '.join(refused)} cannot be loaded; only plain LoRA is supported")
     return values
@@ -135,6 +133,11 @@ def open_adapter(
             raise CheckpointError(
                 f"{folder}: {key} is {saved} there and {ours[key]} here; write megatron_wrap.adapter.{key}={saved}"
             )
+    if theirs.get("bias", "none") != config.bias:
+        bias = theirs.get("bias", "none")
+        raise CheckpointError(
+            f"{folder}: bias is {bias} there and {config.bias} here; write megatron_wrap.adapter.bias={bias}"
+        )
     table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
     if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():
         saved = ", ".join(theirs_whole.modules_to_save)

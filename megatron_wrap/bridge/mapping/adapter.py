@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -120,21 +120,42 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
 
 
 def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
-    """Global name of each parameter that is trained whole beside the adapters (modules_to_save, and the head of a value
-    model) -> its tensors in peft's file.
+    """Global name of each parameter that is trained whole beside the adapters (modules_to_save, biases, and the head of
+    a value model) -> its tensors in peft's file.
 
     Args:
         table: the family's, global name of each parameter -> its Hugging Face tensors.
 
     Raises:
-        ConfigError: an entry matches no module, or one that cannot be trained whole.
+        ConfigError: an entry matches no module, or one that cannot be trained whole; lora_only means a part of a bias.
     """
     _refuse_unsupported(table, config.modules_to_save)
-    return {
+    whole = {
         name: _renamed(mapping)
         for name, mapping in table.items()
         if any(map(_is_saved(config), _owners(mapping))) or (name == HEAD and SCORE in mapping.shapes())
     }
+    return {**_trained_biases(table, config), **whole}
+
+
+def _trained_biases(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
+    """The biases of `config.bias`; peft's file has those of adapted modules as base_layer.bias."""
+    if config.bias == "none":
+        return {}
+    adapted = {module.name for layer in adapted_layers(table, config) for module in layer.modules}
+    trained = {}
+    for name, mapping in table.items():
+        owners = set(_owners(mapping))
+        if not name.endswith(".bias") or (config.bias == "lora_only" and not owners & adapted):
+            continue
+        if config.bias == "lora_only" and not owners <= adapted:
+            missing = ", ".join(sorted(owner.rpartition(".")[2] for owner in owners - adapted))
+            raise ConfigError(
+                f"megatron_wrap.adapter.bias: lora_only means a part of {name}, which is one tensor here; adapt "
+                f"{missing} as well, or write all or none"
+            )
+        trained[name] = _renamed(mapping, adapted)
+    return trained
 
 
 def _is_saved(config: AdapterConfig) -> Callable[[str], bool]:
@@ -217,15 +238,21 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "use_rslora": config.use_rslora,
         "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
-        "bias": "none",
+        "bias": config.bias,
         "modules_to_save": saved or None,
     }
 
 
-def _renamed(mapping: WeightMapping) -> WeightMapping:
-    """The mapping to the tensors of peft's file."""
-    parts = tuple(tuple(replace(run, name=f"{PEFT_PREFIX}{run.name}") for run in part) for part in mapping.parts)
-    return replace(mapping, parts=parts)
+def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapping:
+    """The mapping to the tensors of peft's file, where adapted modules are wrapped."""
+
+    def renamed(name: str) -> str:
+        owner, _, kind = name.rpartition(".")
+        return f"{PEFT_PREFIX}{owner}{'.base_layer' if owner in adapted else ''}.{kind}"
+
+    return replace(
+        mapping, parts=tuple(tuple(replace(run, name=renamed(run.name)) for run in part) for part in mapping.parts)
+    )
 
 
 def _module_names(mapping: WeightMapping) -> list[str]:

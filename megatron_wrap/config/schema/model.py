@@ -234,6 +234,8 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     """Embeddings, output layer and norms that are trained whole, by endings of their names, such as [embed_tokens,
     lm_head]; their original weights are kept as well. The head of a value model is always trained."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained whole: all, or lora_only, those of the layers with adapters; their originals are kept."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
     rank_pattern: Mapping[str, int] | None = None

@@ -61,6 +61,10 @@ def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig
         chunk.add_module(CHILD, TrainedCopies(chosen))
     for parameter in chosen.values():
         parameter.requires_grad_(True)
+    if config.adapter.bias != "none":
+        from megatron_wrap.nn.lora import compute_bias_gradients
+
+        compute_bias_gradients(chunk)
 
 
 def add_adapters(

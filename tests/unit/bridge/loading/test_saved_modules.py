@@ -36,6 +36,7 @@ def folder_with(folder: Path, **values: Any) -> Path:
             r"is \[lm_head\] there and \[\] here; write .*modules_to_save=\[lm_head\]",
         ),
         ({}, (f"{KEYS}.modules_to_save=[norm]",), r"is \[\] there and \[norm\] here"),
+        ({"bias": "all"}, (), r"bias is all there and none here; write megatron_wrap\.adapter\.bias=all"),
         ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
     ],
 )

@@ -68,6 +68,28 @@ def test_a_copy_of_one_of_two_tied_modules_is_refused(name):
         adapted_layers(model.family.parameters(model.arch), config.adapter)
 
 
+@pytest.mark.parametrize(("bias", "targets"), [("all", ["q_proj", "down_proj"]), ("lora_only", "all-linear")])
+def test_peft_s_rules_choose_the_biases(bias, targets):
+    """The names in peft's file; lora_only with a part of the fused projections is refused."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    options = {"target_modules": targets, "bias": bias}
+    biases = ("megatron_lm.model.arch.add_qkv_bias=true", *(f"{KEYS}.{k}={json.dumps(v)}" for k, v in options.items()))
+    config = load_run_config(CONFIG, (LORA, *biases))
+    form = export_format(config, 64)
+    table = form.family.parameters(form.arch)
+    ours = {name for mapping in saved_parameters(table, config.adapter).values() for name in mapping.shapes()}
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**small, **heads))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=8, **options))
+    assert ours == {name for name in peft.get_peft_model_state_dict(adapted) if ".lora_" not in name}
+    part = load_run_config(CONFIG, (LORA, *biases, f"{KEYS}.target_modules=[q_proj]", f"{KEYS}.bias=lora_only"))
+    with pytest.raises(ConfigError, match="one tensor here; adapt k_proj, v_proj as well"):
+        saved_parameters(table, part.adapter)
+
+
 def test_peft_s_rules_choose_the_modules():
     """The names of peft's own model with the same options."""
     peft = pytest.importorskip("peft")
