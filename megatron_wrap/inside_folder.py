@@ -17,7 +17,8 @@ def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
         return f"names {name!r}, which is outside its folder"
     root = Path(os.path.abspath(folder))
     target = (root / name).resolve()
-    caches = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    parents = {*root.parents, *root.resolve().parents}
+    caches = [parent.parent / "blobs" for parent in parents if parent.name == "snapshots"]
     if any(target.is_relative_to(place.resolve()) for place in (root, *caches)):
         return None
     return f"names {name!r}, which is a link to {target}, outside its folder"

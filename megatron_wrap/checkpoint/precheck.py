@@ -17,6 +17,7 @@ from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.inside_folder import leaves_folder
 
 _FIRST_PARAMETER: dict[str, str] = {
     "vocab_size": "embedding.word_embeddings.weight",
@@ -56,9 +57,9 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     store = CheckpointStore(root)
     latest = store.latest()
     if latest is not None:
-        return _validated(store.find(latest) or store.folder_of(latest))
+        return _validated(_in_store(root, store.find(latest) or store.folder_of(latest)))
     if store.tracked() == "release":  # Megatron-LM's name for weights without a training state
-        return _validated(root / "release")
+        return _validated(_in_store(root, root / "release"))
     present = store.present()
     return _validated(store.folder_of(present[-1])) if present else None
 
@@ -213,6 +214,13 @@ def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
             f"for {size}; set {SECTION_PATHS['data']}.index_samples: {size_before} to continue, or finetune: true to "
             "begin again"
         )
+
+
+def _in_store(root: Path, checkpoint: Path) -> Path:
+    problem = leaves_folder(root, checkpoint.name)
+    if problem is not None:
+        raise CheckpointError(f"{root} {problem}; load that checkpoint by its own path")
+    return checkpoint
 
 
 def _validated(checkpoint: Path) -> Path:

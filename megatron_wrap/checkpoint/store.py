@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -211,6 +212,9 @@ def missing_part(checkpoint: Path) -> str | None:
     except (OSError, ValueError, KeyError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     for name, size in sizes.items():
+        problem = leaves_folder(checkpoint, name)
+        if problem is not None:
+            return f"{MANIFEST} {problem}"
         try:
             actual_size = (checkpoint / name).stat().st_size
         except OSError:

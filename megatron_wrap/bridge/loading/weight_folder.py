@@ -18,6 +18,7 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, did_you_mean, special_file
+from megatron_wrap.inside_folder import leaves_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -236,12 +237,14 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by their names, from its header.
 
     Raises:
-        CheckpointError: truncated or corrupt.
+        CheckpointError: truncated or corrupt, or a link out of its folder.
     """
     from safetensors import SafetensorError, safe_open
 
     if reason := special_file(file):
         raise CheckpointError(reason)
+    if reason := leaves_folder(file.parent, file.name):
+        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
     try:
         with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}

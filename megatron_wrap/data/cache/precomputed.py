@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import write_atomically
 
 MANIFEST = "precomputed.json"
@@ -124,6 +125,9 @@ class PrecomputedOutputs:
             raise DataError(
                 f"{self.folder} has no precomputed outputs ({error}); run megatron-wrap precompute, which writes them"
             ) from error
+        problem = next(filter(None, (leaves_folder(self.folder, name) for name in self._names)), None)
+        if problem is not None:
+            raise DataError(f"{self.folder / MANIFEST} {problem}; precompute the outputs again")
         if not known:
             raise DataError(
                 f"{self.folder} has format {self.facts['format']}, not {_FORMAT}; precompute the outputs again"
