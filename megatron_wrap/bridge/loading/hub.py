@@ -84,5 +84,6 @@ def download(repo_id: str, patterns: Sequence[str]) -> Path:
     except Exception as error:  # the hub, the network and the cache raise different exceptions
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
-            f"no folder {repo_id!r} is here, and the Hugging Face hub did not provide it ({reason}); give a local one"
+            f"no folder {repo_id!r} is here, and the Hugging Face hub did not provide it ({reason}); "
+            "give the path of a folder that is here"
         ) from error
