@@ -152,7 +152,7 @@ def _damage(folder: Path) -> str | None:
 def _record(folder: Path) -> dict[str, Any]:
     """What `complete.json` contains."""
     digests = {
-        name: hashlib.sha256(memoryview(np.memmap(folder / name, mode="r"))).hexdigest()
+        name: hashlib.sha256(np.memmap(folder / name, mode="r").data).hexdigest()
         for name in (_ENDS, _LENGTHS, _LENGTH_ENDS)
     }
     return {**digests, _SAMPLES: (folder / _SAMPLES).stat().st_size}
