@@ -19,6 +19,6 @@ def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
     target = (root / name).resolve()
     parents = {*root.parents, *root.resolve().parents}
     caches = [parent.parent / "blobs" for parent in parents if parent.name == "snapshots"]
-    if any(target.is_relative_to(place.resolve()) for place in (root, *caches)):
+    if any(target.is_relative_to(permitted.resolve()) for permitted in (root, *caches)):
         return None
     return f"names {name!r}, which is a link to {target}, outside its folder"

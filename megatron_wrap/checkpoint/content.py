@@ -208,16 +208,16 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
         extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
         with readable_scales(extra_states):
-            own, originals = _split_originals(loaded[name])
-            missing, unexpected = bare_model(chunk).load_state_dict(own, strict=False)
+            tensors, originals = _split_originals(loaded[name])
+            missing, unexpected = bare_model(chunk).load_state_dict(tensors, strict=False)
         copies = trained_copies(bare_model(chunk))
         for key, copy in copies.items():
             if key in originals:
                 copy.original.copy_(originals[key])
-                if key not in own:  # a checkpoint of the base alone
+                if key not in tensors:  # a checkpoint of the base alone
                     copy.parameter.copy_(copy.original)
         # a checkpoint may contain only the adapter or only its base
-        contained = {key in copies or is_of_adapter(key) for key in own}
+        contained = {key in copies or is_of_adapter(key) for key in tensors}
         absent = [key for key in missing if key not in copies and is_of_adapter(key) in contained]
         # and one of the torch implementation lacks Transformer Engine's extra states
         wrong = [key for key in [*absent, *unexpected] if not key.endswith("_extra_state")]
@@ -230,9 +230,9 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 
 def _split_originals(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A chunk's tensors by name, and the originals of those that are trained whole."""
-    own = {key: value for key, value in loaded.items() if not key.startswith(_ORIGINAL)}
+    tensors = {key: value for key, value in loaded.items() if not key.startswith(_ORIGINAL)}
     originals = {key.removeprefix(_ORIGINAL): value for key, value in loaded.items() if key.startswith(_ORIGINAL)}
-    return own, originals
+    return tensors, originals
 
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:

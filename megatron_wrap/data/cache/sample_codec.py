@@ -158,9 +158,8 @@ def _field_names(kind: Any) -> list[str] | None:
 
 
 def _loaded_class(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    found = vars(found).get(name) if found is not None else None
-    return found if isinstance(found, type) else None
+    value = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return value if isinstance(value, type) else None
 
 
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}

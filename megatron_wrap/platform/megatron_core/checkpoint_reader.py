@@ -118,10 +118,10 @@ class _RestrictedPlanner:
         return getattr(self._planner, name)
 
     def load_bytes(self, item: Any, value: io.BytesIO) -> None:
-        own = io.BytesIO()
-        torch.save(restricted_pickle.torch_load(value), own)
-        own.seek(0)
-        self._planner.load_bytes(item, own)
+        written = io.BytesIO()
+        torch.save(restricted_pickle.torch_load(value), written)
+        written.seek(0)
+        self._planner.load_bytes(item, written)
 
 
 def use_in_megatron(replacements: Replacements) -> None:
@@ -131,7 +131,7 @@ def use_in_megatron(replacements: Replacements) -> None:
     serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
     if not hasattr(torch_format, "_get_filesystem_reader"):
         raise unexpected(f"{torch_format.__name__} has no _get_filesystem_reader")
-    for module in (torch_format, serialization):  # 0.19 reads the common state with it, too
+    for module in (torch_format, serialization):  # 0.19 reads the common state with it as well
         if hasattr(module, "_get_filesystem_reader"):
             replacements.set(module, "_get_filesystem_reader", RestrictedReader)
     replacements.set(torch_format, "FileSystemReader", RestrictedReader)

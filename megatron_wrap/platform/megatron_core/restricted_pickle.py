@@ -122,10 +122,10 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._names(module, name)
-        if found is None:
+        allowed = self._names(module, name)
+        if allowed is None:
             raise RefusedName(f"it refers to {module}.{name}")
-        return found
+        return allowed
 
 
 _METADATA = {
@@ -145,8 +145,8 @@ _METADATA = {
 
 
 def _metadata_names() -> dict[tuple[str, str], Any]:
-    found = {}
+    allowed = {}
     for module, names in _METADATA.items():
         owner = importlib.import_module(module)
-        found.update({(module, name): getattr(owner, name) for name in names if hasattr(owner, name)})
-    return found
+        allowed.update({(module, name): getattr(owner, name) for name in names if hasattr(owner, name)})
+    return allowed
