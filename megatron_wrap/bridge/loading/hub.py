@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -82,8 +83,8 @@ def download(repo_id: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # the hub, the network and the cache raise different exceptions
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
         raise ConfigError(
             f"no folder {repo_id!r} is here, and the Hugging Face hub did not provide it ({reason}); "
             "give the path of a folder that is here"
-        ) from error
+        ) from None
