@@ -197,6 +197,7 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         "megatron_lm.train.common.global_batch_size=4",
         f"megatron_wrap.data.train={data}",
         "megatron_wrap.data.tokenizer=null",
+        "megatron_lm.model.arch.vocab_size=4096",
         "megatron_wrap.init.platform=cpu",
     ]
     actual = []
