@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_mistakes_are_one_sentence(folder: str, monkeypatch: pytest.MonkeyPatch,
     assert "needs a chat template" in failure(capsys, "chat", folder, "--system", "Be brief.", cpu)
     Path("bare").mkdir()
     for name in ("config.json", "model.safetensors"):
-        Path("bare", name).symlink_to(Path(folder, name).resolve())
+        shutil.copy(Path(folder, name), "bare")
     assert "no tokenizer" in failure(capsys, "chat", "bare", cpu)
     assert "no tokenizer" in failure(capsys, "eval", "bare", "--tasks", "any", cpu)
     values = "megatron_wrap.model_provider.provider_key=gpt_value_model"
