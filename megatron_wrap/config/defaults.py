@@ -81,6 +81,9 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
         layers = "transformer_engine" if engine else "torch"
     kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
+    if config.arch.num_experts is not None and config.arch.experts_impl == "auto":
+        with_fp8 = fp8_settings(config) is not None
+        open_kernels.append(experts_choice(config.arch, machine, layers == "transformer_engine", with_fp8))
     chosen = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
     if machine.platform == "cuda":
         chosen.append(cuda_connections(config, connections))
@@ -108,10 +111,27 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
         can = "accumulate" if machine.weight_gradients else "do not accumulate"
         reason = f"torch and the device {can} half-precision products in fp32"
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
-    if arch.num_experts is not None and arch.moe_grouped_gemm is None:
-        without = "the layers do not use Transformer Engine"
-        reason = "Transformer Engine multiplies all experts at once" if transformer_engine else without
-        yield Choice("arch.moe_grouped_gemm", transformer_engine, reason)
+
+
+def experts_choice(arch: ArchConfig, machine: Machine, transformer_engine: bool, fp8: bool) -> Choice:
+    """How the experts are computed: `experts_impl`, decided where it is auto.
+
+    Args:
+        transformer_engine: whether the layers use Transformer Engine.
+        fp8: whether their products are in FP8.
+    """
+    value, reason = arch.experts_impl, "experts_impl"
+    if value == "auto" and arch.moe_grouped_gemm is not None:
+        value, reason = ("transformer_engine" if arch.moe_grouped_gemm else "sequential"), "moe_grouped_gemm"
+    elif value == "auto" and fp8:
+        value, reason = "transformer_engine", "Transformer Engine multiplies in FP8"
+    elif value == "auto" and machine.grouped_products:
+        value, reason = "grouped_mm", "torch multiplies all experts at once"
+    elif value == "auto":
+        without = "torch has no grouped product and the layers do not use Transformer Engine"
+        grouped = "Transformer Engine multiplies all experts at once"
+        value, reason = ("transformer_engine", grouped) if transformer_engine else ("sequential", without)
+    return Choice("arch.experts_impl", value, reason)
 
 
 def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:

@@ -115,10 +115,16 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
         layer.submodules.self_attention.module = FusedSelfAttention
     if with_experts:
-        from megatron_wrap.nn.moe_router import Router
+        from megatron_wrap.nn.experts.router import Router
 
         router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
         versions.expert_submodules(layer).router = router
+        if request.experts_impl == "grouped_mm":
+            from megatron_wrap.nn.experts.grouped import GroupedExperts
+            from megatron_wrap.nn.experts.layer import GroupedMoELayer
+
+            versions.expert_submodules(layer).experts = GroupedExperts
+            versions.use_moe_layer(layer, GroupedMoELayer)
     return layer
 
 

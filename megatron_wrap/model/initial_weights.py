@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ def fill_initial_weights(
     Matrices are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
     zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0.
     """
-    for name, parameter in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
+    for named in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
+        name, parameter = named.name, named.of(named.tensor)
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.dim() == 1:  # norms
@@ -59,32 +60,55 @@ def fill_initial_weights(
                 _fill_normal(values, std, key_of(seed, name), axis, split_dim(name, parameter), gated, rows)
 
 
-def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a chunk with their global names: global layer numbers, global expert numbers with and without
-    grouped GEMM (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer. The head of a
+class GlobalParameter(NamedTuple):
+    """One parameter of the whole model."""
+
+    name: str
+    """Global name."""
+    tensor: torch.nn.Parameter
+    """The local tensor that contains it."""
+    index: int | None
+    """Of a stack of experts' parameters, the index of this one; None: `tensor` is the parameter."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """This parameter's part of values in the shape of `tensor`, such as its gradient: a view."""
+        return values if self.index is None else values[self.index]
+
+
+def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[GlobalParameter]:
+    """The parameters of a chunk with their global names: global layer numbers, global expert numbers however experts
+    are stored (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer. The head of a
     value model is never tied."""
     layers = list(getattr(chunk.decoder, "layers", ()))
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if match:
             layer = layers[int(match[1])]
-            name = f"decoder.layers.{layer.layer_number - 1}.{_with_global_expert(match[2], layer)}"
-        elif tied and name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", True):
+            for local_name, index in _with_global_experts(match[2], layer):
+                yield GlobalParameter(f"decoder.layers.{layer.layer_number - 1}.{local_name}", parameter, index)
+            continue
+        if tied and name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", True):
             name = "embedding.word_embeddings.weight"
-        yield name, parameter
+        yield GlobalParameter(name, parameter, None)
 
 
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<index>\d+)\.(?P<name>.*)|(?P<grouped_name>.*\.(?:weight|bias))(?P<grouped_index>\d+))"
 )
+_STACKED_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))")
 
 
-def _with_global_expert(name: str, layer: torch.nn.Module) -> str:
-    match = _LOCAL_EXPERT.fullmatch(name)
-    if not match:
-        return name
-    number = layer.mlp.local_expert_indices[int(match["index"] or match["grouped_index"])]  # type: ignore[union-attr,index]
-    return f"mlp.experts.{number}.{match['name'] or match['grouped_name']}"
+def _with_global_experts(name: str, layer: torch.nn.Module) -> Iterator[tuple[str, int | None]]:
+    """The names in the layer, with global expert numbers, of what a local parameter contains, and the indices in it."""
+    numbers: list[int] = getattr(layer.mlp, "local_expert_indices", [])  # type: ignore[assignment]
+    if match := _STACKED_EXPERTS.fullmatch(name):
+        for index, number in enumerate(numbers):
+            yield f"mlp.experts.{number}.{match[1]}", index
+    elif match := _LOCAL_EXPERT.fullmatch(name):
+        number = numbers[int(match["index"] or match["grouped_index"])]
+        yield f"mlp.experts.{number}.{match['name'] or match['grouped_name']}", None
+    else:
+        yield name, None
 
 
 def is_expert(name: str) -> bool:

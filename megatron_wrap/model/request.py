@@ -21,6 +21,8 @@ class ModelRequest:
     state: ParallelState
     transformer_engine: bool
     """True: layers of Transformer Engine; False: the `torch` implementation."""
+    experts_impl: str
+    """How experts are computed: "grouped_mm", "transformer_engine" or "sequential"; meaningless without experts."""
     vocab_size: int
     """Size of the vocabulary without padding."""
     padded_vocab_size: int

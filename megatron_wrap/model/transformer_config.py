@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from megatron_wrap.config.defaults import TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM, kernel_choices
+from megatron_wrap.config.defaults import TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM, experts_choice, kernel_choices
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import Fp8Settings, fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.kernels.available import layer_kernels
+from megatron_wrap.platform.base.machine import GROUPED_PRODUCTS_FROM
 from megatron_wrap.platform.base.platform import NEEDS_CUDA, Platform
 
 if TYPE_CHECKING:
@@ -45,6 +46,22 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     return available
 
 
+def experts_impl(config: RunConfig, platform: Platform, fp8: bool) -> str:
+    """`arch.experts_impl`, decided where it is auto.
+
+    Raises:
+        PlatformError: grouped_mm is selected, and this torch has no grouped product.
+    """
+    machine = platform.machine
+    value: str = experts_choice(config.arch, machine, use_transformer_engine(config, platform), fp8).value
+    if value == "grouped_mm" and not machine.grouped_products:
+        raise PlatformError(
+            f"megatron_lm.model.arch.experts_impl is grouped_mm, which needs torch {GROUPED_PRODUCTS_FROM[0]}."
+            f"{GROUPED_PRODUCTS_FROM[1]}, and this is {torch.__version__}; write auto, or upgrade torch"
+        )
+    return value
+
+
 def transformer_config(config: RunConfig, platform: Platform, training: bool = True) -> TransformerConfig:
     """Megatron-Core's configuration of the model for the run's layout; `arch.upstream` overrides other fields. Needs no
     process group.
@@ -68,7 +85,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     virtual_size = derived.virtual_pipeline_size(config)
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
-        **_experts(config.arch, config_class, platform, transformer_engine),
+        **_experts(config, config_class, platform, transformer_engine, fp8 is not None),
         **same_named(config.parallel, config_class),
         "virtual_pipeline_model_parallel_size": virtual_size,
         "sequence_parallel": derived.sequence_parallel(config.parallel),
@@ -183,11 +200,14 @@ def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool) -> 
     return {choice.key.partition(".")[2]: choice.value for choice in chosen}
 
 
-def _experts(arch: ArchConfig, config_class: type, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+def _experts(
+    config: RunConfig, config_class: type, platform: Platform, transformer_engine: bool, fp8: bool
+) -> dict[str, Any]:
     """Settings of MoE models; empty for a dense model."""
+    arch = config.arch
     if arch.num_experts is None:
         return {}
-    grouped = transformer_engine if arch.moe_grouped_gemm is None else arch.moe_grouped_gemm
+    grouped = experts_impl(config, platform, fp8) == "transformer_engine"
     dispatcher = arch.moe_token_dispatcher_type
     platform.refuse_unsafe({"moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}, transformer_engine)
     same = same_named(arch, config_class)

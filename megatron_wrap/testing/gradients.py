@@ -43,14 +43,14 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
     arch, parallel = state.config.arch, state.parallel
     mine: dict[str, Tensor] = {}
     for chunk in state.chunks:
-        for name, parameter in global_names(bare_model(chunk), tied=not arch.untie_embeddings_and_output_weights):
-            read_value = read(parameter)
+        for parameter in global_names(bare_model(chunk), tied=not arch.untie_embeddings_and_output_weights):
+            name, read_value = parameter.name, read(parameter.tensor)
             if read_value is None:
                 continue
-            value = read_value.detach().float()
+            value = parameter.of(read_value.detach()).float()
             expert = is_expert(name)
             tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
-            dim = split_dim(name, parameter)
+            dim = split_dim(name, parameter.tensor)
             if dim is not None:
                 value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1." in name)
             if tp.rank or replicas.rank:

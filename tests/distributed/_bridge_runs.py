@@ -274,7 +274,7 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
         streamed = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
         with torch.no_grad():
             for chunk in wrap.state.chunks:
-                for name, parameter in global_names(bare_model(chunk), tied=False):
+                for name, parameter, _ in global_names(bare_model(chunk), tied=False):
                     if name == "decoder.layers.2.mlp.linear_fc2.weight" and wrap.tp_rank == 0:
                         parameter[3, 5] += 0.5
         bad = verify_hugging_face(wrap.state)

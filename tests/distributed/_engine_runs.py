@@ -214,7 +214,8 @@ def plain_torch(objective: str, samples: Sequence[Any], overrides: Sequence[str]
     with started(overrides) as wrap:
         state = wrap.state
         model = state.chunks[0].module
-        named = dict(global_names(model, tied=not state.config.arch.untie_embeddings_and_output_weights))
+        tied = not state.config.arch.untie_embeddings_and_output_weights
+        named = {parameter.name: parameter.tensor for parameter in global_names(model, tied)}
 
         def logits(ids: Sequence[int]) -> Tensor:
             tokens = torch.tensor([list(ids)])

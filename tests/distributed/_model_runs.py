@@ -61,7 +61,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         embeddings = [
             _digest(parameter)
             for chunk in state.chunks
-            for name, parameter in global_names(bare_model(chunk), tied)
+            for name, parameter, _ in global_names(bare_model(chunk), tied)
             if name == "embedding.word_embeddings.weight"
         ]
     return {

@@ -46,7 +46,8 @@ def mapped_parameters(
     """
     table = family.parameters(arch)
     named = global_names(chunk, tied=not arch.untie_embeddings_and_output_weights)
-    for name, parameter in itertools.chain(named, _router_biases(chunk)):
+    tensors = ((name, tensor if index is None else tensor.detach()[index]) for name, tensor, index in named)
+    for name, parameter in itertools.chain(tensors, _router_biases(chunk)):
         for fused, separate in SEPARATE_NORMS.items():
             name = name.replace(fused, separate)
         if name not in table and (family.is_adapter or ADAPTER_FACTOR in name):

@@ -36,6 +36,15 @@ def _check_layers(config: RunConfig) -> None:
         )
     if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
         refuse(config, ["arch.moe_shared_expert_gate"], "true needs moe_shared_expert_intermediate_size; set it")
+    if arch.moe_grouped_gemm is not None and arch.experts_impl not in (
+        "auto",
+        "transformer_engine" if arch.moe_grouped_gemm else "sequential",
+    ):
+        rule = f"contradicts moe_grouped_gemm: {str(arch.moe_grouped_gemm).lower()}, its older form; remove that key"
+        refuse(config, ["arch.experts_impl", "arch.moe_grouped_gemm"], f"{arch.experts_impl} {rule}")
+    if config.dtype.fp8 is not None and arch.experts_impl in ("grouped_mm", "sequential"):
+        rule = "FP8 experts are computed by Transformer Engine; write auto"
+        refuse(config, ["arch.experts_impl", "dtype.fp8"], f"{arch.experts_impl}: {rule}")
     if arch.add_bias_linear:
         # mlp.py, forward, adds them to a view in place; shared_experts.py and experts.py assert that there are none
         refuse(

@@ -79,6 +79,8 @@ NEEDS = (
     ),
     Need("arch.transformer_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
     Need("arch.moe_token_dispatcher_type", "init.platform", ("auto", "cuda"), when="flex"),
+    Need("arch.experts_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
+    Need("arch.experts_impl", "arch.transformer_impl", ("auto", "transformer_engine"), when="transformer_engine"),
     Need("arch.moe_grouped_gemm", "init.platform", ("auto", "cuda")),
     Need("arch.moe_grouped_gemm", "arch.transformer_impl", ("auto", "transformer_engine")),
     Need("dtype.fp8", "init.platform", ("auto", "cuda")),

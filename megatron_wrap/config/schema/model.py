@@ -154,8 +154,11 @@ class ArchConfig:
     """Coefficient of the auxiliary loss; 0: none. The metric load_balancing_loss excludes it."""
     moe_z_loss_coeff: float | None = key(None, at_least=0)
     """Coefficient of the router's z-loss; null: none. The metric z_loss excludes it."""
+    experts_impl: Literal["auto", "grouped_mm", "transformer_engine", "sequential"] = "auto"
+    """How the experts of a process are computed: in one grouped product of torch (on CPUs, too), by Transformer Engine
+    (needed for FP8), or one after the other; auto: grouped_mm without FP8, from torch 2.11."""
     moe_grouped_gemm: bool | None = None
-    """All experts of a process in one grouped product (Transformer Engine); null: if Transformer Engine is used."""
+    """The older form of experts_impl: true is transformer_engine, false sequential; null: experts_impl decides."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"

@@ -20,7 +20,7 @@ from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.setup.freeze import keep_graph
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.model.initial_weights import global_names
+from megatron_wrap.model.initial_weights import GlobalParameter, global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
 from megatron_wrap.nn.trained_copies import CHILD, TrainedCopies
 from megatron_wrap.parallel.state import ParallelState
@@ -56,7 +56,7 @@ def adapt_chunks(
 def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig) -> None:
     """Train the parameters of a bare model chunk with these global names, and keep their originals."""
     local = {id(parameter): name for name, parameter in chunk.named_parameters()}
-    chosen = {local[id(parameter)]: parameter for name, parameter in _global_names(chunk, config) if name in names}
+    chosen = {local[id(tensor)]: tensor for name, tensor, _ in _global_names(chunk, config) if name in names}
     if chosen:
         chunk.add_module(CHILD, TrainedCopies(chosen))
     for parameter in chosen.values():
@@ -92,12 +92,12 @@ def adapter_parameters(
 ) -> Iterator[tuple[str, torch.nn.Parameter, Mapping]]:
     """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk."""
     table = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
-    for name, parameter in _global_names(chunk, config):
+    for name, tensor, _ in _global_names(chunk, config):
         if name in table:
-            yield name, parameter, table[name]
+            yield name, tensor, table[name]
 
 
-def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[GlobalParameter]:
     return global_names(chunk, tied=not config.arch.untie_embeddings_and_output_weights)
 
 
@@ -105,7 +105,7 @@ def _linear_layers(
     chunk: torch.nn.Module, config: RunConfig
 ) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
     """(owner, name in the owner, layer, global name) of each module with a weight."""
-    names = {id(parameter): name for name, parameter in _global_names(chunk, config)}
+    names = {id(tensor): name for name, tensor, index in _global_names(chunk, config) if index is None}
     for owner in chunk.modules():
         for child_name, child in owner.named_children():
             name = names.get(id(getattr(child, "weight", None)), "")

@@ -38,7 +38,7 @@ from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, 
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
 from megatron_wrap.model.request import ModelRequest
-from megatron_wrap.model.transformer_config import same_named, transformer_config, use_transformer_engine
+from megatron_wrap.model.transformer_config import experts_impl, same_named, transformer_config, use_transformer_engine
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
@@ -188,6 +188,7 @@ def build_chunks(
             transformer_config=model_config,
             state=parallel,
             transformer_engine=use_transformer_engine(config, platform),
+            experts_impl=experts_impl(config, platform, fp8=bool(model_config.fp8)),
             vocab_size=vocab_size,
             padded_vocab_size=padded,
             pre_process=parallel.pp.rank == 0 and stage == 0,

@@ -13,7 +13,7 @@ from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
 from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
+from megatron_wrap.model.initial_weights import GlobalParameter, global_names, is_expert, split_dim
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.utils.dist_logger import logger
@@ -49,7 +49,8 @@ def freeze_parameters(
     frozen = frozen_names(config, {name: about.theirs for name, about in named.items()})
     for name, _, parameter in mine:
         if name in frozen:
-            parameter.requires_grad_(False)
+            parameter.tensor.requires_grad_(False)
+    _refuse_parts_of_stacks(config, [(parameter, name in frozen) for name, _, parameter in mine])
     if config.recompute.recompute_granularity is not None:
         for chunk in chunks:
             keep_graph(bare_model(chunk))
@@ -62,21 +63,40 @@ def freeze_parameters(
     )
 
 
+def _refuse_parts_of_stacks(config: RunConfig, parameters: list[tuple[GlobalParameter, bool]]) -> None:
+    """Refuse to freeze only some of the experts that one tensor contains.
+
+    Args:
+        parameters: each parameter of this process, and whether it is frozen.
+    """
+    trained = {id(parameter.tensor) for parameter, is_frozen in parameters if not is_frozen}
+    frozen = [parameter.name for parameter, is_frozen in parameters if is_frozen and id(parameter.tensor) in trained]
+    failed = [name for names in gather_objects(frozen[:1]) for name in names]
+    if failed:
+        refuse(
+            config,
+            ["train.freeze"],
+            f"{failed[0]} shares a tensor with experts that are trained (experts_impl grouped_mm); freeze all experts, "
+            "or set megatron_lm.model.arch.experts_impl to sequential",
+        )
+
+
 def _named_parameters(
     config: RunConfig, chunks: Sequence[torch.nn.Module], parallel: ParallelState, vocab_size: int
-) -> Iterator[tuple[str, _Named, torch.nn.Parameter]]:
+) -> Iterator[tuple[str, _Named, GlobalParameter]]:
     """Global name, `_Named` and local tensor of each parameter of this process."""
     table = hugging_face_names(config) or {}
     for chunk in chunks:
         tied = not config.arch.untie_embeddings_and_output_weights
-        for name, parameter in global_names(bare_model(chunk), tied):
+        for parameter in global_names(bare_model(chunk), tied):
+            name = parameter.name
             for fused, separate in SEPARATE_NORMS.items():
                 name = name.replace(fused, separate)
             axis = parallel.expert_tp if is_expert(name) else parallel.tp
-            numel, dim = parameter.numel(), split_dim(name, parameter)
+            numel, dim = parameter.of(parameter.tensor).numel(), split_dim(name, parameter.tensor)
             numel *= 1 if dim is None else axis.size
             if name.startswith(("embedding.word_embeddings", "output_layer")) and dim == 0:
-                numel = numel // (parameter.shape[0] * axis.size) * vocab_size
+                numel = numel // (parameter.tensor.shape[0] * axis.size) * vocab_size
             yield name, _Named(table.get(name, ()), numel), parameter
 
 

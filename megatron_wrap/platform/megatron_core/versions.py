@@ -133,6 +133,15 @@ def expert_submodules(layer: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
+def use_moe_layer(layer: Any, moe_layer: type) -> None:
+    """Build the MoE layer of a layer spec as `moe_layer`, a subclass of `MoELayer`; see `expert_submodules`."""
+    mlp = layer.submodules.mlp
+    if isinstance(mlp, functools.partial):
+        layer.submodules.mlp = functools.partial(moe_layer, *mlp.args, **mlp.keywords)
+    else:
+        mlp.module = moe_layer
+
+
 def te_layer_spec(**arguments: Any) -> Any:
     """The spec of a decoder layer of Transformer Engine's modules.
 

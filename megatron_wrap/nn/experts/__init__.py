@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, the order of rows by expert, and the experts' products."""

@@ -1,0 +1,185 @@
+"""The experts of one process as two stacks of linear layers, each computed in one grouped product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.kernels.available import has_triton
+
+
+class GroupedExperts(MegatronModule):
+    """The experts of an expert-parallel process, in place of Megatron-Core's `SequentialMLP` and `TEGroupedMLP`.
+
+    Args:
+        num_local_experts: experts of this process (E).
+        config: Megatron-Core's configuration; its activation, clamp, offset and biases apply.
+        pg_collection: process groups, of which `ep`, `expt_tp` and `expt_dp` are used.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any, name: str | None = None) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        tensor = pg_collection.expt_tp.size()
+        width, hidden = config.moe_ffn_hidden_size // tensor, config.moe_latent_size or config.hidden_size
+        inner = 2 * width if config.gated_linear_unit else width
+        self.linear_fc1 = GroupedLinear(num_local_experts, hidden, inner, config, pg_collection, split_dim=0)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config, pg_collection, split_dim=1)
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Outputs of the experts, times the weights of the rows.
+
+        Args:
+            rows: [R, H], sorted by local expert.
+            tokens_per_expert: integers [E]: rows of each local expert, on any device.
+            weights: [R], the router's weight of each row.
+
+        Returns:
+            [R, H] in the dtype of the rows, a partial sum if the experts are tensor-parallel; and no bias.
+        """
+        if self.config.moe_apply_probs_on_input:
+            rows, weights = (weights.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(weights)
+        counts = torch.as_tensor(tokens_per_expert).to(rows.device, non_blocking=True)
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = self.linear_fc1(rows, counts, ends)
+        outputs = self.linear_fc2(self._activation(inner, weights), counts, ends, weights)
+        return outputs, None
+
+    def _activation(self, inner: Tensor, weights: Tensor) -> Tensor:
+        config = self.config
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        if not config.gated_linear_unit:
+            return (config.activation_func(inner) * weights.unsqueeze(-1)).to(inner.dtype)
+        plain = config.activation_func is functional.silu and clamp is None and not offset
+        if plain and inner.is_cuda and has_triton():
+            from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
+
+            return weighted_swiglu(inner, weights)
+        gate, up = inner.chunk(2, dim=-1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
+        return (config.activation_func(gate) * (up + offset) * weights.unsqueeze(-1)).to(inner.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Under the names and shapes of Megatron-Core's experts, so that checkpoints are exchanged with them."""
+        result: dict[str, Any] = {}
+        for child in ("linear_fc1", "linear_fc2"):
+            linear, gated = getattr(self, child), child == "linear_fc1" and bool(self.config.gated_linear_unit)
+            result |= linear.sharded_parameters(
+                f"{prefix}{child}.", f"{prefix}experts.{child}.", sharded_offsets, gated
+            )
+        return result
+
+    def backward_dw(self) -> None:
+        """No-op: weight gradients are computed in the backward pass."""
+
+
+class GroupedLinear(torch.nn.Module):
+    """A linear layer of each of E experts; `weight[e]` is that of expert e, as `torch.nn.Linear` has it.
+
+    Args:
+        split_dim: dimension of an expert's weight that is sharded over the experts' tensor parallelism: 0 (outputs) or
+            1 (inputs).
+    """
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, config: Any, pg_collection: Any, split_dim: int
+    ) -> None:
+        super().__init__()
+        self.split_dim = split_dim
+        self.accumulate = bool(config.gradient_accumulation_fusion)
+        tensor = pg_collection.expt_tp.size()
+        self.bias_share = 1.0 if split_dim == 0 else 1.0 / tensor  # outputs of tensor-parallel experts are added up
+        self._groups = pg_collection
+        # where Megatron-Core's linear layers are allocated; on CPUs its modules see another torch (platform/cpu)
+        device = layers.torch.cuda.current_device()
+        memory = {"dtype": config.params_dtype, "device": device}
+        self.weight = torch.nn.Parameter(torch.empty(experts, outputs, inputs, **memory))
+        self.bias = torch.nn.Parameter(torch.zeros(experts, outputs, **memory)) if config.add_bias_linear else None
+        # Each rank's shard counts in the gradient norm.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1 + split_dim, stride=1)
+        if self.bias is not None and (split_dim == 0 or tensor == 1):
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
+
+    def forward(self, rows: Tensor, counts: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[R, in] to [R, out]; `counts` and `ends` as in `GroupedExperts` and `grouped_linear`; the bias is multiplied
+        by the weights [R] of the rows, if they are given."""
+        outputs = grouped_linear(rows, self.weight, ends, self.accumulate)
+        if self.bias is None:
+            return outputs
+        bias = _bias_of_rows(self.bias, counts, rows.shape[0], self.bias_share)
+        return outputs + (bias if weights is None else (bias * weights.unsqueeze(-1)).to(outputs.dtype))
+
+    def sharded_parameters(
+        self, name: str, key: str, sharded_offsets: tuple[Any, ...], gated: bool
+    ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+        """name + "weight" -> its shard of the global tensor [all experts, out, in] with the key + "weight"; the bias
+        likewise.
+
+        Args:
+            gated: the outputs are a gate projection, then an up projection, each sharded by itself.
+        """
+        result: dict[str, ShardedTensor | ShardedTensorFactory] = {}
+        for child, parameter in self.named_parameters():
+            split = 1 + self.split_dim if child == "weight" or self.split_dim == 0 else None
+            result[name + child] = self._sharded(key + child, parameter, sharded_offsets, split, gated)
+        return result
+
+    def _sharded(
+        self, key: str, parameter: Tensor, sharded_offsets: tuple[Any, ...], split: int | None, gated: bool
+    ) -> ShardedTensor | ShardedTensorFactory:
+        expert, tensor, data = self._groups.ep, self._groups.expt_tp, self._groups.expt_dp
+        first = len(sharded_offsets)
+        offsets = (*sharded_offsets, (first, expert.rank(), expert.size()))
+        replica = (0, 0 if split is not None else tensor.rank(), data.rank())
+
+        def shard(values: Tensor, replica_id: ReplicaId, index: int, count: int) -> ShardedTensor:
+            within = () if split is None else ((first + split, index, count),)
+            return ShardedTensor.from_rank_offsets(
+                key, values, *offsets, *within, replica_id=replica_id, prepend_axis_num=first
+            )
+
+        if not gated:
+            return shard(parameter, replica, tensor.rank(), tensor.size())
+
+        def halves(_key: str, values: Tensor, replica_id: ReplicaId, *_range: Any) -> list[ShardedTensor]:
+            return [
+                shard(half.contiguous(), replica_id, tensor.rank() + number * tensor.size(), 2 * tensor.size())
+                for number, half in enumerate(values.chunk(2, dim=1))
+            ]
+
+        def joined(parts: Any) -> Tensor:
+            return torch.cat(parts, dim=1)
+
+        return ShardedTensorFactory(key, parameter, halves, joined, replica)
+
+
+class _BiasOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, counts: Tensor, total: int, share: float) -> Tensor:
+        ctx.save_for_backward(counts)
+        return (bias * share).repeat_interleave(counts, dim=0, output_size=total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (counts,) = ctx.saved_tensors
+        # unsafe: without the check of the lengths, which would wait for a GPU
+        sums = torch.segment_reduce(grads[0].float().contiguous(), "sum", lengths=counts, axis=0, unsafe=True)
+        return sums.to(grads[0].dtype), None, None, None
+
+
+def _bias_of_rows(bias: Tensor, counts: Tensor, total: int, share: float) -> Tensor:
+    """`share` of the bias [E, out] of each row's expert, [total, out]. The gradient is that of the whole bias, which
+    each tensor-parallel process has; it is added up in fp32, in the order of the rows."""
+    result: Tensor = _BiasOfRows.apply(bias, counts, total, share)
+    return result

@@ -1,0 +1,102 @@
+"""One matrix product for the rows of all experts of a process: torch's grouped product, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_wrap.nn.kernels.available import has_triton
+
+ALIGNMENT_BYTES = 16
+"""Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
+
+
+def has_grouped_products() -> bool:
+    """Whether this torch has grouped products."""
+    return hasattr(functional, "grouped_mm")
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool = False) -> Tensor:
+    """Linear layers without biases, each of its own rows.
+
+    Args:
+        rows: [R, in], sorted by expert, in fp32 or half precision.
+        weight: [E, out, in], a linear layer's weight of each expert.
+        ends: int32 [E] on the same device: 1 + the index of each expert's last row; the last one is R. Nothing here
+            waits for its values on a GPU.
+        accumulate: add the weights' gradient to `weight.main_grad` (fp32 [E, out, in]) if there is one, without
+            rounding it to the dtype of the rows, instead of returning it.
+
+    Returns:
+        [R, out] in the dtype of the rows.
+    """
+    result: Tensor = _GroupedLinear.apply(rows, weight, ends, accumulate)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.accumulate = accumulate
+        return _product(rows, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_rows = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        of_weight = _weight_gradient(grad, rows, ends, weight, ctx.accumulate) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, None, None
+
+
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """[R, K] times the matrix [K, N] of each row's expert in [E, K, N]: [R, N]."""
+    width = matrices.shape[2]
+    if rows.shape[0] == 0:
+        return rows.new_zeros((0, width))
+    if _padding(rows.shape[1], rows.dtype) or _padding(width, rows.dtype):
+        rows, matrices = _aligned(rows, 1), _aligned(_aligned(matrices, 1), 2).contiguous()
+        return functional.grouped_mm(rows, matrices, offs=ends)[:, :width].contiguous()
+    return functional.grouped_mm(rows, matrices, offs=ends)
+
+
+def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accumulate: bool) -> Tensor:
+    """The gradient [E, out, in] of the weights; if it has been added to `main_grad`, memory without values, as
+    Megatron-Core's linear layers return it for the hook that counts gradients (tensor_parallel/layers.py)."""
+    main_grad = getattr(weight, "main_grad", None) if accumulate else None
+    if main_grad is None:
+        return _sum_of_products(grad, rows, ends)
+    if grad.is_cuda and grad.dtype != torch.float32 and has_triton():
+        from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
+
+        add_weight_gradients(grad, rows, ends, main_grad)
+    else:
+        main_grad.add_(_sum_of_products(grad, rows, ends))
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
+def _sum_of_products(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """grad^T rows of each expert: [R, out] and [R, in] to [E, out, in]."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros((ends.shape[0], grad.shape[1], rows.shape[1]))
+    outputs, inputs = grad.shape[1], rows.shape[1]
+    products = functional.grouped_mm(_aligned(grad, 1).t(), _aligned(rows, 1), offs=ends)
+    return products[:, :outputs, :inputs]
+
+
+def _padding(size: int, dtype: torch.dtype) -> int:
+    return -size % (ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def _aligned(matrix: Tensor, dim: int) -> Tensor:
+    """`matrix` with columns of zeros after those of `dim`, so that its rows begin at multiples of the alignment."""
+    missing = _padding(matrix.shape[dim], matrix.dtype)
+    if missing == 0:
+        return matrix
+    return functional.pad(matrix, (0, 0) * (matrix.dim() - 1 - dim) + (0, missing))

@@ -1,0 +1,124 @@
+"""The Triton kernels of experts against float64, and the movement of rows on a GPU against that on a CPU."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from megatron_wrap.nn.experts.permutation import chunk_order, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
+from megatron_wrap.nn.kernels.sum_rows import sum_rows
+from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expected values."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "columns", "count"), [(1, 8, 1), (37, 1000, 3), (64, 2048, 8)])
+def test_sums_of_rows(dtype, tokens, columns, count):
+    rows = torch.randn(tokens * count, columns, device="cuda", dtype=dtype)
+    indices = torch.randperm(tokens * count, device="cuda").view(tokens, count)
+    assert error(sum_rows(rows, indices), rows.double()[indices].sum(1)) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "columns"), [(1, 8), (37, 1000), (129, 768)])
+def test_weighted_swiglu(dtype, count, columns):
+    gates = torch.randn(count, 2 * columns, device="cuda", dtype=dtype, requires_grad=True)
+    weights = torch.rand(count, device="cuda", requires_grad=True)
+    outer = torch.randn(count, columns, device="cuda", dtype=dtype)
+    actual = weighted_swiglu(gates, weights)
+    actual.backward(outer)
+    exact_gates = gates.detach().double().requires_grad_()
+    exact_weights = weights.detach().double().requires_grad_()
+    gate, up = exact_gates.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up * exact_weights[:, None]
+    expected.backward(outer.double())
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-6
+    assert error(actual, expected) < bound
+    assert error(gates.grad, exact_gates.grad) < bound
+    assert error(weights.grad, exact_weights.grad) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [0, 0, 300, 0, 0]])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768), (104, 72)])
+def test_weight_gradients_are_added_without_rounding(counts, outputs, inputs):
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    grad = torch.randn(sum(counts), outputs, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(sum(counts), inputs, device="cuda", dtype=torch.bfloat16)
+    before = torch.randn(len(counts), outputs, inputs, device="cuda")
+    total = before.clone()
+    add_weight_gradients(grad, rows, ends, total)
+    pairs = zip(grad.double().split(counts), rows.double().split(counts), strict=True)
+    expected = before.double() + torch.stack([of_grad.t() @ of_rows for of_grad, of_rows in pairs])
+    assert error(total, expected) < 1e-6
+    repeated = before.clone()
+    add_weight_gradients(grad, rows, ends, repeated)
+    assert torch.equal(total, repeated)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (100, 70), (101, 71)])
+def test_grouped_products_against_float64(outputs, inputs):
+    counts = [5, 0, 700, 64, 1]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    rows = torch.randn(sum(counts), inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(len(counts), outputs, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    outer = torch.randn(sum(counts), outputs, device="cuda", dtype=torch.bfloat16)
+    actual = grouped_linear(rows, weight, ends)
+    actual.backward(outer)
+    exact_rows, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (rows, weight))
+    parts = zip(exact_rows.split(counts), exact_weight, strict=True)
+    expected = torch.cat([of_rows @ of_weight.t() for of_rows, of_weight in parts])
+    expected.backward(outer.double())
+    assert error(actual, expected) < 4e-3
+    assert error(rows.grad, exact_rows.grad) < 4e-3
+    assert error(weight.grad, exact_weight.grad) < 4e-3
+
+
+def test_rows_move_as_on_a_cpu():
+    tokens, experts, count, columns = 300, 16, 4, 64
+    chosen = torch.rand(tokens, experts).topk(count).indices
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
+    values = torch.randn(tokens, columns)
+    here, there = row_order(routing_map, count), row_order(routing_map.cuda(), count)
+    for expected, actual in zip(here, there, strict=True):
+        assert torch.equal(actual.cpu(), expected)
+    assert torch.equal(rows_of_tokens(values.cuda(), there).cpu(), rows_of_tokens(values, here))
+    rows = torch.randn(tokens * count, columns)
+    assert torch.allclose(sums_of_rows(rows.cuda(), there).cpu(), sums_of_rows(rows, here), atol=1e-5)
+    sizes = torch.tensor([[3, 0, 2], [1, 4, 0]])
+    for expected, actual in zip(chunk_order(sizes, 10), chunk_order(sizes.cuda(), 10), strict=True):
+        assert torch.equal(actual.cpu(), expected)
+
+
+def test_nothing_waits_for_the_gpu():
+    tokens, experts, count, columns = 300, 16, 4, 64
+    chosen = torch.rand(tokens, experts).topk(count).indices
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True).cuda()
+    probs = torch.rand(tokens, experts, device="cuda")
+    values = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(experts, 2 * columns, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    sizes = torch.full((2, experts), 5, device="cuda")
+
+    def run() -> None:
+        order = row_order(routing_map, count)
+        ends = routing_map.sum(0).cumsum(0).int()
+        inner = weighted_swiglu(
+            grouped_linear(rows_of_tokens(values, order), weight, ends), order.weights_of_rows(probs)
+        )
+        sums_of_rows(inner, order).sum().backward()
+        chunk_order(sizes, 10 * experts)
+
+    run()  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
