@@ -67,12 +67,12 @@ class GlobalParameter(NamedTuple):
     """Global name."""
     tensor: torch.nn.Parameter
     """The local tensor that contains it."""
-    index: int | None
+    position: int | None
     """Of a stack of experts' parameters, the index of this one; None: `tensor` is the parameter."""
 
     def of(self, values: Tensor) -> Tensor:
         """This parameter's part of values in the shape of `tensor`, such as its gradient: a view."""
-        return values if self.index is None else values[self.index]
+        return values if self.position is None else values[self.position]
 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[GlobalParameter]:
@@ -100,7 +100,7 @@ _STACKED_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))")
 
 def _with_global_experts(name: str, layer: torch.nn.Module) -> Iterator[tuple[str, int | None]]:
     """The names in the layer, with global expert numbers, of what a local parameter contains, and the indices in it."""
-    numbers: list[int] = getattr(layer.mlp, "local_expert_indices", [])  # type: ignore[assignment]
+    numbers: list[int] = getattr(getattr(layer, "mlp", None), "local_expert_indices", [])
     if match := _STACKED_EXPERTS.fullmatch(name):
         for index, number in enumerate(numbers):
             yield f"mlp.experts.{number}.{match[1]}", index

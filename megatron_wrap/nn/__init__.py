@@ -1,1 +1,1 @@
-"""Layers of the model: attention, packed rows, norms, rotary embedding, SwiGLU."""
+"""Layers of the model: attention, packed rows, norms, rotary embedding, SwiGLU, experts."""

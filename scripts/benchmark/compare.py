@@ -187,7 +187,9 @@ def search(task: Task, bare: Program, start: Flags, timeout: float) -> tuple[Fla
         return result["error"] if "error" in result else statistics.median(result["step_seconds"])
 
     try:
-        return fastest(start, changes(start, task.platform, task.world_size, task.seq_length), seconds_of)
+        return fastest(
+            start, changes(start, task.platform, task.world_size, task.seq_length, task.num_experts > 0), seconds_of
+        )
     except RuntimeError as error:
         return start, [{"change": "default flags", "flags": start.as_json(), "error": str(error)}]
 
@@ -206,8 +208,13 @@ def line(task: Task, result: Mapping[str, Any]) -> str:
 def sizes(task: Task) -> str:
     """The task in words."""
     devices = f"{task.world_size} device{'s' * (task.world_size > 1)}"
+    width = f"FFN {task.ffn_hidden_size}"
+    if task.num_experts:
+        balance = "forced balance" if task.forced_balance else "the model's own routing"
+        width = f"{task.num_experts} experts of width {task.expert_width}, {task.experts_per_token} a token, {balance}"
+        devices += f", expert parallelism {task.expert_parallel}"
     return (
-        f"{task.num_layers} layers, hidden {task.hidden_size}, FFN {task.ffn_hidden_size}, {task.num_attention_heads} "
+        f"{task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
         f"heads, {task.num_query_groups} key and value heads, vocabulary {task.vocab_size:,}; sequence "
         f"{task.seq_length:,}, micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "

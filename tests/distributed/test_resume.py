@@ -32,6 +32,8 @@ from _covering import quick
 
 from megatron_wrap.config import load_resolved
 
+SEQUENTIAL = ("megatron_lm.model.arch.experts_impl=sequential",)
+"""The other side computes the experts in grouped products."""
 SAME_LAYOUT = {
     "one-rank": (1, ()),
     "one-rank-fp16": (1, FP16),
@@ -57,9 +59,13 @@ OTHER_LAYOUT = {
     "tied-pp2-to-tp2": ((2, (*PP2, *TIED)), (2, (*TP2, *TIED))),
     "frozen-tied-pp2-to-tp2": ((2, (*PP2, *TIED, *FROZEN, *DISTRIBUTED)), (2, (*TP2, *TIED, *FROZEN, *DISTRIBUTED))),
     "sgd-tp2-to-dp2": ((2, (*TP2, *SGD)), (2, SGD)),
-    "ep2-to-1": ((2, EP2), (1, EXPERTS)),
-    "1-to-ep2": ((1, EXPERTS), (2, EP2)),
+    "ep2-to-sequential-1": ((2, EP2), (1, (*EXPERTS, *SEQUENTIAL))),
+    "sequential-1-to-ep2": ((1, (*EXPERTS, *SEQUENTIAL)), (2, EP2)),
     "ep2-distributed-to-1": ((2, (*EP2, *DISTRIBUTED)), (1, (*EXPERTS, *DISTRIBUTED))),
+    "sequential-tp2-distributed-to-1": (
+        (2, (*TP2, *EXPERTS, *DISTRIBUTED, *SEQUENTIAL)),
+        (1, (*EXPERTS, *DISTRIBUTED)),
+    ),
     "latent-tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1, *MLA)), (2, (*PP2, *EXPERTS, *MLA))),
     "tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1)), (2, (*PP2, *EXPERTS))),
 }

@@ -52,9 +52,11 @@ FOREIGN = {
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,
     ("nn/", "sequence_parallel"): MARK,
+    ("nn/", "grad_added_to_main_grad"): "Megatron-Core's mark that a weight's gradient is in its buffer",
     ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("model/", "module"): SPEC,
     ("model/", "router"): SPEC,
+    ("model/", "experts"): SPEC,
     ("model/", "core_attention"): SPEC,
     ("testing/", "fill_uninitialized_memory"): "torch's switch, in a process that only runs tests",
 }

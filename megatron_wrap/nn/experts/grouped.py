@@ -143,18 +143,19 @@ class GroupedLinear(torch.nn.Module):
         offsets = (*sharded_offsets, (first, expert.rank(), expert.size()))
         replica = (0, 0 if split is not None else tensor.rank(), data.rank())
 
-        def shard(values: Tensor, replica_id: ReplicaId, index: int, count: int) -> ShardedTensor:
+        def shard(key: str, values: Tensor, replica_id: ReplicaId, index: int, count: int) -> ShardedTensor:
             within = () if split is None else ((first + split, index, count),)
             return ShardedTensor.from_rank_offsets(
                 key, values, *offsets, *within, replica_id=replica_id, prepend_axis_num=first
             )
 
         if not gated:
-            return shard(parameter, replica, tensor.rank(), tensor.size())
+            return shard(key, parameter, replica, tensor.rank(), tensor.size())
 
-        def halves(_key: str, values: Tensor, replica_id: ReplicaId, *_range: Any) -> list[ShardedTensor]:
+        # the optimizer builds the shards of its states under keys of their own
+        def halves(key: str, values: Tensor, replica_id: ReplicaId, *_range: Any) -> list[ShardedTensor]:
             return [
-                shard(half.contiguous(), replica_id, tensor.rank() + number * tensor.size(), 2 * tensor.size())
+                shard(key, half, replica_id, tensor.rank() + number * tensor.size(), 2 * tensor.size())
                 for number, half in enumerate(values.chunk(2, dim=1))
             ]
 

@@ -24,6 +24,8 @@ class Flags:
     """Python's collector stays on."""
     overlap: bool = False
     """Overlap the reduction of gradients and the gathering of parameters with computation."""
+    expert_fusion: bool = False
+    """Transformer Engine's fused router and permutation."""
 
     def text(self) -> str:
         """In words."""
@@ -34,6 +36,7 @@ class Flags:
             *(["fused SwiGLU"] if self.swiglu_fusion else []),
             *(["fused weight gradients"] if self.weight_gradient_fusion else []),
             *(["overlapped communication"] if self.overlap else []),
+            *(["fused router and permutation"] if self.expert_fusion else []),
             *([] if self.collect_garbage else ["garbage collection off"]),
         ]
         return ", ".join(parts)
@@ -59,12 +62,16 @@ _LONGEST_LOCAL = 2048
 """Megatron-Core's local attention stores all scores: tokens of a sequence up to which its layers are worth a trial."""
 
 
-def changes(start: Flags, platform: str, world_size: int, seq_length: int) -> list[tuple[str, dict[str, Any]]]:
+def changes(
+    start: Flags, platform: str, world_size: int, seq_length: int, experts: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
     """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
     with_te = start.implementation == "transformer_engine"
     candidates: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
     if with_te:
         candidates.append(("Transformer Engine's cross-entropy", {"cross_entropy": "te"}))
+    if with_te and experts:
+        candidates.append(("fused router and permutation", {"expert_fusion": True}))
     if world_size > 1:
         candidates.append(("overlapped communication", {"overlap": True}))
     candidates.append(("garbage collection off", {"collect_garbage": False}))

@@ -36,6 +36,18 @@ PRESETS = {
         ),
     ),
     "1.5b-32768": Preset("llama-1b.yaml", _sizes(32768, 1, 2)),
+    "moe-30b-a3b-layers": Preset("moe-30b-a3b-layers.yaml", _sizes(4096, 4, 8)),
+    "moe-30b-a3b-layers-balanced": Preset(
+        "moe-30b-a3b-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
+    ),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
+    "tiny-moe": Preset(
+        "overhead.yaml",
+        (
+            *_sizes(128, 2, 4),
+            *(f"{_ARCH}.{text}" for text in ("num_experts=8", "moe_ffn_hidden_size=64", "qk_layernorm=true")),
+        ),
+    ),
 }
-"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers); `tiny` is for a CPU."""
+"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `tiny` is for a CPU. `balanced`:
+random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own router."""

@@ -13,12 +13,13 @@ import torch
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import ModelShape, tflops_per_device, training_flops
+from megatron_wrap.metrics.throughput import ExpertShape, ModelShape, tflops_per_device, training_flops
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training job: a dense Llama on random tokens, without model parallelism. Sizes are global."""
+    """One training job on random tokens: a dense Llama, or a Qwen3 whose every layer has experts, without model
+    parallelism but that of experts. Sizes are global."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -49,6 +50,17 @@ class Task:
     """Steps that are not measured, at least 1."""
     steps: int
     """Steps that are measured."""
+    qk_layernorm: bool = False
+    num_experts: int = 0
+    """Of each layer; 0: a dense model."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    """Intermediate size of one expert."""
+    aux_loss_coeff: float = 0.0
+    router_dtype: str | None = None
+    forced_balance: bool = False
+    """Random logits choose the experts, where the program can do this."""
+    expert_parallel: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -78,9 +90,15 @@ class Task:
             kv_channels=self.kv_channels,
             vocab_size=self.vocab_size,
             gated_linear_unit=True,
+            experts=self._expert_shape(),
         )
         flops = training_flops(shape, self.tokens_per_step, self.tokens_per_step * self.seq_length)
         return tflops_per_device(flops, step_seconds, self.world_size)
+
+    def _expert_shape(self) -> ExpertShape | None:
+        if not self.num_experts:
+            return None
+        return ExpertShape(self.num_layers, self.num_experts, self.experts_per_token, self.expert_width, 0, False)
 
     def token_rows(self) -> numpy.ndarray:
         """[(warmup + steps) * global_batch_size, seq_length + 1] int64: the samples in order, the same in every
@@ -136,6 +154,14 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
+        qk_layernorm=arch.qk_layernorm,
+        num_experts=arch.num_experts or 0,
+        experts_per_token=arch.moe_router_topk if arch.num_experts else 0,
+        expert_width=derived.moe_ffn_hidden_size(arch) if arch.num_experts else 0,
+        aux_loss_coeff=float(arch.moe_aux_loss_coeff) if arch.num_experts else 0.0,  # type: ignore[arg-type]
+        router_dtype=arch.moe_router_dtype,
+        forced_balance=bool(arch.upstream.get("moe_router_force_load_balancing")),
+        expert_parallel=config.parallel.expert_model_parallel_size,
     )
 
 
@@ -147,11 +173,14 @@ def _refuse_other_models(config: RunConfig) -> None:
         "swiglu": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        "qk_layernorm": False,
+        "qk_layernorm": arch.num_experts is not None,
         "use_rope_scaling": False,
         "untie_embeddings_and_output_weights": True,
         "multi_latent_attention": False,
-        "num_experts": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_layer_freq": 1,
         "window_size": None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -163,7 +192,8 @@ def _refuse_other_models(config: RunConfig) -> None:
         wrong.append("vocab_size null")
     if wrong:
         raise ConfigError(
-            f"the programs are compared on an untied Llama with data parallelism alone, not with {', '.join(wrong)}; "
+            f"the programs are compared on an untied Llama, or Qwen3 with experts, with data and expert parallelism "
+            f"alone, not with {', '.join(wrong)}; "
             "override these keys"
         )
 

@@ -42,7 +42,7 @@ def _start(task: Task) -> None:
     if cuda:
         torch.cuda.set_device(task.device)
     torch.distributed.init_process_group("nccl" if cuda else "gloo", device_id=task.device if cuda else None)
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=task.expert_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
@@ -112,20 +112,13 @@ def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
         finalize_model_grads,
     )
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
     config = _transformer_config(task, flags)
-    local = flags.implementation == "local"
     model: Any = GPTModel(
         config=config,
-        transformer_layer_spec=(
-            get_gpt_layer_local_spec(normalization="RMSNorm") if local else get_gpt_layer_with_transformer_engine_spec()
-        ),
+        transformer_layer_spec=_layers(task, flags),
         vocab_size=task.vocab_size,
         max_sequence_length=task.seq_length,
         share_embeddings_and_output_weights=False,
@@ -163,6 +156,21 @@ def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
     return model, optimizer
 
 
+def _layers(task: Task, flags: Flags) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    local = flags.implementation == "local"
+    arguments: dict[str, Any] = {"qk_layernorm": task.qk_layernorm}
+    if task.num_experts:
+        arguments |= {"num_experts": task.num_experts, "moe_grouped_gemm": not local}
+    if local:
+        return get_gpt_layer_local_spec(normalization="RMSNorm", **arguments)
+    return get_gpt_layer_with_transformer_engine_spec(**arguments)
+
+
 def _transformer_config(task: Task, flags: Flags) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -193,4 +201,26 @@ def _transformer_config(task: Task, flags: Flags) -> Any:
         gradient_accumulation_fusion=flags.weight_gradient_fusion,
         cross_entropy_loss_fusion=flags.cross_entropy != "unfused",
         cross_entropy_fusion_impl="te" if flags.cross_entropy == "te" else "native",
+        qk_layernorm=task.qk_layernorm,
+        **_experts(task, flags),
     )
+
+
+def _experts(task: Task, flags: Flags) -> dict[str, Any]:
+    """As Megatron-Bridge's recipe of Qwen3-30B-A3B sets them, without drops."""
+    if not task.num_experts:
+        return {}
+    return {
+        "num_moe_experts": task.num_experts,
+        "moe_router_topk": task.experts_per_token,
+        "moe_ffn_hidden_size": task.expert_width,
+        "moe_grouped_gemm": flags.implementation == "transformer_engine",
+        "moe_permute_fusion": flags.expert_fusion,
+        "moe_router_fusion": flags.expert_fusion,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": task.aux_loss_coeff,
+        "moe_router_dtype": task.router_dtype,
+        "moe_router_force_load_balancing": task.forced_balance,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": task.expert_parallel,
+    }

@@ -1,4 +1,5 @@
-"""transformers' Trainer and trl's SFTTrainer on a Llama of the same sizes, with bf16 weights and fused AdamW."""
+"""transformers' Trainer and trl's SFTTrainer on a Llama or a Qwen3 with experts of the same sizes, with bf16 weights,
+fused AdamW and transformers' grouped experts."""
 
 from __future__ import annotations
 
@@ -47,26 +48,41 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
         trainer.train()
     settings = _settings(task, folder)
     notes = f"{options['trainer']}, sdpa, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    notes += ", grouped experts" if task.num_experts else ""
     return Outcome(recorder.clock.measured_seconds(), recorder.losses, notes)
 
 
-def _model(task: Task) -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        hidden_size=task.hidden_size,
-        intermediate_size=task.ffn_hidden_size,
-        num_hidden_layers=task.num_layers,
-        num_attention_heads=task.num_attention_heads,
-        num_key_value_heads=task.num_query_groups,
-        head_dim=task.kv_channels,
-        vocab_size=task.vocab_size,
-        max_position_embeddings=task.seq_length,
-        rope_theta=task.rotary_base,
-        rms_norm_eps=task.norm_epsilon,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+def _model(task: Task) -> transformers.PreTrainedModel:
+    settings: dict[str, Any] = {
+        "hidden_size": task.hidden_size,
+        "intermediate_size": task.ffn_hidden_size,
+        "num_hidden_layers": task.num_layers,
+        "num_attention_heads": task.num_attention_heads,
+        "num_key_value_heads": task.num_query_groups,
+        "head_dim": task.kv_channels,
+        "vocab_size": task.vocab_size,
+        "max_position_embeddings": task.seq_length,
+        "rope_theta": task.rotary_base,
+        "rms_norm_eps": task.norm_epsilon,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+    }
+    model_class: type[transformers.PreTrainedModel] = transformers.LlamaForCausalLM
+    config: transformers.PretrainedConfig
+    if task.num_experts:
+        model_class = transformers.Qwen3MoeForCausalLM
+        config = transformers.Qwen3MoeConfig(
+            **settings,
+            num_experts=task.num_experts,
+            num_experts_per_tok=task.experts_per_token,
+            moe_intermediate_size=task.expert_width,
+            norm_topk_prob=True,
+            experts_implementation="grouped_mm",
+        )
+    else:
+        config = transformers.LlamaConfig(**settings)
     with task.device:
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16 if task.bf16 else torch.float32)
+        return model_class(config).to(torch.bfloat16 if task.bf16 else torch.float32)
 
 
 def _settings(task: Task, folder: str) -> dict[str, Any]:

@@ -8,7 +8,14 @@ import pytest
 
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.checks.run import check_values
-from megatron_wrap.config.defaults import all_choices, choices, cuda_connections, kernel_choices, with_choices
+from megatron_wrap.config.defaults import (
+    all_choices,
+    choices,
+    cuda_connections,
+    experts_choice,
+    kernel_choices,
+    with_choices,
+)
 from megatron_wrap.platform.base.machine import Machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -129,27 +136,6 @@ def test_queues_of_a_gpu(sizes: dict[str, int], variable: str | None, expected: 
             True,
             {"activation": False, "gradient": True},
         ),
-        (
-            "tiny-mixtral-sft",
-            (),
-            GPU,
-            True,
-            {"rope": True, "activation": True, "gradient": True, "grouped": True},
-        ),
-        (
-            "tiny-mixtral-sft",
-            (f"{ARCH}.moe_router_dtype=fp64", f"{ARCH}.moe_grouped_gemm=false"),
-            GPU,
-            True,
-            {"rope": True, "activation": True, "gradient": True},
-        ),
-        (
-            "tiny-mixtral-sft",
-            (),
-            PLAIN_GPU,
-            False,
-            {"rope": True, "activation": True, "gradient": True, "grouped": False},
-        ),
     ],
 )
 def test_fused_kernels(
@@ -159,11 +145,33 @@ def test_fused_kernels(
         "arch.apply_rope_fusion": "rope",
         "arch.bias_activation_fusion": "activation",
         "arch.gradient_accumulation_fusion": "gradient",
-        "arch.moe_grouped_gemm": "grouped",
     }
     actual = list(kernel_choices(load(*overrides, run=run).arch, machine, transformer_engine))
     assert {names[choice.key]: choice.value for choice in actual} == expected
     assert all(choice.reason for choice in actual)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "transformer_engine", "fp8", "expected"),
+    [
+        ((), GPU, True, False, "grouped_mm"),
+        ((), PLAIN_GPU, False, False, "grouped_mm"),
+        ((), GPU, True, True, "transformer_engine"),
+        ((), dataclasses.replace(GPU, grouped_products=False), True, False, "transformer_engine"),
+        ((), dataclasses.replace(PLAIN_GPU, grouped_products=False), False, False, "sequential"),
+        ((f"{ARCH}.moe_grouped_gemm=false",), GPU, True, False, "sequential"),
+        ((f"{ARCH}.moe_grouped_gemm=true",), GPU, True, False, "transformer_engine"),
+        ((f"{ARCH}.experts_impl=sequential",), GPU, True, False, "sequential"),
+    ],
+)
+def test_experts(
+    overrides: tuple[str, ...], machine: Machine, transformer_engine: bool, fp8: bool, expected: str
+) -> None:
+    platform = f"megatron_wrap.init.platform={machine.platform}"
+    arch = load(platform, *overrides, run="tiny-mixtral-sft").arch
+    choice = experts_choice(arch, machine, transformer_engine, fp8)
+    assert (choice.key, choice.value) == ("arch.experts_impl", expected)
+    assert choice.reason
 
 
 def test_explain_leaves_out_what_the_yaml_gives() -> None:

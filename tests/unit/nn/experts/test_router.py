@@ -35,7 +35,7 @@ def step(tmp_path: Path, extra_padding: int = 0, **arch: Any) -> tuple[dict[str,
     }
     texts = [f"megatron_lm.{key}={value}" for key, value in overrides.items()]
     texts.append(f"megatron_wrap.logger.output_dir={tmp_path}")
-    with MegatronWrap(Path(__file__).parents[1] / "model" / "model.yaml", texts) as wrap:
+    with MegatronWrap(Path(__file__).parents[2] / "model" / "model.yaml", texts) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         state = wrap.state

@@ -1,0 +1,63 @@
+"""The order of rows against Megatron-Core's permutation of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_wrap.nn.experts.permutation import chunk_order, reorder, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.platform import choose_platform
+
+choose_platform("cpu").install()
+
+from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute  # noqa: E402
+
+TOKENS, EXPERTS, COUNT, COLUMNS = 37, 6, 3, 8
+
+
+def routing(kind: str) -> torch.Tensor:
+    """bool [tokens, experts] with `COUNT` experts for each token."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    if kind == "same experts":
+        scores[:, :COUNT] += 1.0  # the other experts have no row
+    chosen = scores.topk(COUNT).indices[: 1 if kind == "one token" else None]
+    return torch.zeros(len(chosen), EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "same experts", "one token"])
+def test_rows_and_gradients_equal_megatron_core_s(kind):
+    routing_map = routing(kind)
+    tokens = torch.randn(len(routing_map), COLUMNS, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(routing_map.shape, dtype=torch.float64, requires_grad=True)
+    factor = torch.randn(len(routing_map) * COUNT, COLUMNS, dtype=torch.float64)
+    outer = torch.randn(len(routing_map), COLUMNS, dtype=torch.float64)
+
+    order = row_order(routing_map, COUNT)
+    rows, weights = rows_of_tokens(tokens, order), order.weights_of_rows(probs)
+    sums = sums_of_rows(rows * factor * weights[:, None], order)
+    gradients = torch.autograd.grad(sums, (tokens, probs), outer)
+
+    their_rows, their_weights, indices = permute(tokens, routing_map, probs=probs, num_out_tokens=len(rows))[:3]
+    products = their_rows * factor * their_weights[:, None]
+    their_sums = unpermute(products, indices, restore_shape=tokens.shape, routing_map=routing_map)
+    their_gradients = torch.autograd.grad(their_sums, (tokens, probs), outer)
+    assert torch.equal(rows, their_rows)
+    assert torch.equal(weights, their_weights)
+    assert torch.allclose(sums, their_sums, rtol=1e-12)
+    for value, expected in zip(gradients, their_gradients, strict=True):
+        assert torch.allclose(value, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[[3, 0, 2], [1, 4, 0]], [[0, 0], [0, 5]], [[0, 0], [0, 0]]])
+def test_chunks_are_sorted_by_expert(sizes):
+    counts = torch.tensor(sizes)
+    rows = torch.randn(int(counts.sum()), COLUMNS, requires_grad=True)
+    by_expert = torch.arange(counts.numel()).view(counts.shape).t().flatten()
+    expected, _ = sort_chunks_by_idxs(rows, counts.flatten(), by_expert)
+    present, new = chunk_order(counts, len(rows))
+    actual = reorder(rows, present, new)
+    assert torch.equal(actual, expected)
+    assert torch.equal(reorder(actual, new, present), rows)
+    outer = torch.randn_like(rows)
+    assert torch.equal(torch.autograd.grad(actual, rows, outer)[0], torch.autograd.grad(expected, rows, outer)[0])
