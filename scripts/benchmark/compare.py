@@ -79,6 +79,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--liger", action="store_true", help="ours-liger: RMSNorm of liger-kernel")
     parser.add_argument("--devices", type=int, default=0, help="processes (default: one for each GPU; one on a CPU)")
     parser.add_argument("--platform", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
+    parser.add_argument(
+        "--fresh", action="store_true", help="new processes for each run, of models that fill the memory"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
     parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those, at least 1")
@@ -147,7 +150,7 @@ def measure(
     default = default_flags(task.platform)
     best, sweep = default, []
     if "bare-best" in against:
-        best, sweep = search(task, programs["megatron-core"], default, arguments.timeout)
+        best, sweep = search(task, programs["megatron-core"], default, arguments)
     options: dict[str, tuple[str, dict[str, Any]]] = {
         name: (process, {"overrides": overrides}) for name, (process, _, overrides) in runs.items()
     }
@@ -162,6 +165,8 @@ def measure(
         for name in list(options)[:: -1 if turn % 2 else 1]:
             process, settings = options[name]
             result = programs[process].run(task, settings, arguments.timeout)
+            if arguments.fresh:
+                programs[process].restart()
             results[name].append(result)
             print(f"round {turn + 1}, {name}: {line(task, result)}", flush=True)
     summaries = {
@@ -177,12 +182,16 @@ def measure(
     }
 
 
-def search(task: Task, bare: Program, start: Flags, timeout: float) -> tuple[Flags, list[dict[str, Any]]]:
+def search(
+    task: Task, bare: Program, start: Flags, arguments: argparse.Namespace
+) -> tuple[Flags, list[dict[str, Any]]]:
     """The bare loop's fastest flags, by fewer steps than a round has."""
     short = Task(**{**task.as_json(), "warmup": 1, "steps": 3})
 
     def seconds_of(name: str, flags: Flags) -> float | str:
-        result = bare.run(short, {"flags": flags.as_json()}, timeout)
+        result = bare.run(short, {"flags": flags.as_json()}, arguments.timeout)
+        if arguments.fresh:
+            bare.restart()
         print(f"flags of the bare loop, {name}: {line(short, result)}", flush=True)
         return result["error"] if "error" in result else statistics.median(result["step_seconds"])
 

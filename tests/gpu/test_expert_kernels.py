@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from megatron_wrap.nn.experts.permutation import chunk_order, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
 from megatron_wrap.nn.kernels.sum_rows import sum_rows
@@ -93,9 +93,13 @@ def test_rows_move_as_on_a_cpu():
     assert torch.equal(rows_of_tokens(values.cuda(), there).cpu(), rows_of_tokens(values, here))
     rows = torch.randn(tokens * count, columns)
     assert torch.allclose(sums_of_rows(rows.cuda(), there).cpu(), sums_of_rows(rows, here), atol=1e-5)
-    sizes = torch.tensor([[3, 0, 2], [1, 4, 0]])
-    for expected, actual in zip(chunk_order(sizes, 10), chunk_order(sizes.cuda(), 10), strict=True):
+    some = torch.rand(tokens, experts) < 0.1
+    width, total = int(some.sum(1).max()), int(some.sum())
+    here, there = row_order(some, width, total), row_order(some.cuda(), width, total)
+    for expected, actual in zip(here, there, strict=True):
         assert torch.equal(actual.cpu(), expected)
+    rows = torch.randn(total, columns)
+    assert torch.allclose(sums_of_rows(rows.cuda(), there).cpu(), sums_of_rows(rows, here), atol=1e-5)
 
 
 def test_nothing_waits_for_the_gpu():
@@ -105,7 +109,6 @@ def test_nothing_waits_for_the_gpu():
     probs = torch.rand(tokens, experts, device="cuda")
     values = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(experts, 2 * columns, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    sizes = torch.full((2, experts), 5, device="cuda")
 
     def run() -> None:
         order = row_order(routing_map, count)
@@ -114,7 +117,6 @@ def test_nothing_waits_for_the_gpu():
             grouped_linear(rows_of_tokens(values, order), weight, ends), order.weights_of_rows(probs)
         )
         sums_of_rows(inner, order).sum().backward()
-        chunk_order(sizes, 10 * experts)
 
     run()  # kernels are compiled
     torch.cuda.set_sync_debug_mode("error")

@@ -1,22 +1,25 @@
-"""Megatron-Core's all-to-all dispatcher with rows that are sorted on the device.
+"""Brings tokens to the processes of their experts and back, with rows that are sorted on the device.
 
-Megatron-Core's waits for the GPU in each layer even if all experts are on one process, and splits and joins one chunk
-of rows for each expert and sender. Here nothing waits if neither experts nor tokens are distributed, else one wait for
-the sizes of the exchange is left.
+In place of Megatron-Core's all-to-all dispatcher, which waits for the GPU in each layer even if all experts are on one
+process, sends a row for each expert of a token, and splits and joins one chunk of rows for each expert and sender. Here
+a process is sent each token once, whatever the number of its experts that process the token; nothing waits if neither
+experts nor tokens are distributed, else one wait for the sizes of the exchange is left.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import (
+    all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_wrap.nn.experts.permutation import RowOrder, chunk_order, reorder, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.nn.experts.permutation import RowOrder, row_order, rows_of_tokens, sums_of_rows
 
 
 def can_sort_on_device(config: Any) -> bool:
@@ -27,82 +30,148 @@ def can_sort_on_device(config: Any) -> bool:
 
 
 class SortingDispatcher(MoEAlltoAllTokenDispatcher):
-    """Brings the tokens of this process to their experts and back; see `MoEAlltoAllTokenDispatcher` for the arguments.
+    """See `MoEAlltoAllTokenDispatcher` for the arguments.
 
     One forward pass calls, in this order, `dispatch_preprocess`, `token_dispatch`, `dispatch_postprocess`,
-    `combine_preprocess`, `token_combine` and `combine_postprocess`.
+    `combine_preprocess`, `token_combine` and `combine_postprocess`. T is the number of this process's tokens, R the
+    number of rows of the local experts, L the number of local experts.
     """
 
+    sent: RowOrder
+    """Of this process's tokens by the process to which they are sent, without its number of rows."""
     order: RowOrder
-    """Of the tokens of this process."""
+    """Of the tokens that are here by local expert."""
     local_counts: Tensor
-    """int64 [local experts] on the device: the rows of each."""
-    chunk_sizes: Tensor | None = None
-    """int64 [senders, local experts] on the device: rows from each process to each local expert."""
-    received_order: tuple[Tensor, Tensor] | None = None
-    """Of the rows from several senders; see `chunk_order`."""
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether rows of several processes meet at an expert."""
-        return bool(self.ep_size > 1 or self.tp_size > 1)
+    """int64 [L] on the device: the rows of each local expert."""
+    sizes: _ExchangeSizes | None = None
+    """None: nothing is exchanged."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T * k, H] by expert of hidden states [..., H] with T tokens, and the weight [T * k] of each.
+        """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
+        expert does not process a token.
 
         Args:
             routing_map: bool [T, experts].
-            probs: [T, experts], the router's weights.
+            probs: [T, experts], the router's weights, at least 0.
         """
         self.hidden_shape = hidden_states.shape
-        self.probs, self.routing_map = probs, routing_map
-        tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
-        if self.is_distributed:
-            self.tokens_per_expert = self.local_counts = self.preprocess(routing_map)
-            sizes = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
-            self.chunk_sizes = sizes
-            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
+        self.routing_map = routing_map
+        if self.ep_size > 1 or self.tp_size > 1:
+            by_process = routing_map.view(-1, self.ep_size, self.num_local_experts).any(dim=-1)
+            self._exchange_sizes(by_process, routing_map)
+            self.sent = row_order(by_process, min(self.config.moe_router_topk, self.ep_size))
         else:
             self.local_counts = routing_map.sum(dim=0)
-        self.order = row_order(routing_map, self.config.moe_router_topk)
-        return rows_of_tokens(tokens, self.order), self.order.weights_of_rows(probs)
+        return hidden_states.reshape(-1, self.hidden_shape[-1]), probs.masked_fill(~routing_map, -1.0)
 
-    def token_dispatch(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange the rows and their weights over expert-parallel processes."""
-        return super().token_dispatch(rows, weights) if self.is_distributed else (rows, weights)
+    def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that local experts process, and their weights [tokens, L] at these."""
+        if self.sizes is None:
+            return tokens, weights
+        send, receive = self.sizes.send, self.sizes.receive
+        self.sent = self.sent._replace(tokens=self.sent.tokens[: sum(send)])
+        rows = rows_of_tokens(tokens, self.sent)
+        of_rows = weights.view(-1, self.ep_size, self.num_local_experts).transpose(0, 1).flatten(0, 1)
+        process = torch.repeat_interleave(
+            torch.arange(self.ep_size, device=rows.device), self.sizes.send_on_device, output_size=sum(send)
+        )
+        of_rows = of_rows.index_select(0, process * weights.shape[0] + self.sent.tokens)
+        return all_to_all(self.ep_group, rows, receive, send), all_to_all(self.ep_group, of_rows, receive, send)
 
-    def dispatch_postprocess(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the local experts sorted by expert, the number of rows of each, and the weights of the rows."""
-        if self.tp_size > 1:
-            sizes = self._sizes_of_tensor_ranks()
-            rows = gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=sizes)
+    def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [R, H] of the local experts sorted by expert, the number of rows of each, and the weights [R]."""
+        if self.sizes is not None and self.tp_size > 1:
+            sizes = self.sizes.of_tensor_ranks
+            tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
             weights = gather_from_sequence_parallel_region(weights, group=self.tp_group, output_split_sizes=sizes)
-        self.received_order = None
-        if self.is_distributed and self.chunk_sizes is not None:
-            self.received_order = chunk_order(self.chunk_sizes, rows.shape[0])
-            rows, weights = reorder(rows, *self.received_order), reorder(weights, *self.received_order)
-        return rows, self.local_counts, weights
+        most = min(self.config.moe_router_topk, self.num_local_experts)
+        # a weight that is not a number is one of a row, whose loss is then refused
+        self.order = row_order(~(weights.detach() < 0), most, None if self.sizes is None else self.sizes.rows)
+        return rows_of_tokens(tokens, self.order), self.local_counts, self.order.weights_of_rows(weights)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts' outputs in the order in which their inputs came; partial sums of tensor-parallel experts are
-        added up."""
-        if self.received_order is not None:
-            present, new = self.received_order
-            hidden_states = reorder(hidden_states, new, present)
-        if self.tp_size > 1:
-            sums = reduce_scatter_to_sequence_parallel_region(
-                hidden_states.to(self.probs.dtype), group=self.tp_group, input_split_sizes=self._sizes_of_tensor_ranks()
+        """Sums over the local experts of each token; partial sums of tensor-parallel experts are added up."""
+        sums = sums_of_rows(hidden_states, self.order)
+        if self.sizes is not None and self.tp_size > 1:
+            total = reduce_scatter_to_sequence_parallel_region(
+                sums.float(), group=self.tp_group, input_split_sizes=self.sizes.of_tensor_ranks
             )
-            hidden_states = sums.to(hidden_states.dtype)
-        return hidden_states
+            sums = total.to(hidden_states.dtype)
+        return sums
 
-    def token_combine(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """Send the outputs back to the processes of their tokens."""
-        return super().token_combine(hidden_states, *arguments, **named) if self.is_distributed else hidden_states
+    def token_combine(self, hidden_states: Tensor, *_arguments: Any, **_named: Any) -> Tensor:
+        """Send the sums back to the processes of their tokens."""
+        if self.sizes is None:
+            return hidden_states
+        return all_to_all(self.ep_group, hidden_states, self.sizes.send, self.sizes.receive)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token, in the shape of the hidden states."""
-        return sums_of_rows(rows, self.order).view(self.hidden_shape)
+        sums = rows if self.sizes is None else sums_of_rows(rows, self.sent)
+        return sums.view(self.hidden_shape)
 
-    def _sizes_of_tensor_ranks(self) -> Any:
-        return None if self.output_splits_tp is None else self.output_splits_tp.tolist()
+    def _exchange_sizes(self, by_process: Tensor, routing_map: Tensor) -> None:
+        """Gather how many tokens each process sends to each, and how many rows each expert has; set `local_counts` and
+        `sizes`.
+
+        Args:
+            by_process: bool [T, expert-parallel processes]: whether a token is sent to a process.
+        """
+        mine = torch.cat([by_process.sum(dim=0), routing_map.sum(dim=0)])
+        everywhere = gather_from_sequence_parallel_region(mine, group=self.tp_ep_group)
+        everywhere = everywhere.view(self.ep_size, self.tp_size, -1)  # [expert-parallel rank, tensor-parallel rank, :]
+        first = self.ep_size + self.local_expert_indices[0]
+        self.local_counts = everywhere[:, :, first : first + self.num_local_experts].sum(dim=(0, 1))
+        received = everywhere[:, :, self.ep_group.rank()]
+        numbers = [mine[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), self.local_counts.sum()[None]]
+        self.sizes = _ExchangeSizes(torch.cat(numbers), self.ep_size)
+
+
+class _ExchangeSizes:
+    """Numbers of rows of an exchange on the host; the first access waits for their copy, which began earlier.
+
+    Args:
+        numbers: integers on the device: tokens sent to each of the `processes`, tokens received from each, tokens
+            received by each tensor-parallel process, rows of the local experts.
+    """
+
+    def __init__(self, numbers: Tensor, processes: int) -> None:
+        self._processes = processes
+        self._copied: torch.cuda.Event | None = None
+        self._numbers = numbers
+        self.send_on_device = numbers[:processes]
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._values: list[int] = []
+
+    @property
+    def values(self) -> list[int]:
+        """All numbers."""
+        if not self._values:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values = self._numbers.tolist()
+        return self._values
+
+    @property
+    def send(self) -> list[int]:
+        """Tokens sent to each expert-parallel process."""
+        return self.values[: self._processes]
+
+    @property
+    def receive(self) -> list[int]:
+        """Tokens received from each."""
+        return self.values[self._processes : 2 * self._processes]
+
+    @property
+    def of_tensor_ranks(self) -> list[int]:
+        """Tokens received by each process that shares the local experts."""
+        return self.values[2 * self._processes : -1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the local experts."""
+        return self.values[-1]

@@ -1,8 +1,8 @@
 """Weight gradients of all experts of a process in Triton, added to an fp32 buffer within the products. Import it only
 where Triton is installed.
 
-A program computes one tile of one expert's gradient over all of the expert's rows, and reads and writes the tile of the
-buffer once, so the gradient is never rounded to half precision.
+A program computes one tile of one expert's gradient over all of the expert's rows and adds it to the buffer once, so
+the gradient is never rounded to half precision.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _kernel(
     if end > begin:
         target = total + expert * outputs * inputs + out[:, None].to(tl.int64) * inputs + column[None, :]
         mask = inside_out[:, None] & inside_in[None, :]
-        tl.store(target, tl.load(target, mask=mask) + sums, mask=mask)
+        # One program adds to an element, so the sum is reproducible; the memory adds, and the program does not wait.
+        tl.atomic_add(target, sums, mask=mask, sem="relaxed")
 
 
 def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor) -> None:
@@ -68,4 +69,4 @@ def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor
     experts, outputs, inputs = total.shape
     sizes = {"block_out": 128, "block_in": 256, "block_rows": 64, "group": 8}
     tiles = triton.cdiv(outputs, sizes["block_out"]) * triton.cdiv(inputs, sizes["block_in"])
-    _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=3)
+    _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4)

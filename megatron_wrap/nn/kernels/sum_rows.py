@@ -18,7 +18,7 @@ def _sum_rows_kernel(rows, indices, out, columns, count: tl.constexpr, block: tl
     total = tl.zeros([block], dtype=tl.float32)
     for number in range(count):
         row = tl.load(indices + token * count + number).to(tl.int64)
-        total += tl.load(rows + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row * columns + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -27,7 +27,7 @@ def sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         rows: [R, H], contiguous, on a GPU, in any floating dtype but float64.
-        indices: integers [T, k].
+        indices: integers [T, k]; -1 adds nothing.
 
     Returns:
         [T, H] in the dtype of the rows; sums are added in fp32, in the order of j.

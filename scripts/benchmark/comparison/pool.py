@@ -43,10 +43,12 @@ class Program:
         self._world_size, self._platform, self._logs = world_size, platform, logs
         self._answers: list[queue.Queue[dict[str, Any] | None]] = []
         self._processes: list[subprocess.Popen[str]] = []
+        self._is_ready = False
         self.start()
 
     def start(self) -> None:
         """Start the processes; `wait_until_ready` waits for their imports."""
+        self._is_ready = False
         for rank in range(self._world_size):
             log = (self._logs / f"{self.name}-{rank}.log").open("a")
             process = subprocess.Popen(
@@ -65,7 +67,14 @@ class Program:
 
     def wait_until_ready(self, seconds: float) -> str:
         """Until all processes have imported their packages; returns why they have not, or an empty text."""
-        return self._collect(seconds)[1]
+        error = "" if self._is_ready else self._collect(seconds)[1]
+        self._is_ready = not error
+        return error
+
+    def restart(self) -> None:
+        """New processes, whose imports take place while other programs run."""
+        self.close()
+        self.start()
 
     def run(self, task: Task, options: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
@@ -75,8 +84,8 @@ class Program:
         """
         if not self._processes:
             self.start()
-            if error := self.wait_until_ready(300):
-                return {"error": error}
+        if error := self.wait_until_ready(300):
+            return {"error": error}
         order = json.dumps({"task": task.as_json(), "options": options, "port": _free_port()})
         for process in self._processes:
             assert process.stdin is not None

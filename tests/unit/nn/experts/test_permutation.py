@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_wrap.nn.experts.permutation import chunk_order, reorder, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()
 
-from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute  # noqa: E402
+from megatron.core.transformer.moe.moe_utils import permute, unpermute  # noqa: E402
 
 TOKENS, EXPERTS, COUNT, COLUMNS = 37, 6, 3, 8
 
@@ -49,15 +49,22 @@ def test_rows_and_gradients_equal_megatron_core_s(kind):
         assert torch.allclose(value, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [[[3, 0, 2], [1, 4, 0]], [[0, 0], [0, 5]], [[0, 0], [0, 0]]])
-def test_chunks_are_sorted_by_expert(sizes):
-    counts = torch.tensor(sizes)
-    rows = torch.randn(int(counts.sum()), COLUMNS, requires_grad=True)
-    by_expert = torch.arange(counts.numel()).view(counts.shape).t().flatten()
-    expected, _ = sort_chunks_by_idxs(rows, counts.flatten(), by_expert)
-    present, new = chunk_order(counts, len(rows))
-    actual = reorder(rows, present, new)
-    assert torch.equal(actual, expected)
-    assert torch.equal(reorder(actual, new, present), rows)
-    outer = torch.randn_like(rows)
-    assert torch.equal(torch.autograd.grad(actual, rows, outer)[0], torch.autograd.grad(expected, rows, outer)[0])
+def test_tokens_with_different_numbers_of_rows():
+    generator = torch.Generator().manual_seed(6)
+    mask = torch.rand(TOKENS, EXPERTS, generator=generator) < 0.3
+    mask[0] = False  # no row
+    width, total = int(mask.sum(1).max()), int(mask.sum())
+    order = row_order(mask, width, total)
+    tokens = torch.randn(TOKENS, COLUMNS, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(mask.shape, dtype=torch.float64, requires_grad=True)
+    outer = torch.randn(TOKENS, COLUMNS, dtype=torch.float64)
+    sums = sums_of_rows(rows_of_tokens(tokens, order) * order.weights_of_rows(weights)[:, None], order)
+    expected = tokens * (weights * mask).sum(1, keepdim=True)
+    assert torch.allclose(sums, expected, rtol=1e-12)
+    pairs = zip(
+        torch.autograd.grad(sums, (tokens, weights), outer),
+        torch.autograd.grad(expected, (tokens, weights), outer),
+        strict=True,
+    )
+    for value, other in pairs:
+        assert torch.allclose(value, other, rtol=1e-12, atol=1e-12)
