@@ -79,9 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--liger", action="store_true", help="ours-liger: RMSNorm of liger-kernel")
     parser.add_argument("--devices", type=int, default=0, help="processes (default: one for each GPU; one on a CPU)")
     parser.add_argument("--platform", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
-    parser.add_argument(
-        "--fresh", action="store_true", help="new processes for each run, of models that fill the memory"
-    )
+    parser.add_argument("--fresh", action="store_true", help="new processes for each run: for models that fill the GPU")
+    parser.add_argument("--changes", metavar="NAME,...", help="what the search for bare-best tries (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
     parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those, at least 1")
@@ -195,10 +194,10 @@ def search(
         print(f"flags of the bare loop, {name}: {line(short, result)}", flush=True)
         return result["error"] if "error" in result else statistics.median(result["step_seconds"])
 
+    candidates = changes(start, task.platform, task.world_size, task.seq_length, task.num_experts > 0)
+    chosen = None if arguments.changes is None else arguments.changes.split(",")
     try:
-        return fastest(
-            start, changes(start, task.platform, task.world_size, task.seq_length, task.num_experts > 0), seconds_of
-        )
+        return fastest(start, [pair for pair in candidates if chosen is None or pair[0] in chosen], seconds_of)
     except RuntimeError as error:
         return start, [{"change": "default flags", "flags": start.as_json(), "error": str(error)}]
 
