@@ -1,5 +1,5 @@
-"""MoE models and multi-latent attention on one GPU: Transformer Engine with grouped GEMM and the torch implementation
-have equal initial weights and losses, and load each other's checkpoints."""
+"""MoE models and multi-latent attention on one GPU: layers and experts of each implementation have equal initial weights
+and losses, and load each other's checkpoints."""
 
 import importlib.util
 from pathlib import Path
@@ -68,13 +68,18 @@ def samples(count: int) -> list[dict]:
     return [{"input_ids": generator.integers(0, 4096, n).tolist(), "loss_mask": [1] * n} for n in lengths]
 
 
-def train(folder: Path, model: str, implementation: str, steps: int, save: bool = False) -> dict:
-    """Losses per step (objective first), initial or loaded matrices in fp32, and whether grouped GEMM is used."""
+def train(folder: Path, model: str, implementation: tuple[str, str], steps: int, save: bool = False) -> dict:
+    """Losses per step (objective first), and initial or loaded matrices in fp32.
+
+    Args:
+        implementation: of the layers, and of the experts.
+    """
     from megatron_wrap.testing.gradients import gather_weights
 
     overrides = [
         *(f"megatron_lm.model.arch.{key}={value}" for key, value in MODELS[model].items()),
-        f"megatron_lm.model.arch.transformer_impl={implementation}",
+        f"megatron_lm.model.arch.transformer_impl={implementation[0]}",
+        f"megatron_lm.model.arch.experts_impl={implementation[1]}",
         "megatron_lm.train.dtype.__select__=fp32",
         f"megatron_lm.train.common.save={folder}/checkpoints",
         f"megatron_wrap.logger.output_dir={folder}",
@@ -84,28 +89,32 @@ def train(folder: Path, model: str, implementation: str, steps: int, save: bool 
         wrap.setup_model_and_optimizer()
         state = wrap.state
         weights = {name: weight for name, weight in gather_weights(state).items() if weight.dim() == 2}
-        grouped = state.transformer_config.moe_grouped_gemm
         size, first = wrap.global_batch_size, wrap.iteration
         data = samples(64)
         metrics = [wrap.train(data[step * size : (step + 1) * size]) for step in range(first, first + steps)]
         if save:
             wrap.save()
     losses = [[step["loss"], *(step[name] for name in LOSSES if name in step)] for step in metrics]
-    return {"losses": losses, "weights": weights, "grouped": grouped}
+    return {"losses": losses, "weights": weights}
+
+
+GROUPED, GROUPED_IN_TE = ("torch", "grouped_mm"), ("transformer_engine", "grouped_mm")
+TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_two_implementations_agree(tmp_path, model):
-    ours, theirs = train(tmp_path / "torch", model, "torch", 4), train(tmp_path / "te", model, "transformer_engine", 4)
-    assert (ours["grouped"], theirs["grouped"]) == (False, True)
-    assert ours["weights"].keys() == theirs["weights"].keys()
-    for name, weight in ours["weights"].items():
-        assert torch.equal(theirs["weights"][name], weight), name
-    numpy.testing.assert_allclose(theirs["losses"], ours["losses"], rtol=1e-3)
-    assert len(ours["losses"][0]) == 3
+def test_the_implementations_agree(tmp_path, model):
+    reference = train(tmp_path / "sequential", model, ("torch", "sequential"), 4)
+    assert len(reference["losses"][0]) == 3
+    for implementation in (GROUPED, GROUPED_IN_TE, TRANSFORMER_ENGINE):
+        actual = train(tmp_path / "-".join(implementation), model, implementation, 4)
+        assert actual["weights"].keys() == reference["weights"].keys()
+        for name, weight in reference["weights"].items():
+            assert torch.equal(actual["weights"][name], weight), name
+        numpy.testing.assert_allclose(actual["losses"], reference["losses"], rtol=1e-3)
 
 
-@pytest.mark.parametrize(("saves", "loads"), [("torch", "transformer_engine"), ("transformer_engine", "torch")])
+@pytest.mark.parametrize(("saves", "loads"), [(GROUPED, TRANSFORMER_ENGINE), (TRANSFORMER_ENGINE, GROUPED_IN_TE)])
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoint_of_one_implementation_loads_in_the_other(tmp_path, model, saves, loads):
     uninterrupted = train(tmp_path / "uninterrupted", model, saves, 4)
