@@ -1,4 +1,4 @@
-"""MoE models and multi-latent attention on one GPU: all implementations of layers and experts have equal initial weights
+"""MoE models and multi-latent attention on one GPU: implementations of layers and experts have equal initial weights
 and losses, and load each other's checkpoints."""
 
 import importlib.util
