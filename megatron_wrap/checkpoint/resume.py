@@ -17,6 +17,7 @@ from megatron_wrap.checkpoint.reference import (
 from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -61,6 +62,12 @@ class RunCheckpoints:
             with_reference = self.load(train.save, weights_only)
             resumed_from = state.progress.iteration
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
+            last = derived.train_iters(state.config)
+            if resumed_from >= last and not weights_only:
+                logger.info_rank_0(
+                    f"the run is finished: nothing is left to train after iteration {last}; to go on, raise "
+                    f"{_length_key(state.config)}"
+                )
         elif train.load is not None:
             with_reference = self.load(train.load, weights_only=train.finetune or weights_only)
             state.best = BestEvaluation()  # its checkpoint is in another folder
@@ -197,3 +204,9 @@ class RunCheckpoints:
         if folder is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
         return folder
+
+
+def _length_key(config: RunConfig) -> str:
+    """The key that sets the length of a run."""
+    set_keys = [name for name in ("train_epochs", "train_samples") if getattr(config.train, name, None) is not None]
+    return f"megatron_lm.train.common.{[*set_keys, 'train_iters'][0]}"

@@ -213,3 +213,17 @@ def test_a_value_that_is_no_number_is_never_the_best():
     values = [math.nan, math.inf, 2.0, math.nan, 1.0]
     assert [best.compare(index, value, largest=False) for index, value in enumerate(values)] == [0, 1, 1, 0, 1]
     assert (best.iteration, best.value, best.evaluations_since) == (4, 1.0, 0)
+
+
+def test_a_finished_run_that_is_started_again_says_so(data, capfd):
+    settings = (f"{TRAIN}.train_iters=2", f"{TRAIN}.save=done")
+    with scripted(data, *settings) as wrap:
+        wrap.fit()
+    assert "nothing is left" not in capfd.readouterr().err
+    with scripted(data, *settings) as wrap:
+        wrap.fit()
+        assert wrap.iteration == 2
+    assert (
+        "the run is finished: nothing is left to train after iteration 2; to go on, raise "
+        "megatron_lm.train.common.train_iters" in capfd.readouterr().err
+    )
