@@ -17,6 +17,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,13 +90,10 @@ class CpuPlatform(Platform):
 
     def memory_gib(self) -> dict[str, float]:
         """Resident memory of this process in GiB: current (as both allocated and reserved) and peak."""
-        import resource
-
         import psutil
 
         now = psutil.Process().memory_info().rss / GIB
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+        peak = _peak_bytes() / GIB
         return {"memory_allocated": now, "memory_reserved": now, "memory_max": max(peak, now)}
 
     def transformer_config_settings(
@@ -221,6 +219,20 @@ def _patch_rng(module: types.ModuleType, replacements: Replacements) -> None:
 
     _replace_function(module, "_get_cuda_rng_state", _get_cuda_rng_state, replacements)
     _replace_function(module, "_set_cuda_rng_state", _set_cuda_rng_state, replacements)
+
+
+def _peak_bytes() -> int:
+    """Largest resident memory of this process in bytes. On Linux it is read from /proc: getrusage(2) also counts the
+    memory of the process that started this one."""
+    import resource
+
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _patch_mappings(module: types.ModuleType, replacements: Replacements) -> None:

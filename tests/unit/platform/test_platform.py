@@ -137,3 +137,13 @@ def test_replacements_are_undone():
     replacements.undo()
     assert (Child().inherited(), Child.own(), undone) == ("base", "own", [2])
     assert not {"inherited", "added"} & set(vars(Child))
+
+
+def test_peak_memory_is_that_of_this_process_alone():
+    large = "import torch, subprocess, sys; kept = torch.ones(2**28); "
+    small = (
+        "from megatron_wrap.platform import choose_platform; print(choose_platform('cpu').memory_gib()['memory_max'])"
+    )
+    program = f"{large}print(subprocess.check_output([sys.executable, '-c', {small!r}], text=True))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.9
