@@ -12,7 +12,7 @@ from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
-from megatron_wrap.engine.router_losses import reset_router_losses, router_losses
+from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
@@ -75,6 +75,8 @@ def begin_step(state: TrainingState, weights: StepWeights, samples: Sequence[Any
         started: time.perf_counter() at the beginning of the step.
     """
     reset_router_losses(state.config.arch)
+    if _reports_expert_load(state):
+        record_expert_load(state.chunks)
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -193,6 +195,8 @@ def _metrics(
     metrics |= reduced.sums
     if logger.add_params_norm_to_metrics:
         metrics["params_norm"] = _params_norm(state)
+    if _reports_expert_load(state):
+        metrics |= expert_load(state.chunks, state.config.arch, state.parallel.world)
     elapsed_seconds = time.perf_counter() - step.started
     metrics |= {
         "global_batch_size": len(step.samples),
@@ -218,6 +222,10 @@ def _metrics(
             f"{type(state.flow).__name__} reports the metrics {clash}, which the engine reports itself; rename them"
         )
     return {**first, **reduced.flow_metrics, **metrics}
+
+
+def _reports_expert_load(state: TrainingState) -> bool:
+    return state.config.logger.add_expert_load_to_metrics and state.config.arch.num_experts is not None
 
 
 def _forward_passes(state: TrainingState) -> int:

@@ -110,6 +110,28 @@ _ROUTER_METRICS = (
     _router_loss("z_loss", "mean square of the logsumexp of the routers' logits", "moe_z_loss_coeff", 4.3271),
 )
 
+_LOAD_KEY = f"{_LOGGER}.add_expert_load_to_metrics"
+EXPERT_LOADS = {
+    "busiest": MetricInfo(
+        "experts/LAYER/busiest",
+        "tokens of the busiest expert of a layer such as layer_3 (counted from 0) over the mean of its experts",
+        config_key=_LOAD_KEY,
+    ),
+    "entropy": MetricInfo(
+        "experts/LAYER/entropy",
+        "mean entropy of the router's scores of a token over all experts of the layer",
+        "nats",
+        config_key=_LOAD_KEY,
+    ),
+    "dropped": MetricInfo(
+        "experts/LAYER/dropped",
+        "choices of an expert that were dropped, with moe_expert_capacity_factor",
+        "",
+        config_key=_LOAD_KEY,
+    ),
+}
+"""Load of the experts of each layer, by the ending of the metric's name."""
+
 _LAST_METRICS = (
     MetricInfo("grad_norm", "norm of the whole gradient, before clipping", "", ConsoleFormat(_THREE_DIGITS, 1.0249)),
     MetricInfo(
@@ -195,6 +217,7 @@ METRICS = (
     EVALUATION_PERPLEXITY,
     EVALUATION_METRIC,
     *_ROUTER_METRICS,
+    *EXPERT_LOADS.values(),
     *_LAST_METRICS,
 )
 """All metrics, in the order of the console line and the documentation."""
@@ -218,6 +241,8 @@ def metric_info(name: str) -> MetricInfo:
     if name.startswith("eval/"):
         by_ending = {"loss": EVALUATION_LOSS, "perplexity": EVALUATION_PERPLEXITY}
         return by_ending.get(name.split("/", 2)[-1], EVALUATION_METRIC)
+    if name.startswith("experts/layer_"):
+        return EXPERT_LOADS.get(name.rpartition("/")[2], FLOW_METRIC)
     return FLOW_METRIC
 
 

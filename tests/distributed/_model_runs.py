@@ -69,6 +69,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         "grad_norms": [step["grad_norm"] for step in metrics],
         "params_norms": [step.get("params_norm", 0.0) for step in metrics],
         "router_losses": [[step[name] for name in sorted(step) if name in ROUTER_LOSSES] for step in metrics],
+        "expert_load": {name: value for name, value in metrics[0].items() if name.startswith("experts/")},
         "loss_scales": [step["loss_scale"] for step in metrics],
         "skipped": [step["skipped_iterations"] for step in metrics],
         "samples": [step["consumed_samples"] for step in metrics],

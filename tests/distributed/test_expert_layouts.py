@@ -102,6 +102,7 @@ def layout(name: str) -> tuple[int, tuple[str, ...]]:
 STEPS_OF_RUN = (
     f"megatron_lm.train.common.train_iters={STEPS}",
     "megatron_wrap.logger.add_params_norm_to_metrics=true",
+    "megatron_wrap.logger.add_expert_load_to_metrics=true",
 )
 
 
@@ -125,13 +126,14 @@ def assert_like_one_rank(ranks: Any, expected: dict[str, Any], case: str, folder
     of_ranks = ranks(processes).run(_model_runs.train, *arguments)
     actual = of_ranks[0]
     for other in of_ranks[1:]:
-        for name in ("losses", "grad_norms", "params_norms", "router_losses", "initial"):
+        for name in ("losses", "grad_norms", "params_norms", "router_losses", "expert_load", "initial"):
             assert other[name] == actual[name], name
     assert actual["initial"] == expected["initial"]  # digests of all bits
     assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         difference = numpy.linalg.norm(actual["gradients"][name] - gradient)
         assert difference <= 1e-4 * numpy.linalg.norm(gradient), name
+    assert actual["expert_load"] == pytest.approx(expected["expert_load"], rel=1e-5)
     numpy.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-4)
     numpy.testing.assert_allclose(actual["grad_norms"], expected["grad_norms"], rtol=1e-4)
     numpy.testing.assert_allclose(actual["params_norms"], expected["params_norms"], rtol=1e-6)

@@ -76,6 +76,9 @@ class LoggerConfig:
     """Report the norm of all parameters (one more pass over them)."""
     add_num_zeros_in_grad_to_metrics: bool = False
     """Count zeros in the gradient (one more pass over it)."""
+    add_expert_load_to_metrics: bool = False
+    """Report for each layer with experts the busiest expert's load, the router's entropy and dropped assignments (one
+    more reduction)."""
     add_throughput_to_metrics: bool = True
     """Report tflops and throughput (model TFLOP/s per device)."""
     add_memory_to_metrics: bool = True

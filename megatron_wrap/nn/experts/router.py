@@ -31,6 +31,34 @@ class Router(TopKRouter):
         super().__init__(**arguments)
         if group_score_experts is not None:
             self.router_replay = _GroupLimitedTopK(group_score_experts)
+        self.load: Tensor | None = None
+        """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
+        assignments since `record_load`, without padding; None: not recorded."""
+
+    def record_load(self) -> None:
+        """Record `load` from now on, in passes with gradients."""
+        self.load = torch.zeros(self.config.num_moe_experts + 3, device=self.weight.device)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `TopKRouter.routing`."""
+        result: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
+        if self.load is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._add_load(logits.reshape(-1, logits.shape[-1]).float(), result[1], padding_mask)
+        return result
+
+    def _add_load(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
+        """Add the tokens of a micro-batch: logits and routing_map [tokens, experts], padding_mask True on padding."""
+        scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(dim=-1)
+        shares = scores / scores.sum(dim=-1, keepdim=True)
+        entropies = torch.special.entr(shares).sum(dim=-1)
+        counted = torch.ones_like(entropies) if padding_mask is None else (~padding_mask.reshape(-1)).float()
+        chosen = (routing_map * counted[:, None]).sum(dim=0)
+        tokens = counted.sum()
+        assert self.load is not None
+        self.load += torch.cat(
+            [chosen, torch.stack([tokens, (entropies * counted).sum(), tokens * self.topk - chosen.sum()])]
+        )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Add the gradient of coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).

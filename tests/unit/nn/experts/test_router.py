@@ -23,7 +23,9 @@ def samples() -> list[dict[str, list[int]]]:
     return [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in drawn]
 
 
-def step(tmp_path: Path, extra_padding: int = 0, **arch: Any) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
+def step(
+    tmp_path: Path, extra_padding: int = 0, logger: str = "", **arch: Any
+) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
     """Train a one-layer model for one step with all samples in one micro-batch. Returns the metrics, the router's
     logits [B, S, experts], and the gradient of the router's weight."""
     overrides = {
@@ -34,7 +36,10 @@ def step(tmp_path: Path, extra_padding: int = 0, **arch: Any) -> tuple[dict[str,
         **{f"model.arch.{key}": value for key, value in arch.items()},
     }
     texts = [f"megatron_lm.{key}={value}" for key, value in overrides.items()]
-    texts.append(f"megatron_wrap.logger.output_dir={tmp_path}")
+    texts += [
+        f"megatron_wrap.logger.output_dir={tmp_path}",
+        *([f"megatron_wrap.logger.{logger}=true"] if logger else []),
+    ]
     with MegatronWrap(Path(__file__).parents[2] / "model" / "model.yaml", texts) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
@@ -99,3 +104,18 @@ def test_padding_changes_no_loss_and_no_gradient(tmp_path: Path, kind: str):
 def test_losses_without_coefficient_are_not_reported(tmp_path: Path):
     metrics, _, _ = step(tmp_path)
     assert not [name for name in metrics if "balancing" in name or name == "z_loss"]
+
+
+def test_load_of_the_experts_without_padding(tmp_path: Path):
+    metrics, logits, _ = step(tmp_path, logger="add_expert_load_to_metrics", moe_router_pre_softmax="true")
+    real = logits[mask(logits.shape[1])]
+    counts = real.topk(TOPK).indices.flatten().bincount(minlength=EXPERTS)
+    assert metrics["experts/layer_0/busiest"] == pytest.approx(float(counts.max() / counts.float().mean()))
+    entropies = torch.distributions.Categorical(logits=real.float()).entropy()
+    assert metrics["experts/layer_0/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
+    assert metrics["experts/layer_0/dropped"] == 0
+
+
+def test_dropped_choices_are_counted(tmp_path: Path):
+    metrics, _, _ = step(tmp_path, logger="add_expert_load_to_metrics", moe_expert_capacity_factor=0.5)
+    assert 0 < metrics["experts/layer_0/dropped"] < TOPK * sum(LENGTHS)
