@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, prune, publish
+from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, prune, publish, verify
 from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, read
 from megatron_wrap.engine.reference.reference_model import ReferenceModel
@@ -98,6 +98,7 @@ def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
     """
     reference = _of(state)
     saved: SavedContent = on_rank_0(lambda: examine(folder, reference.config, reference.vocab_size), failures=FAILURES)
+    verify(saved.path)
     with reference.as_saved(loading=True):
         request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
         check_tensors(saved, request)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
@@ -14,7 +16,7 @@ from megatron_wrap.checkpoint.reference import (
     save_reference,
     saved_iteration,
 )
-from megatron_wrap.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
@@ -59,7 +61,7 @@ class RunCheckpoints:
         start = starting_checkpoint(state.config)
         if start is not None and start.resumes:
             refuse_resume(state.config)
-            with_reference = self.load(train.save, weights_only)
+            with_reference = self._load_newest(CheckpointStore(str(train.save)), weights_only)
             resumed_from = state.progress.iteration
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
             last = derived.train_iters(state.config)
@@ -74,6 +76,42 @@ class RunCheckpoints:
         if state.reference is not None and not with_reference:
             self._start_reference(resumed_from)
         return resumed_from
+
+    def _load_newest(self, store: CheckpointStore, weights_only: bool) -> bool:
+        """`load` of the newest checkpoint whose content is what was saved; newer ones are renamed."""
+        if not weights_only:
+            on_rank_0(lambda: self._set_all_aside(store, store.passed_over()))
+        while True:
+            try:
+                return self.load(store.folder, weights_only)
+            except DamagedCheckpoint as error:
+                path, reason = error.path, error.reason
+                if path.parent != store.folder:
+                    raise  # a reference model
+            damaged = {path: reason}
+            on_rank_0(partial(self._set_all_aside, store, damaged))
+
+    def _set_all_aside(self, store: CheckpointStore, damaged: Mapping[Path, str]) -> None:
+        for path, reason in damaged.items():
+            self._set_aside(store, path, reason)
+
+    def _set_aside(self, store: CheckpointStore, path: Path, reason: str) -> None:
+        """Rename a damaged checkpoint; on rank 0."""
+        if self._state.config.checkpoint.resume == "strict":
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {reason}; megatron_wrap.checkpoint.resume is strict: restore it, or "
+                "set resume: auto to continue from the one before it"
+            )
+        target = store.set_aside(path)
+        if target is None:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {reason}; there is no older one in {store.folder}: restore it, or "
+                "choose another folder"
+            )
+        logger.warning_rank_0(
+            f"checkpoint {path} is damaged: {reason}; it is now {target.name}, and the run resumes from the "
+            "one before it"
+        )
 
     def _start_reference(self, resumed_from: int | None) -> None:
         """Load or copy the first weights of the reference model."""

@@ -15,10 +15,11 @@ from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
+from megatron_wrap.checkpoint.hashes import find_damage, hash_files
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
-from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore
+from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.hugging_face import resolve_folder
@@ -94,6 +95,7 @@ def load_checkpoint(
             model (the message names the first parameter that differs), or without a matching optimizer.
     """
     saved: SavedContent = on_rank_0(lambda: examine(folder, state.config, state.shape.vocab_size), failures=FAILURES)
+    verify(saved.path)
     with_optimizer = with_optimizer and not weights_only
     layout = content.layout_facts(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
@@ -145,7 +147,8 @@ def publish(
         agree(None if partial.is_dir() else f"{unseen}; set megatron_lm.train.common.save to a shared file system")
         content_metadata = dict(content.CONTENT_METADATA)
         write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        on_rank_0(lambda: _finish(state, store, iteration, partial), message, FAILURES)
+        hashes = _hash_written(partial, state.parallel.world.rank, message)
+        on_rank_0(lambda: _finish(state, store, iteration, partial, hashes), message, FAILURES)
     except BaseException:
         if state.parallel.world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +184,42 @@ def _optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is
     return content.optimizer_entry(state.optimizer, models, state.parallel, is_loading, distributed)
 
 
-def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partial: Path) -> None:
+def _hash_written(partial: Path, rank: int, message: str) -> dict[str, Any]:
+    """Hashes of all ranks' tensor files, each computed by the rank that wrote it. Collective."""
+    with agreed(message):
+        own = hash_files(partial, [path.name for path in sorted(partial.glob(f"__{rank}_*.distcp"))])
+    return {name: entry for part in gather_objects(own) for name, entry in part.items()}
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint differs from what was saved."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint {path} is damaged: {reason}; restore it, or load an older one")
+        self.path = path
+        self.reason = reason
+
+
+def verify(path: Path) -> None:
+    """Compare the tensor files of a checkpoint with their hashes, the blocks shared by all ranks. Collective.
+
+    Raises:
+        DamagedCheckpoint: on every rank, if a block differs.
+    """
+    hashes = on_rank_0(lambda: read_facts(path).get("hashes"), failures=FAILURES)
+    if hashes is None:
+        logger.info_rank_0(f"checkpoint {path} has no hashes, so its content cannot be verified")
+        return
+    tensors = {name: entry for name, entry in hashes.items() if name.endswith(".distcp")}
+    damage = find_damage(path, tensors, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    reason = next((text for text in gather_objects(damage) if text is not None), None)
+    if reason is not None:
+        raise DamagedCheckpoint(path, reason)
+
+
+def _finish(
+    state: TrainingState, store: CheckpointStore, iteration: int, partial: Path, hashes: dict[str, Any]
+) -> None:
     """The last part of a save, on rank 0 after all tensors are written: small files, then the rename."""
     versions.common_state_file(partial)
     write_resolved(state.config, partial / RESOLVED)
@@ -196,7 +234,7 @@ def _finish(state: TrainingState, store: CheckpointStore, iteration: int, partia
     if saves_adapter_alone(state.config):
         hf_path = str(state.config.model_provider.hf_path)
         facts["base"] = {"path": hf_path, "digest": folder_digest(resolve_folder(hf_path))}
-    store.commit(partial, iteration, facts)
+    store.commit(partial, iteration, facts, hashes)
 
 
 @dataclass(frozen=True)

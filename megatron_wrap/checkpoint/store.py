@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.checkpoint.hashes import digest, find_damage, hash_files, manifest_damage
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -25,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 """The iteration of the checkpoint with the best evaluation, in the form of the tracker."""
 MANIFEST = "megatron_wrap.json"
-"""Facts about the checkpoint and the size of each of its files; written last, before the rename."""
+"""Facts about the checkpoint and the size and hashes of each of its files; written last, before the rename."""
 FORMAT_FILES = ("metadata.json", ".metadata")
 """Files that Megatron-Core writes at the end of a distributed checkpoint."""
 RESOLVED = "resolved.yaml"
@@ -101,20 +102,27 @@ class CheckpointStore:
         partial.mkdir()
         return partial
 
-    def commit(self, partial: Path, iteration: int, facts: Mapping[str, Any]) -> Path:
+    def commit(
+        self, partial: Path, iteration: int, facts: Mapping[str, Any], hashes: Mapping[str, Any] | None = None
+    ) -> Path:
         """Flush a folder from `begin` to disk, publish it as the checkpoint of `iteration`, and update the tracker.
 
         An older checkpoint of the same iteration stays valid until the new one is renamed.
 
         Args:
             facts: JSON values for the manifest.
+            hashes: from `hash_files`, of files that need not be read again.
 
         Raises:
             OSError: a write failed; earlier checkpoints are unchanged.
         """
         final, content = self.folder_of(iteration), sorted(partial.rglob("*"))
         sizes = {str(path.relative_to(partial)): _make_durable(path) for path in content if path.is_file()}
-        write_atomically(partial / MANIFEST, json.dumps({**facts, "iteration": iteration, "files": sizes}, indent=1))
+        known = {name: entry for name, entry in (hashes or {}).items() if name in sizes}
+        known |= hash_files(partial, [name for name in sizes if name not in known])
+        manifest = {**facts, "iteration": iteration, "files": sizes, "hashes": known}
+        manifest = json.loads(json.dumps(manifest))
+        write_atomically(partial / MANIFEST, json.dumps({**manifest, "digest": digest(manifest)}, indent=1))
         for folder in (partial, *(path for path in content if path.is_dir())):
             _make_durable(folder)
         replaced = self._hidden_name(iteration, "replaced") if final.exists() else None
@@ -134,6 +142,30 @@ class CheckpointStore:
             OSError: the file cannot be written.
         """
         self._replace(BEST, iteration)
+
+    def passed_over(self) -> dict[Path, str]:
+        """Damaged and incomplete checkpoints that are newer than `latest`, with the reason."""
+        latest = self.latest()
+        newer = [] if latest is None else [iteration for iteration in self.present() if iteration > latest]
+        reasons = {self.folder_of(iteration): missing_part(self.folder_of(iteration)) for iteration in newer}
+        return {path: reason for path, reason in reasons.items() if reason is not None and path.is_dir()}
+
+    def set_aside(self, checkpoint: Path) -> Path | None:
+        """Rename a damaged checkpoint, so that the newest complete one before it is the latest.
+
+        Returns:
+            Its new path; None if there is no complete one before it, and nothing was renamed.
+
+        Raises:
+            OSError: the folder cannot be renamed.
+        """
+        earlier = [iteration for iteration in self.iterations() if self.folder_of(iteration) < checkpoint]
+        if not earlier:
+            return None
+        target = checkpoint.with_name(f"{checkpoint.name}.damaged-{secrets.token_hex(4)}")
+        checkpoint.rename(target)
+        self._replace(TRACKER, earlier[-1])
+        return target
 
     def prune(self, keep: int | None, best: int | None = None) -> list[int]:
         """Remove all but the `keep` (at least one) newest complete checkpoints up to the latest one.
@@ -196,8 +228,9 @@ class CheckpointStore:
 def missing_part(checkpoint: Path) -> str | None:
     """Why a checkpoint's folder is incomplete, as text; None if it is complete.
 
-    With a manifest every file must exist with its size, which detects an interrupted copy. Without one (saved by
-    Megatron-LM) the files that Megatron-Core writes last must exist.
+    With a manifest every file must exist with its size, which detects an interrupted copy, and the small files must
+    have their SHA-256; `.distcp` files are read only by a load. Without one (saved by Megatron-LM) the files that
+    Megatron-Core writes last must exist.
     """
     if not checkpoint.is_dir():
         return "the folder is missing"
@@ -208,9 +241,12 @@ def missing_part(checkpoint: Path) -> str | None:
     if not manifest.is_file():
         return None
     try:
-        sizes = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+        facts = json.loads(manifest.read_text(encoding="utf-8"))
+        sizes, hashes, problem = dict(facts["files"]), dict(facts.get("hashes", {})), manifest_damage(facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
+    if problem is not None:
+        return f"{MANIFEST} {problem}"
     for name, size in sizes.items():
         problem = leaves_folder(checkpoint, name)
         if problem is not None:
@@ -221,7 +257,8 @@ def missing_part(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if actual_size != size:
             return f"{name} has {actual_size} bytes instead of {size}"
-    return None
+    small = {name: entry for name, entry in hashes.items() if name in sizes and not name.endswith(".distcp")}
+    return find_damage(checkpoint, small)
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:

@@ -131,8 +131,9 @@ class FlowConfig:
 class CheckpointConfig:
     """`megatron_wrap.checkpoint`: resuming, and which checkpoints are kept."""
 
-    resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest checkpoint in train.common.save; never: refuse to start if there is one."""
+    resume: Literal["auto", "strict", "never"] = "auto"
+    """auto: resume from the newest checkpoint in train.common.save, a damaged one is renamed and the older one taken.
+    strict: refuse to start if the newest is damaged. never: refuse to start if there is a checkpoint."""
     keep: int | None = key(None, at_least=1, null_means_off=True)
     """Number of newest checkpoints to keep, in addition to the best by best_metric; null: all."""
     best_metric: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_wrap.checkpoint import hashes
 from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
 
 
@@ -201,3 +203,44 @@ def test_a_megatron_lm_folder_without_manifest_is_complete(store: CheckpointStor
     assert read_facts(final) == {}
     (final / ".metadata").unlink()
     assert missing_part(final) == ".metadata is missing"
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", MANIFEST])
+def test_a_flipped_bit_in_a_small_file_makes_the_one_before_it_the_latest(store: CheckpointStore, name: str) -> None:
+    save(store, 1)
+    damaged = save(store, 2)
+    flip_a_bit(damaged / name)
+    assert name in str(missing_part(damaged))
+    assert store.latest() == 1
+    assert list(store.passed_over()) == [damaged]
+    aside = store.set_aside(damaged)
+    assert aside is not None
+    assert aside.is_dir()
+    assert not damaged.exists()
+    assert store.tracked() == "1"
+    assert store.passed_over() == {}
+
+
+def test_the_only_checkpoint_is_never_set_aside(store: CheckpointStore) -> None:
+    only = save(store, 1)
+    assert store.set_aside(only) is None
+    assert only.is_dir()
+
+
+def test_the_hashes_are_those_of_the_blocks(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 4)
+    checkpoint = save(store, 1, "eightbit+")
+    blocks = [hashlib.sha256(block).hexdigest() for block in (b"eigh", b"tbit", b"+")]
+    recorded = read_facts(checkpoint)["hashes"]
+    whole = hashlib.sha256("".join(blocks).encode()).hexdigest()
+    assert recorded["__0_0.distcp"] == {"blocks": blocks, "list": whole}
+    assert hashes.find_damage(checkpoint, recorded) is None
+    flip_a_bit(checkpoint / "__0_0.distcp")
+    assert "__0_0.distcp differs" in str(hashes.find_damage(checkpoint, recorded))
+    assert [hashes.find_damage(checkpoint, recorded, part, 5) is None for part in range(5)].count(False) == 1

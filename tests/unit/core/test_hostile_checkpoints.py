@@ -102,6 +102,7 @@ def changed(attack: Any) -> tuple[str, Path]:
     name = attack(checkpoint)
     manifest = json.loads((checkpoint / "megatron_wrap.json").read_text())
     manifest["files"] = {}
+    del manifest["hashes"], manifest["digest"]
     (checkpoint / "megatron_wrap.json").write_text(json.dumps(manifest))
     return name, checkpoint
 

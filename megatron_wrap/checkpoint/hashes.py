@@ -1,0 +1,90 @@
+"""SHA-256 of a checkpoint's files, by blocks. Needs neither torch nor Megatron-Core.
+
+The manifest holds, for every other file, the hash of each block of 64 MiB and the hash of the list of these hashes, and
+under `digest` the hash of its own content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BLOCK_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**20
+_MAX_THREADS = 8
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Hashes of files, computed in parallel over their blocks.
+
+    Returns:
+        Name -> `blocks`, the hash of each block, and `list`, the hash of these hashes, all hexadecimal.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    counts = {name: -(-(folder / name).stat().st_size // BLOCK_BYTES) for name in names}
+    hashes = iter(_hash_blocks(folder, [(name, index) for name, count in counts.items() for index in range(count)]))
+    blocks = {name: [next(hashes) for _ in range(count)] for name, count in counts.items()}
+    return {name: {"blocks": values, "list": _hash_list(values)} for name, values in blocks.items()}
+
+
+def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: int = 1) -> str | None:
+    """The first block that differs from its hash, as text; None if there is none.
+
+    Args:
+        hashes: from `hash_files`.
+        part: only every `parts`-th block, from this one, is read.
+    """
+    blocks = [(name, index) for name, entry in hashes.items() for index in range(len(entry["blocks"]))][part::parts]
+    try:
+        found = _hash_blocks(folder, blocks)
+    except OSError as error:
+        return f"cannot be read ({error})"
+    for (name, index), value in zip(blocks, found, strict=True):
+        if value != hashes[name]["blocks"][index]:
+            return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
+    return None
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """Hash of a manifest's content without its `digest`."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
+    """Why a manifest differs from what was written; None if it does not, or was written without hashes (0.2.0)."""
+    if "hashes" not in manifest and "digest" not in manifest:
+        return None
+    if manifest.get("digest") != digest(manifest):
+        return "differs from its SHA-256"
+    lists = all(entry["list"] == _hash_list(entry["blocks"]) for entry in manifest["hashes"].values())
+    return None if lists else "contains a list of hashes that differs from its SHA-256"
+
+
+def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(blocks))
+    if threads <= 1:
+        return [_hash_block(folder / name, index) for name, index in blocks]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda block: _hash_block(folder / block[0], block[1]), blocks))
+
+
+def _hash_block(path: Path, index: int) -> str:
+    result, left = hashlib.sha256(), BLOCK_BYTES
+    with path.open("rb") as stream:
+        stream.seek(index * BLOCK_BYTES)
+        while left and (piece := stream.read(min(_PIECE_BYTES, left))):
+            result.update(piece)
+            left -= len(piece)
+    return result.hexdigest()
+
+
+def _hash_list(hashes: list[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
