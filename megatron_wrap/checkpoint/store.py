@@ -29,6 +29,8 @@ MANIFEST = "megatron_wrap.json"
 """Facts about the checkpoint and the size and hashes of each of its files; written last, before the rename."""
 FORMAT_FILES = ("metadata.json", ".metadata")
 """Files that Megatron-Core writes at the end of a distributed checkpoint."""
+_MAX_DIGITS = 18
+"""Of an iteration; a tracker with more is damaged."""
 RESOLVED = "resolved.yaml"
 """The run's resolved configuration."""
 
@@ -77,7 +79,8 @@ class CheckpointStore:
         """Iteration of the newest complete checkpoint: the tracker's, or the largest one if there is no tracker or its
         checkpoint is missing or incomplete; None if there is none."""
         tracked = self.tracked()
-        if tracked is not None and tracked.isdecimal() and self.find(int(tracked)) is not None:
+        is_number = tracked is not None and tracked.isdecimal() and len(tracked) <= _MAX_DIGITS
+        if tracked is not None and is_number and self.find(int(tracked)) is not None:
             return int(tracked)
         return max(self.iterations(), default=None)
 
@@ -229,8 +232,8 @@ def missing_part(checkpoint: Path) -> str | None:
     """Why a checkpoint's folder is incomplete, as text; None if it is complete.
 
     With a manifest every file must exist with its size, which detects an interrupted copy, and the small files must
-    have their SHA-256; `.distcp` files are read only by a load. Without one (saved by Megatron-LM) the files that
-    Megatron-Core writes last must exist.
+    have their SHA-256; `.distcp` files are read only by a load. Without one, a checkpoint of
+    Megatron-LM, the files that Megatron-Core writes last must exist.
     """
     if not checkpoint.is_dir():
         return "the folder is missing"
@@ -239,7 +242,7 @@ def missing_part(checkpoint: Path) -> str | None:
             return f"{name} is missing"
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
-        return None
+        return f"{MANIFEST} is missing" if (checkpoint / RESOLVED).exists() else None
     try:
         facts = json.loads(manifest.read_text(encoding="utf-8"))
         sizes, hashes, problem = dict(facts["files"]), dict(facts.get("hashes", {})), manifest_damage(facts)

@@ -1,11 +1,10 @@
-"""A checkpoint with one damaged file: a run refuses it with one error, the same on both ranks, or loads what was saved.
+"""The newest of two checkpoints with one damaged file: a run says so and resumes from the one before it, bit for bit.
 
 python scripts/drill/corrupt_checkpoint.py --count 200 [--seed 0]
 
-Damages, at random: a file cut short, emptied, deleted, or overwritten with noise for some bytes. Noise may hit bytes
-that nothing reads, and the records of the resolved configuration are not needed to resume; such a run has to load the
-saved state bit for bit. The tensors' files have no checksums, so noise among their numbers goes unseen: it is counted,
-and is no failure. Exits with 1 after another exception, ranks that disagree, or a wrong state otherwise.
+Damages, at random: a file cut short, emptied, deleted, replaced by another one, overwritten with noise for some bytes,
+or with one bit flipped; and a tracker of garbage. Exits with 1 after another exception, ranks that disagree, a damage
+that is not detected, or a state other than that of the checkpoint before.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankError, RankPool
 
 RANKS = 2
-KINDS = ("cut", "emptied", "deleted", "noise")
-OUTCOMES = ("refused", "loaded", "unseen", "wrong")
+KINDS = ("cut", "emptied", "deleted", "replaced", "noise", "bit")
+OUTCOMES = ("detected", "unchanged", "wrong")
+TRACKERS = (b"", b"7", b"x" * 64, b"\xff\xfe", b"-1", b"2" * 400)
 
 
 def resume(folder: Path) -> str:
@@ -47,6 +47,10 @@ def damage(file: Path, kind: str, generator: random.Random) -> str:
         file.unlink()
     elif kind == "emptied":
         os.truncate(file, 0)
+    elif kind == "replaced":
+        other = generator.choice([path for path in sorted(file.parent.iterdir()) if path != file])
+        shutil.copyfile(other, file)
+        return f"replaced by {other.name}"
     elif kind == "cut":
         left = generator.randrange(size)
         os.truncate(file, left)
@@ -55,25 +59,43 @@ def damage(file: Path, kind: str, generator: random.Random) -> str:
         at, length = generator.randrange(size), generator.choice((1, 16, 256))
         with file.open("r+b") as stream:
             stream.seek(at)
-            stream.write(generator.randbytes(min(length, size - at)))
-        return f"{length} bytes of noise at {at}"
+            noise = generator.randbytes(min(length, size - at))
+            if kind == "bit":
+                noise = bytes([stream.read(1)[0] ^ (1 << generator.randrange(8))])
+                stream.seek(at)
+            stream.write(noise)
+        return f"{len(noise)} bytes of {kind} at {at}"
     return kind
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:
-    """Damage `count` copies of a checkpoint, and print a line for each kind of damage; returns the failures."""
+    """Damage `count` copies of two checkpoints, and print a line for each kind of damage; returns the failures."""
     generator = random.Random(seed)
     import_for_ranks()
     pool = RankPool(RANKS, timeout_seconds=60)
-    pool.run(runs.train, scratch / "saved", (), 2, (2,))
-    whole = pool.run(resume, scratch / "saved")
+    pool.run(runs.train, scratch / "saved", (), 2, (1, 2))
+    newest = pool.run(resume, scratch / "saved")
+    shutil.copytree(scratch / "saved", scratch / "first")
+    shutil.rmtree(scratch / "first" / "iter_0000002")
+    (scratch / "first" / "latest_checkpointed_iteration.txt").write_text("1")
+    before = pool.run(resume, scratch / "first")
     files = sorted(path.relative_to(scratch) for path in (scratch / "saved" / "iter_0000002").iterdir())
     outcomes, wrong = Counter(), []
     for index in range(count):
-        kind, file = KINDS[index % len(KINDS)], files[index // len(KINDS) % len(files)]
         copy = scratch / "copy"
         shutil.copytree(scratch / "saved", copy)
-        description = f"{file.name}: {damage(copy / file.relative_to('saved'), kind, generator)}"
+        expected, kind = before, "tracker"
+        if index % (len(KINDS) + 1) < len(KINDS):
+            kind, file = KINDS[index % (len(KINDS) + 1)], files[index // (len(KINDS) + 1) % len(files)]
+            damaged = copy / file.relative_to("saved")
+            content = damaged.read_bytes()
+            description = f"{file.name}: {damage(damaged, kind, generator)}"
+            if damaged.exists() and damaged.read_bytes() == content:
+                expected = newest  # noise may have the old value, and two files the same content
+        else:  # the checkpoints themselves are whole
+            expected, text = newest, generator.choice(TRACKERS)
+            (copy / "latest_checkpointed_iteration.txt").write_bytes(text)
+            description = f"tracker: {text[:8]!r}"
         try:
             results = pool.run(resume, copy)
         except RankError as error:
@@ -83,18 +105,13 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
             continue
         finally:
             shutil.rmtree(copy)
-        refused = [result.startswith("refused: ") for result in results]
-        if all(refused) and len(set(results)) == 1:
-            outcomes[kind, "refused"] += 1
-        elif results == whole:
-            outcomes[kind, "loaded"] += 1
-        elif kind == "noise" and file.suffix == ".distcp" and not any(refused):
-            outcomes[kind, "unseen"] += 1
+        if results == expected:
+            outcomes[kind, "unchanged" if expected is newest else "detected"] += 1
         else:
             outcomes[kind, "wrong"] += 1
             wrong.append(f"{description}: {[result[:300] for result in results]}")
     pool.close()
-    for kind in KINDS:
+    for kind in (*KINDS, "tracker"):
         print(f"{kind:<8}", *(f"{outcomes[kind, outcome]:>5} {outcome}" for outcome in OUTCOMES))
     return wrong
 
