@@ -28,7 +28,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods but `interrupted` are collective over all ranks.
+    """The checkpoints of one run. All methods but `ended` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -212,11 +212,15 @@ class RunCheckpoints:
         is_saved_here = self._saved == (checkpoint, iteration)
         return checkpoint if is_saved_here and on_rank_0(lambda: missing_part(checkpoint) is None) else None
 
-    def interrupted(self) -> str:
-        """A sentence for a run that Ctrl-C has ended: its iteration, its newest checkpoint, and how to continue. No
-        communication."""
+    def ended(self, how: str) -> str:
+        """A sentence for a run that ended before its last step: its iteration, its newest checkpoint, and how to
+        continue. No communication.
+
+        Args:
+            how: it ended, the first words: "interrupted".
+        """
         config, iteration = self._state.config, self._state.progress.iteration
-        ended = f"interrupted after iteration {iteration} of {derived.train_iters(config)}"
+        ended = f"{how} after iteration {iteration} of {derived.train_iters(config)}"
         if config.train.save is None:
             return f"{ended}; nothing was saved, because megatron_lm.train.common.save is null"
         store = CheckpointStore(config.train.save)

@@ -8,13 +8,15 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import processes_needed
 from megatron_wrap.errors import LayoutError
+from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import visible_gpus
 
 _INTERRUPTIBLE = """
@@ -96,7 +98,9 @@ def python_statement(statement: str) -> list[str]:
     return ["-c", _INTERRUPTIBLE.format(statement=statement)]
 
 
-def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
+def launch_processes(
+    nodes: Nodes, program: Sequence[str], config: RunConfig, signals: LauncherSignals | None = None
+) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
     Those of a run on one node listen on the loopback interface only.
@@ -104,6 +108,7 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
     Args:
         program: arguments of python in each process.
         config: of the run.
+        signals: entered; what a signal does. None: it ends the processes at once.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -135,14 +140,20 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
         max_restarts=0,
         monitor_interval=0.2,
     )
+    if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
+        launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
     try:
         elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        for code in (INTERRUPTED, RESUME):  # a request, which rank 0 has reported; others may have been terminated
+            if code in codes:
+                return code
         rank, failure = failed.get_first_failure()
         if failure.exitcode == 2:  # a user's error, which the process has reported
             return 2
         print(f"error: rank {rank} ended with exit code {failure.exitcode}; its messages are above", file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     except SignalException as signal:
-        return 128 + signal.sigval
+        return 128 + signal.sigval if signals is None else exit_code_of(signal.sigval)
     return 0

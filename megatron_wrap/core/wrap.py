@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.generation.generate import Completion
     from megatron_wrap.engine.state.open_step import StepWeights
     from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.parallel.launch import InterruptWatch, Processes
+    from megatron_wrap.parallel.interrupts import InterruptWatch
+    from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
@@ -67,6 +68,7 @@ class MegatronWrap:
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
+        self._folders = ExitStack()
         self._interrupts: InterruptWatch | None = None
 
     def __repr__(self) -> str:
@@ -153,9 +155,13 @@ class MegatronWrap:
         Collective over all ranks.
 
         Raises:
-            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`.
+            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`; or
+                another run holds the output folder or that of the checkpoints.
         """
-        self._set_up(training=True).begin_records(self.output_dir)
+        run = self._set_up(training=True)
+        run.begin_records(self.output_dir)
+        assert self._processes is not None
+        run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -171,6 +177,7 @@ class MegatronWrap:
         from megatron_wrap.checkpoint.choices import decided
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
+        from megatron_wrap.core.run_folders import hold_folders
 
         if self.config.data.tokenizer is not None:
             from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -181,6 +188,9 @@ class MegatronWrap:
             self.config = decided(counted, self.platform, parallel)
         if self._run is not None:
             self._run.close()
+        self._folders.close()
+        if training:
+            self._folders = hold_folders(self.config)
         self._run = Run(
             self.config, self._reference_config, self.platform, parallel, self.tokenizer, training, self.save
         )
@@ -192,6 +202,7 @@ class MegatronWrap:
         if self._run is not None:
             self._run.close()
             self._run = None
+        self._folders.close()
         if self._parallel is not None:
             from megatron_wrap.parallel.state import destroy_parallel_state
 

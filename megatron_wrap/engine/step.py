@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
@@ -27,6 +29,7 @@ from megatron_wrap.parallel.collectives import reduce_in_place
 
 _MAX_STEPS_WITHOUT_WEIGHT = 10
 """In a row. A single one is a skipped step, whose loss is nan because it has none."""
+_STOP = "stop_requests"
 _NON_FINITE_HINT = (
     "lower the learning rate or inspect the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
     "disables this check"
@@ -123,8 +126,10 @@ def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
     with phase(OPTIMIZER):
         square_sums = state.optimizer.prepare(device) if counts.has_weight else []
     # before the update, which a non-finite loss prevents; the host does not wait for the update
-    local_router_losses = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
-    reduced = state.reduction.reduce(step.sums, "train", local_router_losses, copied=square_sums)
+    local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
+    requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
+    reduced = state.reduction.reduce(step.sums, "train", {**local, _STOP: requests}, copied=square_sums)
+    stop_requested = reduced.sums.pop(_STOP) > 0
     if counts.has_weight:
         update = _update(state, reduced)
 
@@ -136,7 +141,8 @@ def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
     if update.applied:
         state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
     metrics = _metrics(state, reduced, step, update, learning_rate)
-    return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
+    flow_metrics = tuple(reduced.flow_metrics)
+    return StepReport(progress.iteration, metrics, not update.applied, flow_metrics, stop_requested)
 
 
 def check_size(state: TrainingState, num_samples: int, rule: str) -> None:
