@@ -86,7 +86,7 @@ def is_complete(cache: Path) -> bool:
     try:
         for name in json.loads((cache / _COMPLETE).read_text(encoding="utf-8")):
             _check_file(cache, name)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, EOFError) as error:
         logger.warning_all_ranks(f"the index in {cache} is damaged ({error}); it is built again")
         return False
     return True

@@ -63,7 +63,7 @@ class _NumPyWithoutPickle:
     def load(file: Any, mmap_mode: Any = None, **_: Any) -> Any:
         try:
             return np.load(file, mmap_mode=mmap_mode, allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, EOFError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{file} is not an array of numbers ({reason}); delete its folder") from error
 

@@ -212,6 +212,8 @@ def test_an_index_that_runs_code_is_built_again_and_no_link_is_written_through(f
             (cache / name).write_bytes(pickle.dumps(Attack(marker)))
         numpy.testing.assert_array_equal(first_tokens(), expected)
     assert len(warnings) == 2 * len(kinds)
+    (cache / indices[0]).write_bytes(b"")
+    numpy.testing.assert_array_equal(first_tokens(), expected)
     (cache / "complete.json").unlink()
     (cache / indices[0]).unlink()
     (cache / indices[0]).symlink_to(untouched)
