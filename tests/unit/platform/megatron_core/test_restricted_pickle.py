@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.checkpoint_reader import read_metadata
+from megatron_wrap.platform.megatron_core.checkpoint_reader import load_common, read_metadata
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 
@@ -180,6 +180,15 @@ def test_the_name_of_a_file_is_a_string_of_a_dictionary(tmp_path: Path):
     for name in ("../elsewhere", "/etc/passwd", "a\0b"):
         with pytest.raises(CheckpointError, match="outside its folder"):
             read_metadata(written(tmp_path, metadata(storage_data={index: _StorageInfo(name, 0, 8)})))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "__0_0.distcp")
+    os.mkfifo(tmp_path / "common.pt")
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: is a pipe"):
+        read_metadata(written(tmp_path, metadata()))
+    with pytest.raises(CheckpointError, match=r"common\.pt: is a pipe"):
+        load_common(tmp_path)
 
 
 def test_damage_is_one_error(tmp_path: Path):
