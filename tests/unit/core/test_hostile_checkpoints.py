@@ -118,12 +118,24 @@ def test_nothing_in_a_checkpoint_is_executed_by_load_resume_and_export(monkeypat
                 wrap.load(checkpoint)
             assert re.search(f"{re.escape(str(checkpoint / name))} .*{reason}", str(refused.value)), str(refused.value)
         wrap.load("saved")
-    changed(in_data)
-    with pytest.raises(CheckpointError, match=ATTACKS[in_data]), started(f"{TRAIN}.save=ckpt"):
-        pytest.fail("resumed")
-    _, checkpoint = changed(in_metadata)
-    capsys.readouterr()
-    assert main(["export-hf", str(checkpoint), "exported"]) == 2
-    printed = capsys.readouterr().err
-    assert re.search(f"(?m)^error: .*{ATTACKS[in_metadata]}", printed), printed
+    for attack, key in (
+        (in_metadata, f"{TRAIN}.save=ckpt"),
+        (in_common, f"{TRAIN}.save=ckpt"),
+        (in_data, f"{TRAIN}.save=ckpt"),
+        (outside, f"{TRAIN}.load=ckpt"),
+        (beside_metadata, "megatron_wrap.models.reference={checkpoint: ckpt}"),
+    ):
+        name, checkpoint = changed(attack)
+        message = re.escape(str(checkpoint / name)) + f" .*{ATTACKS[attack]}"
+        with pytest.raises(CheckpointError, match=message), started(key):
+            pytest.fail(f"loaded by {key}")
+        assert checkpoint.is_dir()  # it is not damaged, so it is not set aside
+    for attack in (in_metadata, in_common):
+        _, checkpoint = changed(attack)
+        capsys.readouterr()
+        assert main(["export-hf", str(checkpoint), "exported"]) == 2
+        printed = capsys.readouterr().err
+        assert re.search(f"(?m)^error: .*{ATTACKS[attack]}", printed), printed
+    _, checkpoint = changed(in_data)
+    assert main(["export-hf", str(checkpoint), "exported"]) == 0  # it does not read the random generators
     assert not Path(MARKER).exists()
