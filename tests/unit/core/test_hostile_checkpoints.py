@@ -50,8 +50,20 @@ def in_common(checkpoint: Path) -> str:
 
 def in_data(checkpoint: Path) -> str:
     """In place of the random generators, an object of a `.distcp` file."""
+    return in_object(checkpoint, "rng_state")
+
+
+def in_common_object(checkpoint: Path) -> str:
+    """Where Megatron-Core 0.19 stores the common state; 0.16 needs `common.pt`."""
+    (checkpoint / "common.pt").unlink()
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    (index,) = [index for index in metadata.storage_data if index.fqn.startswith("rng_state")]
+    stored = any(index.fqn.startswith("common_state") for index in metadata.storage_data)
+    return in_object(checkpoint, "common_state") if stored else ""
+
+
+def in_object(checkpoint: Path, name: str) -> str:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn.startswith(name)]
     file = checkpoint / metadata.storage_data[index].relative_path
     with file.open("ab") as opened:
         begin = opened.tell()
@@ -82,6 +94,7 @@ ATTACKS = {
     beside_metadata: r"it refers to (posix|nt)\.mkdir",
     in_common: r"it refers to (posix|nt)\.mkdir",
     in_data: r"it refers to (posix|nt)\.mkdir",
+    in_common_object: r"(it refers to (posix|nt)\.mkdir|common\.pt is missing)",
     outside: r"names '\.\./other/__0_0\.distcp', which is outside its folder",
     linked: r"names '__0_0\.distcp', which is a link to .*moved, outside its folder",
 }
