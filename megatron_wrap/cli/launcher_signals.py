@@ -29,13 +29,14 @@ class LauncherSignals:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._folder = Path()
+        self.folder = Path()
+        """In which this program and the processes leave files for each other."""
         self._first: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> LauncherSignals:
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron-wrap-"))
-        os.environ[LAUNCHER_FOLDER] = str(self._folder)
+        self.folder = Path(tempfile.mkdtemp(prefix="megatron-wrap-"))
+        os.environ[LAUNCHER_FOLDER] = str(self.folder)
         handlers = dict.fromkeys(SIGNALS, self._received) | {signal.SIGALRM: self._out_of_time}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
@@ -47,21 +48,21 @@ class LauncherSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.environ.pop(LAUNCHER_FOLDER, None)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def stopped(self) -> bool:
         """The run has ended on a request, before its last step."""
-        return (self._folder / STOPPED).exists()
+        return (self.folder / STOPPED).exists()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._first is None and (self._folder / READY).exists():
+        if self._first is None and (self.folder / READY).exists():
             self._first = now
-            request = self._folder / f".{REQUEST}"
+            request = self.folder / f".{REQUEST}"
             with contextlib.suppress(OSError):
                 request.write_text(str(number), encoding="utf-8")
-                request.rename(self._folder / REQUEST)
+                request.rename(self.folder / REQUEST)
             say_received(number)
             if self._seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)

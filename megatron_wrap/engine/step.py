@@ -22,7 +22,7 @@ from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss
 from megatron_wrap.errors import DataError, FlowError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
+from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
@@ -101,7 +101,8 @@ def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch])
         local: this process's micro-batches, as the loss takes them.
     """
     loss = normalized_loss(state, step.weights.counts.weights, step.weights.num_microbatches, step.sums)
-    state.pipeline_schedule.forward_backward(state.chunks, local, loss)
+    with doing(GRADIENTS):
+        state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
 
 def finish_step(state: TrainingState, step: OpenStep) -> StepReport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ OVERRIDES = {
     "megatron_lm.train.common.train_iters": 100_000,
     "megatron_lm.train.common.save": "checkpoints",
     "megatron_wrap.init.platform": "cpu",
+    "megatron_wrap.init.stopped_process_seconds": 15,
 }
 WORDS = ["train", str(ROOT / "configs/tiny-llama-mock.yaml"), *(f"{key}={value}" for key, value in OVERRIDES.items())]
 
@@ -119,3 +122,18 @@ def test_signals_save_and_the_run_continues_and_ends_with_its_launcher(tmp_path:
     assert not any(Path(f"/proc/{rank}").exists() for rank in run.ranks)
     assert run.saved > stopped
     assert run.end()[0] == -signal.SIGKILL
+
+    run = Launcher(tmp_path)
+    os.kill(run.ranks[1], signal.SIGSTOP)
+    code, lines = run.end()
+    report = "outputs/tiny-llama-mock/failure.json"
+    assert code == 1
+    assert re.fullmatch(
+        rf"error: rank 1 \(process {run.ranks[1]} on .*, iteration \d+(, [a-z ]+)?\) is stopped: no sign of life for "
+        rf"\d+ s; {report} has the state of all; messages of the processes are above",
+        lines[-1],
+    )
+    failure = json.loads((tmp_path / report).read_text())
+    assert (failure["rank"], failure["process"]) == (1, run.ranks[1])
+    assert [state["rank"] for state in failure["processes"]] == [0, 1]
+    assert "train_step" in failure["stacks"]["0"]
