@@ -38,7 +38,7 @@ def load(file: IO[bytes], names: Callable[[str, str], Any]) -> Any:
     finally:
         changed = unpickler.undo_changes()
     if changed is not None:
-        raise RefusedName(f"it changes {changed}")
+        raise RefusedName(f"it asks for a change of {changed}")
     return content
 
 

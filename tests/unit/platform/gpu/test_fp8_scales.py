@@ -134,7 +134,7 @@ def test_a_pickle_that_changes_a_recipe_is_refused():
     changes = pickle.dumps((None, {"amax_history_len": 1}), protocol=2)[2:-1]
     state = torch.frombuffer(bytearray(f"c{RECIPES}\nDelayedScaling\n".encode() + changes + b"b."), dtype=torch.uint8)
     with (
-        pytest.raises(CheckpointError, match=r"it changes .*DelayedScaling"),
+        pytest.raises(CheckpointError, match=r"it asks for a change of .*DelayedScaling"),
         readable_scales([("_extra_state", state)]),
     ):
         pytest.fail("it was permitted")
