@@ -15,6 +15,8 @@ class Update:
     """Norm of the gradient over all parameters before clipping; 0 on an overflow."""
     num_zeros: int = 0
     """Number of zeros in the gradient, if they are counted."""
+    is_finite: bool = True
+    """False: not applied, because the loss or the norm of the gradient is nan or infinite."""
 
 
 class NonFiniteUpdate(Exception):

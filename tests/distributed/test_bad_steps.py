@@ -1,0 +1,46 @@
+"""The error of a non-finite step names micro-batch, sample and module, with the same text on every rank."""
+
+from __future__ import annotations
+
+import _bad_step_runs as bad
+import pytest
+from _checkpoint_runs import DISTRIBUTED, OVERLAP
+from _covering import covering
+from _engine_runs import options
+
+RECOMPUTE = (
+    "megatron_lm.train.recompute.recompute_granularity=full",
+    "megatron_lm.train.recompute.recompute_method=uniform",
+    "megatron_lm.train.recompute.recompute_num_layers=1",
+)
+RUNS = {
+    "one-recomputed": (1, RECOMPUTE),
+    "dp2": (2, (*DISTRIBUTED, *OVERLAP)),
+    "tp2-sp": (2, options(tp=2, sp=True)),
+    "pp2": (2, options(pp=2)),
+    "pp2-vpp2": (2, options(pp=2, layers_per_chunk=1)),
+    "cp2": (2, options(cp=2)),
+}
+KINDS = ("loss", "gradient", "activation", "backward", "once")
+FIRST = {
+    "loss": "the loss (",
+    "gradient": "the gradient of the loss with respect to the output of the model;",
+    "activation": f"the output of {bad.MODULE};",
+    "backward": f"the gradient from the backward pass of {bad.MODULE};",
+}
+
+
+@pytest.mark.parametrize("name", covering(RUNS))
+def test_the_error_names_micro_batch_sample_and_module(name: str, ranks) -> None:
+    world_size, overrides = RUNS[name]
+    results = ranks(world_size).run(bad.refused, overrides, (*KINDS, "weight"))
+    assert all(result["errors"] == results[0]["errors"] for result in results)
+    by_kind = dict(zip((*KINDS, "weight"), results[0]["errors"], strict=True))
+    # sample 5 is in the third micro-batch of two, or in the second of replica 0
+    micro_batch = "micro-batch 1 of 2 of replica 0" if "dp2" in name else "micro-batch 2 of 4"
+    for kind, first in FIRST.items():
+        expected = f"in {micro_batch}, sample {bad.BAD} of a batch of 8, the first such value is {first}"
+        assert expected in by_kind[kind], by_kind[kind]
+    assert "cannot be reproduced" in by_kind["once"], by_kind["once"]
+    assert f"before the step, {bad.PARAMETER} had nan" in by_kind["weight"], by_kind["weight"]
+    assert all(result["unchanged"][: len(KINDS)] == [True] * len(KINDS) for result in results)
