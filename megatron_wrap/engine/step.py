@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_wrap.engine.bad_steps import refuse
+from megatron_wrap.engine.bad_steps import refuse_or_skip, refuse_steps_without_weight
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
@@ -19,16 +19,13 @@ from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
-from megatron_wrap.errors import DataError, FlowError, TrainingError
+from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
-
-_MAX_STEPS_WITHOUT_WEIGHT = 10
-"""In a row. A single one is a skipped step, whose loss is nan because it has none."""
 
 
 @collected_at_end()
@@ -43,8 +40,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     Raises:
         DataError, FlowError: the batch or the flow is wrong.
-        TrainingError: on every rank, if the loss or the gradient norm is not finite, or no token of the last batches is
-            trained. Parameters, optimizer, learning rate and counters are unchanged.
+        TrainingError: on every rank, if the loss or the gradient norm is not finite and such steps are not skipped, or
+            no token of the last batches is trained. Parameters, optimizer, learning rate and counters are unchanged.
     """
     started = time.perf_counter()
     with phase(DATA):
@@ -111,9 +108,9 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
     progress, parallel, device, counts = state.progress, state.parallel, state.platform.device, step.weights.counts
     learning_rate, update, expected_size = state.lr_scheduler.get_lr({}), Update(), state.global_batch_size
     # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
-    with restored_on_error(router_biases(state.chunks)):
+    with restored_on_error(router_biases(state.chunks)) as restore_biases:
         gradients()
-        _refuse_steps_without_weight(state, counts.has_weight)
+        refuse_steps_without_weight(state, counts.has_weight)
         with phase(OPTIMIZER):
             square_sums = state.optimizer.prepare(device) if counts.has_weight else []
         # before the update, which a non-finite loss prevents; the host does not wait for the update
@@ -122,7 +119,8 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         if counts.has_weight:
             update = _update(state, reduced)
         if not update.is_finite:
-            refuse(state, step, reduced.loss, update.grad_norm)
+            refuse_or_skip(state, step, reduced.loss, update.grad_norm)
+            restore_biases()
 
         progress.iteration += 1
         progress.consume(state.with_cursor(step.samples))
@@ -130,19 +128,10 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         progress.consumed_tokens += counts.tokens
         progress.skipped_iterations += not update.applied
         if update.applied:
+            state.bad_steps_in_a_row = 0
             state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
         metrics = _metrics(state, reduced, step, update, learning_rate)
         return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
-
-
-def _refuse_steps_without_weight(state: TrainingState, has_weight: bool) -> None:
-    state.steps_without_weight = 0 if has_weight else state.steps_without_weight + 1
-    if state.steps_without_weight >= _MAX_STEPS_WITHOUT_WEIGHT:
-        raise TrainingError(
-            f"no token of iteration {state.progress.iteration + 1} is trained, nor of the "
-            f"{_MAX_STEPS_WITHOUT_WEIGHT - 1} before it: all loss weights of their batches are 0, so nothing is "
-            "learned; megatron-wrap inspect-data shows which tokens of the data have a loss"
-        )
 
 
 def check_size(state: TrainingState, num_samples: int, rule: str) -> None:
@@ -204,6 +193,7 @@ def _metrics(
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
         "skipped_iterations": progress.skipped_iterations,
+        "bad_steps": progress.bad_steps,
         "skipped_samples": progress.skipped_samples,
         "elapsed_time": elapsed_seconds,
         "tokens_per_second": counts.tokens / elapsed_seconds,

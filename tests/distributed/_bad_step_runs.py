@@ -97,3 +97,51 @@ def refused(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, list[An
                     errors.append(f"{type(error).__name__}: {error}")
             unchanged.append(runs.everything(wrap) == before)
     return {"errors": errors, "unchanged": unchanged}
+
+
+def skipped(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
+    """A good step, skipped ones of each kind, and a good step; and the same with batches without a trained token in
+    their place. The metrics, and whether weights, buffers and optimizer are equal at both ends."""
+    batch = samples()
+    untrained = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch[: runs.BATCH]]
+    metrics, ends = [], []
+    keys = (*runs.options("Poisoned"), "megatron_wrap.bad_steps.on_bad_step=skip")
+    for with_bad_steps in (True, False):
+        with runs.started((*keys, *overrides)) as wrap:
+            steps = [wrap.train(batch[: runs.BATCH])]
+            for kind in kinds:
+                with injected(wrap, kind if with_bad_steps else "loss"):
+                    steps.append(wrap.train(bad_batch(kind) if with_bad_steps else untrained))
+            steps.append(wrap.train(batch[runs.BATCH :]))
+            wrap.state.progress.bad_steps = wrap.state.progress.consumed_tokens = 0
+            ends.append((runs.everything(wrap), steps[-1]["loss"], steps[-1]["grad_norm"]))
+        metrics.append(steps)
+    return {"metrics": metrics[0], "equal": ends[0] == ends[1]}
+
+
+def in_a_row(overrides: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """What becomes of steps of these kinds, "" a good one: the number of bad steps so far, or the error."""
+    results = []
+    with runs.started((*runs.options("Poisoned"), *overrides)) as wrap:
+        for kind in kinds:
+            try:
+                step = wrap.train(bad_batch(kind) if kind else samples()[: runs.BATCH])
+                results.append(f"{step['bad_steps']:.0f} of {step['iteration']:.0f}")
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def refused_in_parts(overrides: Sequence[str]) -> str:
+    """The error of a step in two parts whose second part has the bad sample."""
+    batch = bad_batch("loss")
+    parts = [batch[: runs.BATCH // 2], batch[runs.BATCH // 2 :]]
+    with runs.started((*runs.options("Poisoned"), *overrides)) as wrap:
+        weights = wrap.count_weights(parts)
+        for part in parts:
+            wrap.forward_backward(part, step_weights=weights)
+        try:
+            wrap.optimizer_step()
+        except Exception as error:
+            return str(error)
+    return "no error"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _bad_step_runs as bad
 import pytest
-from _checkpoint_runs import DISTRIBUTED, OVERLAP
+from _checkpoint_runs import BF16, DISTRIBUTED, EXPERTS, OVERLAP
 from _covering import covering
 from _engine_runs import options
 
@@ -44,3 +44,36 @@ def test_the_error_names_micro_batch_sample_and_module(name: str, ranks) -> None
     assert "cannot be reproduced" in by_kind["once"], by_kind["once"]
     assert f"before the step, {bad.PARAMETER} had nan" in by_kind["weight"], by_kind["weight"]
     assert all(result["unchanged"][: len(KINDS)] == [True] * len(KINDS) for result in results)
+
+
+def test_the_error_of_a_step_in_parts_counts_micro_batches_and_samples_over_all_parts(ranks) -> None:
+    results = ranks(2).run(bad.refused_in_parts, options(tp=2, sp=True))
+    assert f"in micro-batch 2 of 4, sample {bad.BAD} of a batch of 8, the first such value is the loss" in results[0]
+    assert results[0] == results[1]
+
+
+SKIPPED = {
+    "one-experts": (1, EXPERTS),
+    "dp2": (2, (*DISTRIBUTED, *OVERLAP, *BF16)),
+    "pp2": (2, options(pp=2)),
+}
+
+
+@pytest.mark.parametrize("name", covering(SKIPPED))
+def test_a_skipped_step_changes_counters_alone(name: str, ranks) -> None:
+    world_size, overrides = SKIPPED[name]
+    for result in ranks(world_size).run(bad.skipped, overrides, ("loss", "gradient")):
+        assert result["equal"]
+        assert [step["bad_steps"] for step in result["metrics"]] == [0, 1, 2, 2]
+        assert [step["skipped_iterations"] for step in result["metrics"]] == [0, 1, 2, 2]
+        assert [step["consumed_samples"] for step in result["metrics"]] == [8, 16, 24, 32]
+
+
+def test_bad_steps_in_a_row_end_the_run_and_a_good_one_begins_the_count_again(ranks) -> None:
+    keys = ("megatron_wrap.bad_steps.on_bad_step=skip", "megatron_wrap.bad_steps.max_in_a_row=2")
+    [results] = ranks(1).run(bad.in_a_row, keys, ("loss", "", "gradient", "loss", "loss", "", "loss"))
+    assert results[:3] == ["1 of 1", "1 of 2", "2 of 3"]
+    for refused in results[3:5]:
+        assert "number 2 of such steps in a row" in refused, refused
+        assert f"sample {bad.BAD} of a batch of 8" in refused
+    assert results[5:] == ["2 of 4", "3 of 5"]

@@ -227,6 +227,14 @@ def test_the_error_of_a_non_finite_loss_names_file_and_row(workers: int):
         [wrap.train(batch) for batch in wrap.batches()]
 
 
+def test_the_first_batch_without_a_trained_token_can_be_refused():
+    write(22)
+    with started("megatron_wrap.bad_steps.max_without_loss=1") as wrap:
+        batch = next(wrap.batches())
+        with pytest.raises(TrainingError, match=r"no token of iteration 1 is trained: all loss weights of its batch"):
+            wrap.train([{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch])
+
+
 def test_batches_go_on_behind_steps_on_samples_of_the_caller():
     """As before workers: the order of samples is a function of the number of samples consumed."""
     write(22)
