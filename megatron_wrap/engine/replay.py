@@ -1,4 +1,4 @@
-"""The cause of a non-finite loss or gradient: the step is repeated once with checks of all its values."""
+"""The cause of a bad step: it is repeated once, to check all its values or to compare the losses of its samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from megatron_wrap.engine.router_losses import reset_router_losses, unchanged_ex
 from megatron_wrap.engine.state.open_step import OpenStep
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.engine.step_inputs import equal_runs, local_groups, localized, normalized_loss, replica_micro_batches
+from megatron_wrap.engine.step_inputs import (
+    equal_runs,
+    local_groups,
+    localized,
+    loss_micro_batches,
+    normalized_loss,
+    replica_micro_batches,
+)
 from megatron_wrap.engine.step_statistics import with_statistics
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
@@ -75,9 +82,72 @@ def cause_of_non_finite(state: TrainingState, step: OpenStep) -> str:
                 "kernel whose result depends on timing"
             )
         culprits = first.samples if len(first.samples) == 1 else _alone(state, step, samples, first.samples)
-    replica = f" of replica {first.replica}" if state.parallel.dp.size > 1 else ""
-    micro_batch = f"micro-batch {first.value.micro_batch} of {first.num_microbatches}{replica}"
+    micro_batch = _micro_batch(state, first.value.micro_batch, first.num_microbatches, first.replica)
     return f"in {micro_batch}, {_described(samples, first.samples, culprits)}, the first such value is {first.value}"
+
+
+def sample_of_largest_loss(state: TrainingState, step: OpenStep) -> str:
+    """The micro-batch of a step with the largest mean loss, and in it the sample with the largest one, in words: the
+    same on every rank. Collective.
+
+    Args:
+        step: its parameters are not updated yet.
+    """
+    samples, parallel = state.with_cursor(step.samples), state.parallel
+    with _unchanged(state, step):
+        losses: list[float] = []
+        groups = _groups(state, step, samples)
+        for group in groups:
+            losses += _mean_losses(state, step, group)
+        indices = [micro_batch.sample_indices for group in groups for micro_batch in group]
+        by_rank = gather_objects((parallel.dp.rank, losses if parallel.counts_once else None, indices))
+        sums: dict[tuple[int, int], float] = {}  # (micro-batch, replica) -> sum over context-parallel ranks
+        members: dict[tuple[int, int], tuple[int, ...]] = {}
+        for replica, values, of_replica in by_rank:
+            for number, value in enumerate(values or ()):
+                sums[number, replica] = sums.get((number, replica), 0.0) + value
+                members[number, replica] = of_replica[number]
+        largest = max(sums, key=lambda key: (bool(members[key]), sums[key]))
+        sample = _largest_alone(state, step, samples, members[largest])
+    name = _micro_batch(state, largest[0], len(indices), largest[1])
+    return f"{name}, {_described(samples, members[largest], (sample,))}"
+
+
+def _mean_losses(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> list[float]:
+    """The loss of each micro-batch per weight of its first term, up to a factor, this context-parallel rank's share; on
+    the last pipeline stage, else []. Collective over the replica."""
+    loss = normalized_loss(
+        state, step.weights.weights, step.weights.num_microbatches, MetricSums(state.platform.device)
+    )
+
+    def mean(micro_batch: MicroBatch, output: Tensor) -> float:
+        weight = next(iter(micro_batch.weights.values()))
+        return float(loss(micro_batch, output)) / weight if micro_batch.counted and weight else 0.0
+
+    return state.pipeline_schedule.forward(state.chunks, local, mean)
+
+
+def _largest_alone(state: TrainingState, step: OpenStep, samples: Sequence[Any], indices: Sequence[int]) -> int:
+    """The index of the sample with the largest loss in a micro-batch of its own. Collective."""
+    if len(indices) == 1:
+        return indices[0]
+    single = _single(state, samples, indices)
+    statistics = _statistics(state, step, samples)
+    losses: list[tuple[float, int]] = []
+    for run in equal_runs(state, single):
+        local = with_statistics(localized(state, run), statistics)
+        losses += zip(_mean_losses(state, step, local), [mb.sample_indices[0] for mb in run], strict=False)
+    by_rank = gather_objects(losses if state.parallel.counts_once else [])
+    sums: dict[int, float] = {}
+    for of_rank in by_rank:  # of all context-parallel ranks, and equal ones of all replicas
+        for value, index in of_rank:
+            sums[index] = sums.get(index, 0.0) + value
+    return max(sums, key=lambda index: sums[index])
+
+
+def _micro_batch(state: TrainingState, number: int, count: int, replica: int) -> str:
+    of_replica = f" of replica {replica}" if state.parallel.dp.size > 1 else ""
+    return f"micro-batch {number} of {count}{of_replica}"
 
 
 def _described(samples: Sequence[Any], of_micro_batch: tuple[int, ...], culprits: tuple[int, ...]) -> str:
@@ -96,20 +166,22 @@ def _described(samples: Sequence[Any], of_micro_batch: tuple[int, ...], culprits
     return f"no sample alone, but together samples {listed}{rest}"
 
 
+def _groups(state: TrainingState, step: OpenStep, samples: Sequence[Any]) -> list[list[MicroBatch]]:
+    """This process's micro-batches of each part of the step, as the loss takes them. Collective."""
+    sizes = step.weights.sizes
+    if not sizes:  # a batch with its micro-batches carries them
+        return loss_micro_batches(state, replica_micro_batches(state, samples), len(samples))
+    starts = accumulate(sizes, initial=0)
+    bounds = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    parts = [replica_micro_batches(state, list(samples[begin:end]), begin) for begin, end in bounds]
+    return [with_statistics(localized(state, part.training), step.weights.statistics) for part in parts]
+
+
 def _first_of_step(state: TrainingState, step: OpenStep, samples: Sequence[Any]) -> _Located | None:
     """Repeat all micro-batches. Collective."""
-    sizes = step.weights.sizes
-    if sizes:
-        starts = accumulate(sizes, initial=0)
-        bounds = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-        parts = [replica_micro_batches(state, list(samples[begin:end]), begin) for begin, end in bounds]
-        local = [with_statistics(localized(state, part.training), step.weights.statistics) for part in parts]
-    else:
-        # a batch with its micro-batches carries them
-        [group], statistics = local_groups(state, replica_micro_batches(state, samples), len(samples))
-        local = [with_statistics(group, statistics)]
-    count, before, located = sum(map(len, local)), 0, []
-    for group in local:
+    groups = _groups(state, step, samples)
+    count, before, located = sum(map(len, groups)), 0, []
+    for group in groups:
         for value in _values(state, step, group):
             moved = replace(value, micro_batch=before + value.micro_batch)
             of_micro_batch = group[value.micro_batch].sample_indices
@@ -122,6 +194,18 @@ def _first_of_step(state: TrainingState, step: OpenStep, samples: Sequence[Any])
 def _alone(state: TrainingState, step: OpenStep, samples: Sequence[Any], indices: Sequence[int]) -> tuple[int, ...]:
     """Those of the samples with these indices that have a non-finite value in a micro-batch of their own. Collective;
     every replica passes all of them."""
+    single = _single(state, samples, indices)
+    statistics = _statistics(state, step, samples)
+    culprits: set[int] = set()
+    for run in equal_runs(state, single):
+        local = with_statistics(localized(state, run), statistics)
+        for value in _values(state, step, local):
+            culprits.update(run[value.micro_batch].sample_indices)
+    return tuple(sorted(set().union(*gather_objects(culprits))))
+
+
+def _single(state: TrainingState, samples: Sequence[Any], indices: Sequence[int]) -> list[MicroBatch]:
+    """A micro-batch of each of the samples with these indices, before padding and splitting. No communication."""
     prepared = prepared_samples(state.prepare_sample, samples)
     seed = state.config.train.seed + state.progress.consumed_samples
     single = [
@@ -129,14 +213,7 @@ def _alone(state: TrainingState, step: OpenStep, samples: Sequence[Any], indices
     ]
     if state.micro_batching.packing:
         single = [pack(micro_batch, state.micro_batching.pad_to_multiple_of) for micro_batch in single]
-    statistics = _statistics(state, step, samples)
-    culprits: set[int] = set()
-    for run in equal_runs(state, single):
-        local = with_statistics(localized(state, run), statistics)
-        culprits.update(
-            index for value in _values(state, step, local) for index in run[value.micro_batch].sample_indices
-        )
-    return tuple(sorted(set().union(*gather_objects(culprits))))
+    return single
 
 
 def _statistics(state: TrainingState, step: OpenStep, samples: Sequence[Any]) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_wrap.engine.bad_steps import refuse_or_skip, refuse_steps_without_weight
+from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
@@ -17,7 +17,7 @@ from megatron_wrap.engine.router_losses import expert_load, record_expert_load, 
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
+from megatron_wrap.engine.state.update import BadUpdate, Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
@@ -40,8 +40,9 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     Raises:
         DataError, FlowError: the batch or the flow is wrong.
-        TrainingError: on every rank, if the loss or the gradient norm is not finite and such steps are not skipped, or
-            no token of the last batches is trained. Parameters, optimizer, learning rate and counters are unchanged.
+        TrainingError: on every rank, if the loss or the gradient norm is not finite or the loss is a spike, and such
+            steps are not skipped, or no token of the last batches is trained. Parameters, optimizer, learning rate and
+            counters are unchanged.
     """
     started = time.perf_counter()
     with phase(DATA):
@@ -118,7 +119,7 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         reduced = state.reduction.reduce(step.sums, "train", local_router_losses, copied=square_sums)
         if counts.has_weight:
             update = _update(state, reduced)
-        if not update.is_finite:
+        if update.is_bad:
             refuse_or_skip(state, step, reduced.loss, update.grad_norm)
             restore_biases()
 
@@ -128,7 +129,7 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         progress.consumed_tokens += counts.tokens
         progress.skipped_iterations += not update.applied
         if update.applied:
-            state.bad_steps_in_a_row = 0
+            record_good_step(state, reduced.loss)
             state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
         metrics = _metrics(state, reduced, step, update, learning_rate)
         return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
@@ -159,9 +160,9 @@ def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
     loss = reduced.loss if state.config.train.check_for_nan_in_loss_and_grad else None
     try:
         with phase(OPTIMIZER):
-            return state.optimizer.update(loss, reduced.copied)
-    except NonFiniteUpdate as error:
-        return Update(grad_norm=error.grad_norm, is_finite=False)
+            return state.optimizer.update(loss, reduced.copied, is_spike=spike(state, reduced.loss) is not None)
+    except BadUpdate as error:
+        return Update(grad_norm=error.grad_norm, is_bad=True)
 
 
 def _metrics(

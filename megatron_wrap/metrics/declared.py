@@ -204,7 +204,7 @@ _LAST_METRICS = (
     ),
     MetricInfo(
         "bad_steps",
-        "skipped since the start of the run because loss or gradient was not finite "
+        "skipped since the start of the run because loss or gradient was not finite, or the loss a spike "
         "(`megatron_wrap.bad_steps.on_bad_step: skip`)",
         "steps",
         ConsoleFormat(partial(counted, noun="bad step"), 3, "{number}", shown=bool),

@@ -13,7 +13,7 @@ from torch import Tensor
 MARK, BAD = 499, 5
 """Token that only the bad sample has, and the index of this sample in its batch."""
 MODULE, PARAMETER = "decoder.layers.2.mlp.linear_fc2", "decoder.layers.3.self_attention.linear_qkv.weight"
-POISONS = ("loss", "gradient")
+POISONS = ("loss", "gradient", "spike")
 """Kinds that the flow `_engine_flows.Poisoned` does itself."""
 
 

@@ -77,3 +77,34 @@ def test_bad_steps_in_a_row_end_the_run_and_a_good_one_begins_the_count_again(ra
         assert "number 2 of such steps in a row" in refused, refused
         assert f"sample {bad.BAD} of a batch of 8" in refused
     assert results[5:] == ["2 of 4", "3 of 5"]
+
+
+SPIKES = {
+    "one": (1, ()),
+    "cp2": (2, options(cp=2)),
+    "dp2": (2, DISTRIBUTED),
+    "pp2-vpp2": (2, options(pp=2, layers_per_chunk=1)),
+}
+
+
+@pytest.mark.parametrize("name", covering(SPIKES))
+def test_a_spike_of_the_loss_is_a_bad_step_that_names_its_sample(name: str, ranks) -> None:
+    world_size, overrides = SPIKES[name]
+    spikes = ("megatron_wrap.bad_steps.spike_threshold=20", "megatron_wrap.bad_steps.spike_window=10")
+    more = ("megatron_lm.train.common.train_iters=30", *overrides)
+    results = ranks(world_size).run(bad.in_a_row, (*spikes, *more), ("",) * 9 + ("spike", "spike", "", ""))
+    # the first has nine losses before it, and becomes the tenth
+    assert results[0][9] == "0 of 10"
+    refused = results[0][10]
+    assert "of iteration 11 is a spike: " in refused, refused
+    micro_batch = "micro-batch 1 of 2 of replica 0" if "dp2" in name else "micro-batch 2 of 4"
+    assert f"the largest loss is in {micro_batch}, sample {bad.BAD} of a batch of 8; nothing was updated" in refused
+    assert results[0][11:] == ["0 of 11", "0 of 12"]
+    assert all(of_rank == results[0] for of_rank in results)
+
+
+def test_a_skipped_spike_is_no_part_of_what_later_losses_are_compared_with(ranks) -> None:
+    keys = ("spike_threshold=20", "spike_window=10", "on_bad_step=skip", "max_in_a_row=20")
+    overrides = ("megatron_lm.train.common.train_iters=40", *(f"megatron_wrap.bad_steps.{key}" for key in keys))
+    [results] = ranks(1).run(bad.in_a_row, overrides, ("",) * 10 + ("spike",) * 12 + ("",))
+    assert results[9:] == ["0 of 10", *(f"{count} of {count + 10}" for count in range(1, 13)), "12 of 23"]

@@ -81,7 +81,10 @@ class Progress:
     skipped_iterations: int = 0
     """Steps without an update: loss-scale overflow, no loss weight in the whole batch, or a bad step."""
     bad_steps: int = 0
-    """Steps that were skipped because their loss or gradient was not finite."""
+    """Steps that were skipped because their loss or gradient was not finite, or their loss was a spike."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps with an update, as many as `megatron_wrap.bad_steps.spike_window`; [] without a
+    spike_threshold."""
     skipped_samples: int = 0
     """Rows of the data that were left out because they cannot be used."""
     data: dict[str, Any] = field(default_factory=dict)

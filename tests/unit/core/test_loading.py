@@ -235,6 +235,16 @@ def test_the_first_batch_without_a_trained_token_can_be_refused():
             wrap.train([{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch])
 
 
+def test_the_losses_that_spikes_are_compared_with_are_resumed():
+    write(22)
+    keys = (f"{TRAIN}.train_iters=14", f"{TRAIN}.save=saved", "megatron_wrap.bad_steps.spike_threshold=50")
+    with started(*keys, "megatron_wrap.bad_steps.spike_window=10") as wrap:
+        taken = [wrap.train(batch)["loss"] for batch in wrap.batches()]
+        wrap.save()
+    with started(*keys, "megatron_wrap.bad_steps.spike_window=10") as wrap:
+        assert wrap.state.progress.recent_losses == taken[4:]
+
+
 def test_batches_go_on_behind_steps_on_samples_of_the_caller():
     """As before workers: the order of samples is a function of the number of samples consumed."""
     write(22)
