@@ -72,7 +72,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         if self._offsets is not None:
             return self._offsets
         offsets, position = array("q"), 0
-        with open(self._absolute_path, "rb") as file:
+        with open(self._absolute_path, "rb", _BLOCK_BYTES) as file:
             inside = False  # of a line longer than what is read at once
             for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
                 if not inside and not line.isspace():
