@@ -120,6 +120,8 @@ def parse_line(line: bytes, first: bool) -> dict[str, Any]:
         raise DataError(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
     except RecursionError as error:
         raise DataError("not JSON: nested too deeply; every line must be one JSON object") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"not JSON: {error}; every line must be one JSON object") from error
     if not isinstance(sample, dict):
         raise DataError(f'must be a JSON object like {{"messages": []}}, not a {type(sample).__name__}')
     return sample

@@ -95,6 +95,33 @@ def test_a_text_that_no_tokenizer_encodes_is_a_bad_row(
         reader(skip_bad=False).problem(1)
 
 
+class _Panic(BaseException):
+    """As of the tokenizers library, which is no Exception."""
+
+
+_Panic.__name__ = "PanicException"
+
+
+@pytest.mark.parametrize("error", [TypeError("no such type"), _Panic("no such type")])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_tokenizer_that_fails_is_a_bad_row(error: BaseException, is_fast: bool) -> None:
+    def fail(text: str, **options: object) -> None:
+        raise error
+
+    fail.is_fast, fail.bos_token_id = is_fast, None  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"fails with a text of 5 characters \(no such type\)"):
+        encode_sample(fail, {"text": "Hello"})
+
+
+def test_an_interrupt_of_a_tokenizer_is_no_bad_row() -> None:
+    def interrupt(text: str, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    interrupt.is_fast = True  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        encode_sample(interrupt, {"text": "Hello"})
+
+
 @pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
 def test_a_prompt_with_a_lone_surrogate_is_refused(prompt, make_tokenizer) -> None:
     with pytest.raises(DataError, match="lone surrogate"):
