@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.hashes import find_damage
+from megatron_wrap.checkpoint.files.hashes import find_damage
 from megatron_wrap.checkpoint.store import CheckpointStore, missing_part, read_facts
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix

@@ -70,7 +70,7 @@ class Run:
         self.data = RunData(config, tokenizer)
         self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
         self.export = RunExport(self.state, tokenizer, self.checkpoints, self.records)
-        self.training = RunTraining(self.state, self.records, save) if training else None
+        self.training = RunTraining(self.state, self.records, save, self.checkpoints.poll) if training else None
         self.best = BestCheckpoint(self.state, self.checkpoints, save)
 
     def begin_records(self, output_dir: Path) -> None:
@@ -92,6 +92,7 @@ class Run:
         return "interrupted" if self.training is None else self.checkpoints.interrupted()
 
     def close(self) -> None:
-        """End the processes that load data, and close the loggers."""
+        """Finish a save, end the processes that load data and write checkpoints, and close the loggers."""
+        self.checkpoints.close()
         self.data.close()
         self.records.close()

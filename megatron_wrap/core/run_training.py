@@ -22,10 +22,13 @@ class RunTraining:
         state: of the run, with an optimizer.
         records: receive each step.
         save: saves a checkpoint.
+        poll_save: called after each step; raises the failure of an asynchronous save.
     """
 
-    def __init__(self, state: TrainingState, records: RunRecords, save: Callable[[], Path]) -> None:
-        self._state, self._records, self._save = state, records, save
+    def __init__(
+        self, state: TrainingState, records: RunRecords, save: Callable[[], Path], poll_save: Callable[[], None]
+    ) -> None:
+        self._state, self._records, self._save, self._poll_save = state, records, save, poll_save
 
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
         """One step."""
@@ -60,6 +63,7 @@ class RunTraining:
         if state.reference is not None:
             state.reference.follow(state.chunks, iteration)
         self._records.step_taken(report)
+        self._poll_save()
         if train.save_interval and train.save and iteration % train.save_interval == 0:
             # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
             self._records.write_last()
