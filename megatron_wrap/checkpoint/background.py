@@ -150,11 +150,9 @@ class BackgroundSaves:
         if save is None or os.getpid() != self._process:
             return
         self._save = None
-        failure = self._own_failure(save, timeout=None)
-        if save.publication is not None:
-            failure = failure or save.publication.join_while_files_grow()
-            if failure:
-                failure = save.publication.abort(failure)
+        failure = self._own_failure(save, timeout=None) or _wait_while_files_grow(save)
+        if failure and save.publication is not None:
+            failure = save.publication.abort(failure)
         if failure:
             logger.error_all_ranks(_message(save, failure))
         else:
@@ -218,6 +216,14 @@ class _Save:
         self.result: str | None = None
         """On global rank 0: the failure of the save, or an empty text, once it has ended."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the checkpoint is published, or will not be."""
+        if self.publication is not None:
+            return not self.publication.is_alive()
+        is_tracked = self.store.tracked() == str(self.iteration) or not self.checkpoint.is_dir()
+        return is_tracked and not self.partial.is_dir()
+
 
 class _Publication(threading.Thread):
     """Waits for the records of all ranks, and publishes; on global rank 0.
@@ -275,20 +281,24 @@ class _Publication(threading.Thread):
         self._fail(failure)
         return failure
 
-    def join_while_files_grow(self) -> str | None:
-        """Wait for the end; returns the failure, also if other ranks write no more."""
-        size, since = -1, time.monotonic()
-        while self.is_alive():
-            self.join(_POLL_SECONDS)
-            if (now := _size(self._partial)) != size:
-                size, since = now, time.monotonic()
-            elif time.monotonic() - since > _LOST_SECONDS:
-                return f"other ranks wrote nothing for {_LOST_SECONDS:.0f} s"
-        return self.failure
-
     def _fail(self, failure: str) -> None:
         self.failure = failure
         shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _wait_while_files_grow(save: _Save) -> str | None:
+    """Wait for the end of a save without communication; returns the failure, also if ranks no longer write.
+
+    All ranks wait: when one has ended, torchrun ends the others.
+    """
+    size, since = -1, time.monotonic()
+    while not save.has_ended:
+        time.sleep(_POLL_SECONDS)
+        if (now := _size(save.partial)) != size:
+            size, since = now, time.monotonic()
+        elif time.monotonic() - since > _LOST_SECONDS:
+            return f"other ranks wrote nothing for {_LOST_SECONDS:.0f} s"
+    return None if save.publication is None else save.publication.failure
 
 
 def _record(rank: int) -> str:

@@ -112,7 +112,7 @@ class Writer:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._memory)],
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._memory), str(os.getpid())],
                 env=environment,
                 pass_fds=(theirs.fileno(), self._memory),
                 stdin=subprocess.DEVNULL,

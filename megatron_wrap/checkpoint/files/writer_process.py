@@ -20,29 +20,37 @@ if TYPE_CHECKING:
 
     from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob
 
+_PARENT_SECONDS = 0.5
 
-def main(connection: int, memory: int) -> None:
+
+def main(connection: int, memory: int, rank_process: int) -> None:
     """Write the jobs that arrive, until the rank ends.
 
     Args:
         connection: descriptor of the pipe to the rank.
         memory: descriptor of the buffer with the tensors.
+        rank_process: id of the rank's process.
     """
     pipe = Connection(connection)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(pipe, jobs), daemon=True).start()
+    threading.Thread(target=_receive, args=(pipe, jobs, rank_process), daemon=True).start()
     while True:
         job: WriteJob = pickle.loads(jobs.get())
         pipe.send(_result(job, memory))
 
 
-def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Receive jobs also while one is written, so that the end of the rank ends this process at once."""
-    while True:
+def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int) -> None:
+    """Receive jobs also while one is written, so that the end of the rank ends this process at once.
+
+    Forked processes of the rank have a copy of its end of the pipe, which keeps the pipe open after the rank.
+    """
+    while os.getppid() == rank_process:
         try:
-            jobs.put(pipe.recv_bytes())
+            if pipe.poll(_PARENT_SECONDS):
+                jobs.put(pipe.recv_bytes())
         except (OSError, EOFError):
-            os._exit(0)
+            break
+    os._exit(0)
 
 
 def _result(job: WriteJob, memory: int) -> str:
