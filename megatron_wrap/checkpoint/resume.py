@@ -24,13 +24,13 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.metrics.phases import SAVE, doing
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods but `interrupted`, `finish_alone` and `close` are collective over all
-    ranks.
+    """The checkpoints of one run. All methods but `ended`, `finish_alone` and `close` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -236,7 +236,8 @@ class RunCheckpoints:
             CheckpointError: on every rank, if it failed.
         """
         if self._background is not None:
-            self._background.wait()
+            with doing(SAVE):
+                self._background.wait()
 
     def finish_alone(self) -> None:
         """`wait` of a rank that ends because of an error; no communication."""
@@ -273,12 +274,16 @@ class RunCheckpoints:
 
         return checkpoint if is_saved_here and on_rank_0(is_there) else None
 
-    def interrupted(self) -> str:
-        """A sentence for a run that Ctrl-C has ended: its iteration, its newest checkpoint, and how to continue. A save
-        in the background ends first. No communication."""
+    def ended(self, how: str) -> str:
+        """A sentence for a run that ended before its last step: its iteration, its newest checkpoint, and how to
+        continue. A save in the background ends first. No communication.
+
+        Args:
+            how: it ended, the first words: "interrupted".
+        """
         self.finish_alone()
         config, iteration = self._state.config, self._state.progress.iteration
-        ended = f"interrupted after iteration {iteration} of {derived.train_iters(config)}"
+        ended = f"{how} after iteration {iteration} of {derived.train_iters(config)}"
         if config.train.save is None:
             return f"{ended}; nothing was saved, because megatron_lm.train.common.save is null"
         store = CheckpointStore(config.train.save)

@@ -20,6 +20,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.metrics.phases import EVALUATION, SAVE, current_phase, doing
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import logger_session
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.generation.generate import Completion
     from megatron_wrap.engine.state.open_step import StepWeights
     from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.parallel.launch import InterruptWatch, Processes
+    from megatron_wrap.parallel.heartbeat import Heartbeat
+    from megatron_wrap.parallel.interrupts import InterruptWatch
+    from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
@@ -67,7 +70,10 @@ class MegatronWrap:
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
+        self._folders = ExitStack()
         self._interrupts: InterruptWatch | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._last_known: tuple[int | None, str] = None, "setup"
 
     def __repr__(self) -> str:
         """Name, model, flow, layout and iteration."""
@@ -131,7 +137,7 @@ class MegatronWrap:
 
     def _start(self) -> None:
         from megatron_wrap.engine.setup.build import seed_everything
-        from megatron_wrap.parallel import launch
+        from megatron_wrap.parallel import heartbeat, launch
         from megatron_wrap.parallel.state import build_parallel_state
 
         timeout = self.config.init.distributed_timeout_minutes
@@ -139,6 +145,7 @@ class MegatronWrap:
         self.platform.install({CONNECTIONS: str(cuda_connections(self.config, os.environ.get(CONNECTIONS)).value)})
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
         self._interrupts = launch.watch_interrupts(self._interrupted)
+        self._heartbeat = heartbeat.begin(self._processes.rank, self._where)
         check_layout(self.config, self._processes.world_size)
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
         seed_everything(self.config.train.seed, self._parallel)
@@ -153,9 +160,13 @@ class MegatronWrap:
         Collective over all ranks.
 
         Raises:
-            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`.
+            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`; or
+                another run holds the output folder or that of the checkpoints.
         """
-        self._set_up(training=True).begin_records(self.output_dir)
+        run = self._set_up(training=True)
+        run.begin_records(self.output_dir)
+        assert self._processes is not None
+        run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -171,6 +182,7 @@ class MegatronWrap:
         from megatron_wrap.checkpoint.choices import decided
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
+        from megatron_wrap.core.run_folders import hold_folders
 
         if self.config.data.tokenizer is not None:
             from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -181,6 +193,9 @@ class MegatronWrap:
             self.config = decided(counted, self.platform, parallel)
         if self._run is not None:
             self._run.close()
+        self._folders.close()
+        if training:
+            self._folders = hold_folders(self.config)
         self._run = Run(
             self.config, self._reference_config, self.platform, parallel, self.tokenizer, training, self.save
         )
@@ -192,6 +207,7 @@ class MegatronWrap:
         if self._run is not None:
             self._run.close()
             self._run = None
+        self._folders.close()
         if self._parallel is not None:
             from megatron_wrap.parallel.state import destroy_parallel_state
 
@@ -207,6 +223,9 @@ class MegatronWrap:
         if self._interrupts is not None:
             self._interrupts.close()
             self._interrupts = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         self.platform.uninstall()
         self._session.close()
 
@@ -369,7 +388,8 @@ class MegatronWrap:
             `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
             They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
         """
-        return self._ready().evaluation.evaluate(sets)
+        with doing(EVALUATION):
+            return self._ready().evaluation.evaluate(sets)
 
     @property
     def evaluation_due(self) -> bool:
@@ -445,7 +465,8 @@ class MegatronWrap:
             again writes nothing.
         """
         self._training()
-        folder = self._ready().checkpoints.save()
+        with doing(SAVE):
+            folder = self._ready().checkpoints.save()
         if self.config.checkpoint.export_hf:
             self._ready().export.save_beside(folder)
         return folder
@@ -623,6 +644,12 @@ class MegatronWrap:
         return self._initialized().ep.group
 
     # ---- internal ----
+
+    def _where(self) -> tuple[int | None, str]:
+        """The iteration under way, and the phase."""
+        if self._run is not None:  # else what was known last: the run is set up or closed
+            self._last_known = self._run.state.progress.iteration + 1, current_phase()
+        return self._last_known
 
     def _interrupted(self) -> str:
         return "interrupted before the run began" if self._run is None else self._run.interrupted()

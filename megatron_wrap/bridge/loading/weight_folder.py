@@ -194,7 +194,9 @@ class WeightFolder:
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
         try:
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            if not all(isinstance(file, str) for file in files.values()):
+                raise TypeError("a file is not named by a string")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{index}: is not an index of safetensors files ({error!r}); download it again"
@@ -219,18 +221,33 @@ class WeightFolder:
         types = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
         stored: dict[str, StoredTensor] = {}
         for file in files:
-            if reason := special_file(file):
-                raise CheckpointError(reason)
+            _check_pickle(file)
             try:
                 tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # the zip reader, the unpickler and torch raise different exceptions
                 reason = " ".join(str(error).split())[:200]
                 raise CheckpointError(f"{file}: cannot be read ({reason}); download the file again") from error
+            if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+                raise CheckpointError(f"{file}: is not a dictionary of tensors; save the model's state_dict")
             self._pickled[file] = tensors
             for name, tensor in tensors.items():
                 kind = types.get(tensor.dtype, str(tensor.dtype))
                 stored[name] = StoredTensor(file, name, kind, tuple(tensor.shape))
         return stored
+
+
+def _check_pickle(file: Path) -> None:
+    """Refuses a pickle that belongs to another user, or that is not a file of its folder."""
+    if reason := special_file(file):
+        raise CheckpointError(reason)
+    if reason := leaves_folder(file.parent, file.name):
+        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
+    owner = file.stat().st_uid
+    if owner != os.geteuid():
+        raise CheckpointError(
+            f"{file}: belongs to another user (uid {owner}), and hf_allow_pickle reads your own files alone; copy the "
+            "folder, or convert it to safetensors"
+        )
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:

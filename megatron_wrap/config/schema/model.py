@@ -206,7 +206,8 @@ class ProviderConfig:
     """Hugging Face folder or hub id: architecture from its config.json, initial weights from its safetensors, and its
     tokenizer if megatron_wrap.data names none; null: model.arch, and weights from the seed."""
     hf_allow_pickle: bool = False
-    """Read weights of hf_path from pytorch_model.bin if it has no safetensors (torch.load with weights_only)."""
+    """Read weights of hf_path from pytorch_model.bin if it has no safetensors and the file belongs to the user
+    (torch.load with weights_only)."""
     verify_hf: bool = False
     """Compare the loaded model with transformers before training, and refuse to train on a difference."""
     options: Mapping[str, Any]

@@ -35,6 +35,9 @@ class InitConfig:
     """cuda: GPUs over NCCL; cpu: processes over gloo; auto: cuda if a GPU is present."""
     distributed_timeout_minutes: float = key(10.0, above=0)
     """Minutes after which an unfinished collective ends the run."""
+    stopped_process_seconds: float | None = key(60.0, at_least=5, null_means_off=True)
+    """`megatron-wrap train` ends a run if one of its processes on this node gave no sign of life for N seconds, because
+    it is stopped or stuck, and names it; null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

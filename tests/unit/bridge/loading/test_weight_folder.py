@@ -141,8 +141,9 @@ def test_a_pipe_instead_of_weights(folder, pickled):
         checked_weights(folder, *(["megatron_wrap.model_provider.hf_allow_pickle=true"] if pickled else []))
 
 
-def test_an_invalid_index(folder):
-    (folder / INDEX).write_text("{}")
+@pytest.mark.parametrize("content", [{}, {"weight_map": 3}, {"weight_map": ["a"]}, {"weight_map": {"a": ["b"]}}, []])
+def test_an_invalid_index(folder, content):
+    (folder / INDEX).write_text(json.dumps(content))
     assert f"{INDEX}: is not an index" in refusal(folder)
 
 
@@ -212,6 +213,25 @@ def test_a_pickle_that_runs_code_is_refused(folder):
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: cannot be read"):
         checked_weights(folder, "megatron_wrap.model_provider.hf_allow_pickle=true")
+
+
+def test_pickled_weights_are_tensors_in_a_file_of_the_user(folder, tmp_path, monkeypatch):
+    change(folder, lambda tensors: None)
+    (folder / SINGLE).unlink()
+    allowed = "megatron_wrap.model_provider.hf_allow_pickle=true"
+    for content in ([torch.ones(2)], {"model.norm.weight": "text"}):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is not a dictionary of tensors"):
+            checked_weights(folder, allowed)
+    owner = (folder / "pytorch_model.bin").stat().st_uid
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: owner + 1)
+        with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin: belongs to another user \(uid {owner}\)"):
+            checked_weights(folder, allowed)
+    shutil.move(folder / "pytorch_model.bin", tmp_path / "elsewhere")
+    (folder / "pytorch_model.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"which is a link to .*elsewhere"):
+        checked_weights(folder, allowed)
 
 
 def test_a_tied_model_may_store_its_output_layer_too(folder):
