@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.hashes import digest, find_damage, hash_files, manifest_damage
+from megatron_wrap.checkpoint.files.hashes import digest, find_damage, hash_files, manifest_damage
 from megatron_wrap.errors import special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import write_atomically

@@ -114,7 +114,9 @@ class Run:
         return "interrupted" if self.training is None else self.checkpoints.ended("interrupted")
 
     def close(self) -> None:
-        """End the processes that load data, close the loggers, and restore the handlers of signals."""
+        """Finish a save, end the processes that load data and write checkpoints, close the loggers, and restore the
+        handlers of signals."""
+        self.checkpoints.close()
         self.data.close()
         self.records.close()
         if self._stop is not None:  # last: torchrun's agent sends SIGTERM when another process has ended

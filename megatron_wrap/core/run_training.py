@@ -72,6 +72,7 @@ class RunTraining:
         if state.reference is not None:
             state.reference.follow(state.chunks, iteration)
         self._records.step_taken(report)
+        self._checkpoints.poll()
         if train.save_interval and train.save and iteration % train.save_interval == 0:
             # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
             self._records.write_last()
@@ -86,6 +87,7 @@ class RunTraining:
         self._records.write_last()
         if self._state.config.train.save:
             self._save()
+            self._checkpoints.wait()
         stop.fulfilled()
         if self._state.parallel.world.rank == 0:
             print(self._checkpoints.ended(reason.text), file=sys.stderr, flush=True)  # noqa: T201

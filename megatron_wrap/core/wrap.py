@@ -236,15 +236,19 @@ class MegatronWrap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            message = self._interrupted()
             if self._interrupts is not None:
                 self._interrupts.close()
+            message = self._interrupted()
             if self._processes is None or self._processes.world_size == 1:
                 self.close()
             elif self._run is not None:  # the end of a process group would wait for ranks that have ended
                 self._run.close()
             raise KeyboardInterrupt(message).with_traceback(trace) from None
-        self.close()
+        try:
+            if error is None and self._run is not None:
+                self._run.checkpoints.wait()
+        finally:
+            self.close()
 
     # ---- training ----
 
@@ -368,6 +372,7 @@ class MegatronWrap:
                 best.compare(evaluated)
         if self.config.train.save is not None:
             self.save()
+            self._ready().checkpoints.wait()
         return {**(evaluated or steps), **best.metrics}
 
     # ---- evaluation and generation ----
@@ -452,8 +457,12 @@ class MegatronWrap:
     def save(self) -> Path:
         """Save everything that a resumed run needs, into `megatron_lm.train.common.save`. Collective.
 
+        With `megatron_wrap.checkpoint.async_save` this returns when the state is copied, and the checkpoint is written
+        meanwhile; a failure is raised after a later step, by the next save or at the end of the run.
+
         Returns:
-            The checkpoint's folder. Saving the same iteration again writes nothing.
+            The checkpoint's folder; an asynchronous one appears there when it is complete. Saving the same iteration
+            again writes nothing.
         """
         self._training()
         with doing(SAVE):

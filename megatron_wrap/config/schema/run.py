@@ -144,6 +144,9 @@ class CheckpointConfig:
     checkpoint, saves and keeps it; null: none."""
     best_metric_mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest value of best_metric is best."""
+    async_save: bool = False
+    """Copy the state to host memory, train on, and write the checkpoint by other processes meanwhile; at most one at a
+    time."""
     export_hf: bool = False
     """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint import hashes
+from megatron_wrap.checkpoint.files import hashes
 from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
 
 
