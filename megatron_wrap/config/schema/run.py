@@ -139,6 +139,9 @@ class CheckpointConfig:
     strict: refuse to start if the newest is damaged. never: refuse to start if there is a checkpoint."""
     keep: int | None = key(None, at_least=1, null_means_off=True)
     """Number of newest checkpoints to keep, in addition to the best by best_metric; null: all."""
+    max_starts_without_progress: int | None = key(10, at_least=1, null_means_off=True)
+    """Refuse to start a run that was started N times from the same iteration, and failed or was killed each time before
+    it saved a later one; null: start it each time."""
     best_metric: str | None = None
     """Metric of an evaluation set, SET/METRIC such as validation/loss, by which `wrap.fit` determines the best
     checkpoint, saves and keeps it; null: none."""
