@@ -26,6 +26,14 @@ SAVE = f"{TRAIN}.save=checkpoints"
 STOP_FILE = Path("outputs/run/STOP")
 
 
+@pytest.fixture(autouse=True)
+def default_handlers() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def started(*overrides: str) -> Iterator[MegatronWrap]:
     with MegatronWrap("run.yaml", overrides=overrides) as wrap:
