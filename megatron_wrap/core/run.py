@@ -70,7 +70,7 @@ class Run:
         self.data = RunData(config, tokenizer)
         self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
         self.export = RunExport(self.state, tokenizer, self.checkpoints, self.records)
-        self.training = RunTraining(self.state, self.records, save) if training else None
+        self.training = RunTraining(self.state, self.records, save, self.checkpoints.roll_back) if training else None
         self.best = BestCheckpoint(self.state, self.checkpoints, save)
 
     def begin_records(self, output_dir: Path) -> None:

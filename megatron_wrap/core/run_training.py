@@ -9,10 +9,13 @@ from typing import Any
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.engine import split_step
+from megatron_wrap.engine.bad_steps import BadStep
 from megatron_wrap.engine.state.open_step import StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.step import train_step
-from megatron_wrap.errors import TrainingError
+from megatron_wrap.errors import CheckpointError, TrainingError
+from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.utils.dist_logger import logger
 
 
 class RunTraining:
@@ -22,16 +25,23 @@ class RunTraining:
         state: of the run, with an optimizer.
         records: receive each step.
         save: saves a checkpoint.
+        roll_back: loads the newest checkpoint.
     """
 
-    def __init__(self, state: TrainingState, records: RunRecords, save: Callable[[], Path]) -> None:
-        self._state, self._records, self._save = state, records, save
+    def __init__(
+        self,
+        state: TrainingState,
+        records: RunRecords,
+        save: Callable[[], Path],
+        roll_back: Callable[[], None],
+    ) -> None:
+        self._state, self._records, self._save, self._roll_back = state, records, save, roll_back
 
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
         """One step."""
         self._refuse_further_steps()
         split_step.refuse_open_step(self._state, "wrap.train")
-        return self._finish(train_step(self._state, batch))
+        return self._finished(lambda: train_step(self._state, batch))
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
         """Loss weights and statistics of a step in parts."""
@@ -45,7 +55,43 @@ class RunTraining:
 
     def optimizer_step(self) -> dict[str, float]:
         """The update from the gradients of all parts."""
-        return self._finish(split_step.optimizer_step(self._state))
+        return self._finished(lambda: split_step.optimizer_step(self._state))
+
+    def _finished(self, step: Callable[[], StepReport]) -> dict[str, float]:
+        try:
+            report = step()
+        except BadStep as bad:
+            return self._rolled_back(bad)
+        return self._finish(report)
+
+    def _rolled_back(self, bad: BadStep) -> dict[str, float]:
+        """Go back to the newest checkpoint, and leave out the samples of the bad step from now on. Collective."""
+        state, before = self._state, self._state.progress
+        most = state.config.bad_steps.max_rollbacks
+        if before.rollbacks >= most:
+            raise TrainingError(
+                f"{bad}; nothing was updated; the run was rolled back {before.rollbacks} times "
+                "(megatron_wrap.bad_steps.max_rollbacks); lower the learning rate, or inspect the batches"
+            ) from bad
+        if not bad.positions:
+            raise TrainingError(
+                f"{bad}; nothing was updated; its samples are not of wrap.batches, so a rollback cannot leave them "
+                "out; train on wrap.batches(samples), or set megatron_wrap.bad_steps.on_bad_step to skip or stop"
+            ) from bad
+        try:
+            self._roll_back()
+        except CheckpointError as error:
+            raise TrainingError(f"{bad}; nothing was updated; {error}") from bad
+        state.offered = state.open_step = None
+        state.steps_without_weight = 0
+        state.progress.rollbacks, state.progress.bad_steps = before.rollbacks + 1, before.bad_steps + 1
+        state.progress.left_out = sorted({*before.left_out, *bad.positions})
+        self._records.rewind(state.progress.iteration)
+        logger.warning_rank_0(
+            f"{bad}; the run goes back to iteration {state.progress.iteration} and leaves out "
+            f"{counted(len(bad.positions), 'sample')} (rollback {state.progress.rollbacks} of at most {most})"
+        )
+        return {"iteration": state.progress.iteration, **bad.metrics, "bad_steps": state.progress.bad_steps}
 
     def _refuse_further_steps(self) -> None:
         iteration, train_iters = self._state.progress.iteration, derived.train_iters(self._state.config)
