@@ -1,5 +1,5 @@
 """Checkpoints of the reference or teacher model beside those of the run: a single one if it never changes, else one for
-each of the run's. All functions are collective."""
+each of the run's. All functions but `prune_references` are collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, prune, publish, verify
+from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, publish, verify
 from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.checkpoint.strategy import FAILURES, read
 from megatron_wrap.engine.reference.reference_model import ReferenceModel
@@ -52,9 +52,13 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
         )
 
 
-def prune_references(state: TrainingState, folder: str | os.PathLike[str], keep: int | None) -> None:
-    """Remove the models of checkpoints that were removed."""
-    prune(CheckpointStore(Path(folder) / FOLDER), keep, state.best.iteration)
+def prune_references(folder: str | os.PathLike[str], keep: int | None, best: int | None) -> None:
+    """Remove the models of checkpoints that were removed; on global rank 0, without communication.
+
+    Args:
+        best: iteration of the checkpoint with the best evaluation.
+    """
+    CheckpointStore(Path(folder) / FOLDER).prune(keep, best)
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:

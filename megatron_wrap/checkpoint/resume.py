@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
@@ -23,12 +24,13 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.metrics.phases import SAVE, doing
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods but `interrupted` are collective over all ranks.
+    """The checkpoints of one run. All methods but `ended`, `finish_alone` and `close` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -40,8 +42,12 @@ class RunCheckpoints:
         """Folder and iteration of the checkpoint that contains the current state."""
         self.loaded: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that was loaded last."""
+        self._loaded_all = False
+        """It contains the whole state after it was loaded."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
+        self._background: BackgroundSaves | None = None
+        """With `async_save`, from the first save."""
 
     def restore(self, weights_only: bool = False) -> int | None:
         """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
@@ -63,6 +69,8 @@ class RunCheckpoints:
             refuse_resume(state.config)
             with_reference = self._load_newest(CheckpointStore(str(train.save)), weights_only)
             resumed_from = state.progress.iteration
+            if self._loaded_all and not weights_only:
+                self._saved = self.loaded
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
             last = derived.train_iters(state.config)
             if resumed_from >= last and not weights_only:
@@ -78,11 +86,12 @@ class RunCheckpoints:
         return resumed_from
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint in `save`, as a run that resumes from it.
+        """Load the newest checkpoint in `save`, as a run that resumes from it; waits for an asynchronous save.
 
         Raises:
             CheckpointError: there is none.
         """
+        self.wait()
         store = CheckpointStore(self._folder())
         if on_rank_0(store.latest) is None:
             raise CheckpointError(f"the run cannot be rolled back: there is no checkpoint in {store.folder} yet")
@@ -161,6 +170,7 @@ class RunCheckpoints:
         folder = folder or train.save or train.load
         if folder is None:
             raise CheckpointError("wrap.load: there is no folder; pass one, or set megatron_lm.train.common.load")
+        self.wait()
         self._saved = None
         report = load_checkpoint(
             state,
@@ -169,7 +179,7 @@ class RunCheckpoints:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
-        self.loaded = report.path, report.iteration
+        self.loaded, self._loaded_all = (report.path, report.iteration), not report.skipped
         reference = state.reference
         with_reference = False
         if reference is not None and is_saved(reference) and not weights_only:
@@ -186,24 +196,75 @@ class RunCheckpoints:
         """Save everything that a resumed run needs, into `save` of the configuration; a second call without a step in
         between writes nothing.
 
+        With `async_save` this returns when the state is copied, unless it is the end of the run. A save before that is
+        still being written is waited for.
+
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; with `async_save` it may not exist yet.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
         """
         state, iteration, keep = self._state, self._state.progress.iteration, self._state.config.checkpoint.keep
         folder = self._folder()
-        self._save_reference(folder)
         checkpoint = self.saved()
         if checkpoint is None:
+            self.wait()
             self._saved = None
-            checkpoint = save_checkpoint(state, folder, keep=keep)
+            self._save_reference(folder)
+            background = self._background_saves()
+            checkpoint = save_checkpoint(state, folder, keep, background, self._prune_references(folder, keep))
             self._saved = (checkpoint, iteration)
-            if state.reference is not None and state.reference.settings.update_interval is not None:
-                prune_references(state, folder, keep)
-            logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
+            if background is None:
+                logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
+        else:
+            self._save_reference(folder)
+        if iteration >= derived.train_iters(state.config):
+            self.wait()
         return checkpoint
+
+    def _background_saves(self) -> BackgroundSaves | None:
+        if self._background is None and self._state.config.checkpoint.async_save:
+            self._background = BackgroundSaves(self._state.platform.device)
+        return self._background
+
+    def _prune_references(self, folder: str, keep: int | None) -> Callable[[], None] | None:
+        """What removes the reference models of checkpoints that were removed, on rank 0; None if these have none."""
+        state = self._state
+        if state.reference is None or state.reference.settings.update_interval is None:
+            return None
+        best = state.best.iteration
+        return lambda: prune_references(folder, keep, best)
+
+    def poll(self) -> None:
+        """After each step: raise the failure of an asynchronous save.
+
+        Raises:
+            CheckpointError: on every rank, after the same step.
+        """
+        if self._background is not None:
+            self._background.poll(self._state.progress.iteration)
+
+    def wait(self) -> None:
+        """Wait until an asynchronous save is complete.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+        """
+        if self._background is not None:
+            with doing(SAVE):
+                self._background.wait()
+
+    def finish_alone(self) -> None:
+        """`wait` of a rank that ends because of an error; no communication."""
+        if self._background is not None:
+            self._background.finish_alone()
+
+    def close(self) -> None:
+        """`finish_alone`, and end the process that writes asynchronous saves."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def _save_reference(self, folder: str) -> None:
         """Save the reference model, unless it is part of no checkpoint or was saved before; first, so that a visible
@@ -217,17 +278,28 @@ class RunCheckpoints:
             self._reference_saved = target
 
     def saved(self) -> Path | None:
-        """The checkpoint that contains the current state; None if there is none."""
+        """The checkpoint that contains the current state, which may still be written; None if there is none."""
         iteration = self._state.progress.iteration
         checkpoint = CheckpointStore(self._folder()).folder_of(iteration)
+        background = self._background
         is_saved_here = self._saved == (checkpoint, iteration)
-        return checkpoint if is_saved_here and on_rank_0(lambda: missing_part(checkpoint) is None) else None
 
-    def interrupted(self) -> str:
-        """A sentence for a run that Ctrl-C has ended: its iteration, its newest checkpoint, and how to continue. No
-        communication."""
+        def is_there() -> bool:
+            is_written_now = background is not None and background.is_writing(checkpoint)
+            return is_written_now or missing_part(checkpoint) is None
+
+        return checkpoint if is_saved_here and on_rank_0(is_there) else None
+
+    def ended(self, how: str) -> str:
+        """A sentence for a run that ended before its last step: its iteration, its newest checkpoint, and how to
+        continue. A save in the background ends first. No communication.
+
+        Args:
+            how: it ended, the first words: "interrupted".
+        """
+        self.finish_alone()
         config, iteration = self._state.config, self._state.progress.iteration
-        ended = f"interrupted after iteration {iteration} of {derived.train_iters(config)}"
+        ended = f"{how} after iteration {iteration} of {derived.train_iters(config)}"
         if config.train.save is None:
             return f"{ended}; nothing was saved, because megatron_lm.train.common.save is null"
         store = CheckpointStore(config.train.save)
@@ -240,13 +312,23 @@ class RunCheckpoints:
         return f"{ended}; newest checkpoint: {store.find(newest)}; {resumes}"
 
     def record_best(self) -> None:
-        """Write beside the checkpoints that the one of the current iteration has the best evaluation.
+        """Write beside the checkpoints that the one of the current iteration has the best evaluation, once it is
+        complete.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
         """
         store, iteration = CheckpointStore(self._folder()), self._state.progress.iteration
-        on_rank_0(lambda: store.record_best(iteration), f"{store.folder / BEST} cannot be written: {{}}")
+        background = self._background
+
+        def record() -> None:
+            store.record_best(iteration)
+
+        def record_when_published() -> None:
+            if background is None or not background.after_publication(store.folder_of(iteration), record):
+                record()
+
+        on_rank_0(record_when_published, f"{store.folder / BEST} cannot be written: {{}}")
 
     def _folder(self) -> str:
         folder = self._state.config.train.save

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
-from megatron_wrap.checkpoint.hashes import find_damage, hash_files
+from megatron_wrap.checkpoint.background import BackgroundSaves
+from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
-from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read, write
+from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.derived import saves_adapter_alone
@@ -49,7 +51,13 @@ class LoadReport:
     """The checkpoint was saved on another parallel layout or platform."""
 
 
-def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: int | None = None) -> Path:
+def save_checkpoint(
+    state: TrainingState,
+    folder: str | os.PathLike[str],
+    keep: int | None = None,
+    background: BackgroundSaves | None = None,
+    follow_up: Callable[[], None] | None = None,
+) -> Path:
     """Save everything that a resumed run needs as the checkpoint of the current iteration. Collective.
 
     The checkpoint becomes visible only when it is complete; an earlier one of the same iteration stays valid until
@@ -58,6 +66,9 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     Args:
         folder: the run's checkpoint folder, on a file system that all ranks share.
         keep: number of checkpoints to keep, older ones but the best are removed; None keeps all.
+        background: other processes write the checkpoint, and this function returns when the state is copied; None: it
+            returns when the checkpoint is complete.
+        follow_up: called on global rank 0 once it is, without communication.
 
     Returns:
         The checkpoint's folder.
@@ -65,10 +76,19 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], keep: 
     Raises:
         CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
     """
-    iteration = state.progress.iteration
+    iteration, best = state.progress.iteration, state.best.iteration
     store = CheckpointStore(folder)
-    publish(state, store, iteration, lambda: _full_state(state))
-    prune(store, keep, state.best.iteration)
+
+    def after() -> None:
+        store.prune(keep, best)
+        if follow_up is not None:
+            follow_up()
+
+    if background is not None:
+        _publish_later(state, store, iteration, background, after)
+    else:
+        publish(state, store, iteration, lambda: _full_state(state))
+        on_rank_0(after, f"{store.folder}: older checkpoints cannot be removed: {{}}")
     return store.folder_of(iteration)
 
 
@@ -141,27 +161,45 @@ def publish(
         CheckpointError: on every rank, if any rank could not write; no new checkpoint is visible then.
     """
     message = cannot_write(store.folder, "{}")
+    with _hidden_folder(state, store, iteration, message) as partial:
+        content_metadata = dict(content.CONTENT_METADATA)
+        write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
+        hashes = _hash_written(partial, state.parallel.world.rank, message)
+        on_rank_0(lambda: _commit(store, partial, iteration, _describe(state, partial), hashes), message, FAILURES)
+
+
+def _publish_later(
+    state: TrainingState, store: CheckpointStore, iteration: int, background: BackgroundSaves, after: Callable[[], None]
+) -> None:
+    """As `publish`, but the files are written and the folder is renamed after the return, then `after` is called."""
+    message = cannot_write(store.folder, "{}")
+    with _hidden_folder(state, store, iteration, message) as partial:
+        content_metadata = dict(content.CONTENT_METADATA)
+        group = state.parallel.dp_cp.group
+        planned = plan(_full_state(state), partial, group, content_metadata, background.copy)
+        facts = on_rank_0(lambda: _describe(state, partial), message, FAILURES)
+
+    def finish(records: Sequence[Mapping[str, Any]]) -> None:
+        planned.finish(records)
+        hashes = {name: entry for record in records for name, entry in record["hashes"].items()}
+        _commit(store, partial, iteration, facts, hashes)
+        after()
+
+    background.start(store, iteration, partial, planned.files, finish)
+
+
+@contextlib.contextmanager
+def _hidden_folder(state: TrainingState, store: CheckpointStore, iteration: int, message: str) -> Iterator[Path]:
+    """A hidden folder that all ranks see; removed if the block fails. Collective."""
     partial = Path(on_rank_0(lambda: str(store.begin(iteration)), message))
     try:
         unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 created"
         agree(None if partial.is_dir() else f"{unseen}; set megatron_lm.train.common.save to a shared file system")
-        content_metadata = dict(content.CONTENT_METADATA)
-        write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        hashes = _hash_written(partial, state.parallel.world.rank, message)
-        on_rank_0(lambda: _finish(state, store, iteration, partial, hashes), message, FAILURES)
+        yield partial
     except BaseException:
         if state.parallel.world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def prune(store: CheckpointStore, keep: int | None, best: int | None) -> None:
-    """`CheckpointStore.prune` on rank 0. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if a checkpoint cannot be removed.
-    """
-    on_rank_0(lambda: store.prune(keep, best), f"{store.folder}: older checkpoints cannot be removed: {{}}")
 
 
 def _full_state(state: TrainingState) -> dict[str, Any]:
@@ -217,11 +255,8 @@ def verify(path: Path) -> None:
         raise DamagedCheckpoint(path, reason)
 
 
-def _finish(
-    state: TrainingState, store: CheckpointStore, iteration: int, partial: Path, hashes: dict[str, Any]
-) -> None:
-    """The last part of a save, on rank 0 after all tensors are written: small files, then the rename."""
-    versions.common_state_file(partial)
+def _describe(state: TrainingState, partial: Path) -> dict[str, Any]:
+    """Write the resolved configuration into a checkpoint, and return the facts for its manifest; on rank 0."""
     write_resolved(state.config, partial / RESOLVED)
     facts = {
         "megatron_core": versions.version(),
@@ -234,6 +269,14 @@ def _finish(
     if saves_adapter_alone(state.config):
         hf_path = str(state.config.model_provider.hf_path)
         facts["base"] = {"path": hf_path, "digest": folder_digest(resolve_folder(hf_path))}
+    return facts
+
+
+def _commit(
+    store: CheckpointStore, partial: Path, iteration: int, facts: dict[str, Any], hashes: dict[str, Any]
+) -> None:
+    """The last part of a save, on rank 0 after all tensors are written."""
+    versions.common_state_file(partial)
     store.commit(partial, iteration, facts, hashes)
 
 

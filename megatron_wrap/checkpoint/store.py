@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.hashes import digest, find_damage, hash_files, manifest_damage
+from megatron_wrap.checkpoint.files.hashes import digest, find_damage, hash_files, manifest_damage
+from megatron_wrap.errors import special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -70,6 +71,8 @@ class CheckpointStore:
 
     def tracked(self) -> str | None:
         """Content of the tracker: an iteration or `release`; None if there is no tracker."""
+        if special_file(self.folder / TRACKER) is not None:
+            return None
         try:
             return (self.folder / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -237,6 +240,10 @@ def missing_part(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return "the folder is missing"
+    for name in (*FORMAT_FILES, RESOLVED, MANIFEST):
+        problem = leaves_folder(checkpoint, name)
+        if problem is not None:
+            return f"it {problem}"
     for name in FORMAT_FILES:
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
@@ -250,10 +257,14 @@ def missing_part(checkpoint: Path) -> str | None:
         return f"{MANIFEST} cannot be read ({error})"
     if problem is not None:
         return f"{MANIFEST} {problem}"
+    if not hashes.keys() <= sizes.keys():
+        return f"{MANIFEST} has the hash of {min(hashes.keys() - sizes.keys())!r}, which is none of its files"
     for name, size in sizes.items():
         problem = leaves_folder(checkpoint, name)
         if problem is not None:
             return f"{MANIFEST} {problem}"
+        if special_file(checkpoint / name) is not None:
+            return f"{name} is a pipe, socket or device, not a file"
         try:
             actual_size = (checkpoint / name).stat().st_size
         except OSError:

@@ -7,22 +7,33 @@ state or the metadata), the other ranks wait in the next collective; here rank 0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_wrap.checkpoint.files.host_copy import CopiedTensor, HostCopy
+from megatron_wrap.checkpoint.files.writer import FileToWrite, Index
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe
 from megatron_wrap.parallel.collectives import gather_objects
@@ -39,13 +50,92 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch
     Raises:
         CheckpointError: on every rank, if any rank could not write.
     """
-    strategy = _SharedSave(group)
-    error: str | None = None
-    cause: BaseException | None = None
-    try:
+    strategy = _SharedSave(versions.save_strategy(), group)
+    with _agreed_save(strategy, folder):
         arguments = versions.save_arguments(async_save=True)
         request = dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
         _execute(request, device)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A save whose tensors were copied, and whose files another process writes."""
+
+    files: tuple[FileToWrite, ...]
+    """Of this rank."""
+    finish: Callable[[Sequence[Mapping[str, Any]]], None]
+    """Of global rank 0, without communication: writes the metadata, given the records of all ranks' `WriteJob`."""
+
+
+def plan(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any, copy: HostCopy) -> PlannedSave:
+    """As `write`, but the tensors are copied to `copy` instead of written; they may change afterwards. Collective over
+    all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if any rank has too little memory or could not write the common state.
+    """
+    base = _PlanningSave("torch_dist", 1)
+    strategy = _SharedSave(base, group)
+    with _agreed_save(strategy, folder):
+        arguments = versions.save_arguments(async_save=True)
+        dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
+        buckets = base.writer.write_buckets or []
+        files = _copied(buckets, copy)
+        buckets.clear()  # the writer, which writes the metadata later, would keep the tensors
+
+    def finish(records: Sequence[Mapping[str, Any]]) -> None:
+        base.writer.finish(base.metadata, [[_write_result(part) for part in record["parts"]] for record in records])
+        save_config(CheckpointingConfig(base.backend, base.version), str(folder))
+
+    return PlannedSave(files, finish)
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """The record of a `WriteJob`."""
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+class _PlanningSave(TorchDistSaveShardedStrategy):
+    """Keeps the plan of an asynchronous save: `writer`, which has the items of this rank, and on global rank 0
+    `metadata`."""
+
+    writer: Any
+    metadata: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *further: Any) -> Any:
+        self.writer, self.metadata = writer, planned[1]
+        return super()._get_save_and_finalize_callbacks(writer, planned, *further)
+
+
+def _copied(buckets: Sequence[Any], copy: HostCopy) -> tuple[FileToWrite, ...]:
+    """The files of Megatron-Core's buckets, (path, name, (objects, tensors)), with their tensors in `copy`."""
+    copies = iter(copy.take([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
+    files = []
+    for _, name, (objects, tensors) in buckets:
+        parts: list[tuple[Index, CopiedTensor | bytes]] = [(_index(item), data.getvalue()) for item, data in objects]
+        parts += [(_index(item), next(copies)) for item, _ in tensors]
+        files.append(FileToWrite(name, tuple(parts)))
+    return tuple(files)
+
+
+def _index(item: WriteItem) -> Index:
+    index = item.index
+    return index.fqn, None if index.offset is None else tuple(index.offset), index.index
+
+
+def _write_result(part: Mapping[str, Any]) -> WriteResult:
+    name, offset, number = part["index"]
+    index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
+    return WriteResult(index, part["length"], _StorageInfo(part["file"], part["offset"], part["length"]))
+
+
+@contextlib.contextmanager
+def _agreed_save(strategy: _SharedSave, folder: Path) -> Iterator[None]:
+    """Raise a CheckpointError on all ranks if the body, `dist_checkpointing.save` and what follows, fails on one."""
+    error: str | None = None
+    cause: BaseException | None = None
+    try:
+        yield
     except (*FAILURES, CheckpointError) as failure:
         error, cause = describe(failure), failure
         if error and not isinstance(failure, OSError | CheckpointError):
@@ -84,8 +174,8 @@ def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, A
 class _SharedSave(FullyParallelSaveStrategyWrapper):
     """Replicas share the writing; all ranks check for failures before the first collective of the planning."""
 
-    def __init__(self, group: Any) -> None:
-        super().__init__(versions.save_strategy(), group)
+    def __init__(self, strategy: Any, group: Any) -> None:
+        super().__init__(strategy, group)
         self.entered = False
 
     def async_save(self, *arguments: Any, **named: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_wrap.bridge.loading.hub import read_run_content
-from megatron_wrap.inference.trained_model import checkpoint_content, checkpoint_of
+from megatron_wrap.inference.trained_model import checkpoint_content, checkpoint_of, named_provider
 
 EXAMPLES = (
     (
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and prints its path."""
     from megatron_wrap.core import MegatronWrap
 
-    content = checkpoint_content(checkpoint_of(arguments.source), arguments.tokenizer)
+    checkpoint = checkpoint_of(arguments.source)
+    content = checkpoint_content(checkpoint, arguments.tokenizer, named_provider(arguments.source))
     content["megatron_wrap"]["init"] = {"platform": arguments.platform}
     with MegatronWrap(read_run_content(content)) as wrap:
         wrap.initialize()

@@ -8,14 +8,22 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
+from megatron_wrap.cli.process_watch import FAILURE, ProcessWatch
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
-from megatron_wrap.config.schema.derived import processes_needed
+from megatron_wrap.config.schema.derived import output_dir, processes_needed
 from megatron_wrap.errors import LayoutError
+from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import visible_gpus
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _INTERRUPTIBLE = """
 import signal, sys
@@ -96,7 +104,9 @@ def python_statement(statement: str) -> list[str]:
     return ["-c", _INTERRUPTIBLE.format(statement=statement)]
 
 
-def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) -> int:
+def launch_processes(
+    nodes: Nodes, program: Sequence[str], config: RunConfig, signals: LauncherSignals | None = None
+) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
     Those of a run on one node listen on the loopback interface only.
@@ -104,6 +114,7 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
     Args:
         program: arguments of python in each process.
         config: of the run.
+        signals: entered; what a signal does. None: it ends the processes at once.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -135,14 +146,39 @@ def launch_processes(nodes: Nodes, program: Sequence[str], config: RunConfig) ->
         max_restarts=0,
         monitor_interval=0.2,
     )
+    if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
+        launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
+    watch = None if signals is None else _watch(signals, nodes, config)
     try:
         elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == 2:  # a user's error, which the process has reported
-            return 2
-        print(f"error: rank {rank} ended with exit code {failure.exitcode}; its messages are above", file=sys.stderr)
-        return failure.exitcode if 0 < failure.exitcode < 256 else 1
+        return _report(failed, watch)
     except SignalException as signal:
-        return 128 + signal.sigval
+        return 128 + signal.sigval if signals is None else exit_code_of(signal.sigval)
+    finally:
+        if watch is not None:
+            watch.close()
     return 0
+
+
+def _watch(signals: LauncherSignals, nodes: Nodes, config: RunConfig) -> ProcessWatch:
+    first = nodes.node_rank * nodes.processes_per_node
+    report = Path(output_dir(config), FAILURE if nodes.node_rank == 0 else f"node{nodes.node_rank}_{FAILURE}")
+    ranks = range(first, first + nodes.processes_per_node)
+    return ProcessWatch(signals.folder, ranks, report, config.init.stopped_process_seconds)
+
+
+def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
+    """Prints which process failed first; returns the exit code of the command."""
+    codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    for code in (INTERRUPTED, RESUME):  # a request, which rank 0 has reported; others may have been terminated
+        if code in codes.values():
+            return code
+    rank, failure = failed.get_first_failure()
+    if failure.exitcode == 2:  # a user's error, which the process has reported
+        return 2
+    sentence = f"rank {rank} ended with exit code {failure.exitcode}"
+    if watch is not None:
+        sentence = watch.failed(codes, rank, str(failure.message) if failure.error_file_data else "")
+    print(f"error: {sentence}; messages of the processes are above", file=sys.stderr)
+    return failure.exitcode if 0 < failure.exitcode < 256 else 1

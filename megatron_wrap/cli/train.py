@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
+from megatron_wrap.cli.launcher_signals import LauncherSignals
 from megatron_wrap.cli.processes import Nodes, add_process_arguments, launch_processes, nodes_of, python_statement
 from megatron_wrap.core.validation import validate
 
@@ -47,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     own_script = script_of(arguments)
     validate(config, nodes.world_size, own_script=own_script is not None)
     script = [own_script] if own_script else [*python_statement(_RUN_FILE), str(_default_script())]
-    exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides], config)
-    if exit_code == 0 and nodes.node_rank == 0:
+    with LauncherSignals(config.train.stop_within_seconds) as signals:
+        exit_code = launch_processes(nodes, [*script, arguments.config, *arguments.overrides], config, signals)
+        finished = exit_code == 0 and not signals.stopped
+    if finished and nodes.node_rank == 0:
         from megatron_wrap.cli.next_steps import next_steps
 
         options = ["--script", own_script] if own_script else []

@@ -22,7 +22,9 @@ from megatron_wrap.core.validation.samples import data_warnings
 from megatron_wrap.engine.setup.build import build_training_state
 from megatron_wrap.engine.setup.profiler import build_step_profiler
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.parallel.interrupts import InterruptWatch
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.parallel.stop_requests import StopRequests
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.utils.dist_logger import logger
 
@@ -70,7 +72,8 @@ class Run:
         self.data = RunData(config, tokenizer)
         self.evaluation = RunEvaluation(self.state, tokenizer, self.records, self.data.evaluation_sets)
         self.export = RunExport(self.state, tokenizer, self.checkpoints, self.records)
-        self.training = RunTraining(self.state, self.records, save, self.checkpoints.roll_back) if training else None
+        self.training = RunTraining(self.state, self.records, self.checkpoints, save) if training else None
+        self._stop: StopRequests | None = None
         self.best = BestCheckpoint(self.state, self.checkpoints, save)
 
     def begin_records(self, output_dir: Path) -> None:
@@ -87,11 +90,34 @@ class Run:
         self.records.open(state.progress.iteration, self._resumed_from, profiler)
         write_run_facts(state, output_dir, self._resumed_from)
 
+    def begin_stop_requests(self, output_dir: Path, local_rank: int, watch: InterruptWatch | None) -> None:
+        """End training after a step on request: a file STOP in the output folder, a time limit, and where there is a
+        folder to save into, a signal.
+
+        Args:
+            watch: of this process's interrupts.
+        """
+        assert self.training is not None
+        train = self.state.config.train
+        self._stop = StopRequests(
+            output_dir,
+            self.state.parallel.world.rank,
+            local_rank,
+            train.stop_after_minutes,
+            train.stop_before_slurm_end_minutes,
+        )
+        self._stop.begin(signals=train.save is not None, watch=watch)
+        self.training.stop_on(self._stop)
+
     def interrupted(self) -> str:
         """A sentence for a run that Ctrl-C has ended: where it stands, and how to continue."""
-        return "interrupted" if self.training is None else self.checkpoints.interrupted()
+        return "interrupted" if self.training is None else self.checkpoints.ended("interrupted")
 
     def close(self) -> None:
-        """End the processes that load data, and close the loggers."""
+        """Finish a save, end the processes that load data and write checkpoints, close the loggers, and restore the
+        handlers of signals."""
+        self.checkpoints.close()
         self.data.close()
         self.records.close()
+        if self._stop is not None:  # last: torchrun's agent sends SIGTERM when another process has ended
+            self._stop.close()

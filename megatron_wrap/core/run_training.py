@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.engine import split_step
@@ -15,6 +17,8 @@ from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.step import train_step
 from megatron_wrap.errors import CheckpointError, TrainingError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.parallel.stop_requests import RunStopped, StopRequests
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -24,18 +28,19 @@ class RunTraining:
     Args:
         state: of the run, with an optimizer.
         records: receive each step.
+        checkpoints: of the run.
         save: saves a checkpoint.
-        roll_back: loads the newest checkpoint.
     """
 
     def __init__(
-        self,
-        state: TrainingState,
-        records: RunRecords,
-        save: Callable[[], Path],
-        roll_back: Callable[[], None],
+        self, state: TrainingState, records: RunRecords, checkpoints: RunCheckpoints, save: Callable[[], Path]
     ) -> None:
-        self._state, self._records, self._save, self._roll_back = state, records, save, roll_back
+        self._state, self._records, self._checkpoints, self._save = state, records, checkpoints, save
+        self._stop: StopRequests | None = None
+
+    def stop_on(self, requests: StopRequests) -> None:
+        """End the run after the step in which a process knows of a request."""
+        self._stop, self._state.stop_requested = requests, requests.pending
 
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
         """One step."""
@@ -79,7 +84,7 @@ class RunTraining:
                 "out; train on wrap.batches(samples), or set megatron_wrap.bad_steps.on_bad_step to skip or stop"
             ) from bad
         try:
-            self._roll_back()
+            self._checkpoints.roll_back()
         except CheckpointError as error:
             raise TrainingError(f"{bad}; nothing was updated; {error}") from bad
         state.offered = state.open_step = None
@@ -106,8 +111,24 @@ class RunTraining:
         if state.reference is not None:
             state.reference.follow(state.chunks, iteration)
         self._records.step_taken(report)
+        self._checkpoints.poll()
         if train.save_interval and train.save and iteration % train.save_interval == 0:
             # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
             self._records.write_last()
             self._save()
+        if report.stop_requested and self._stop is not None:
+            self._end(self._stop)
         return dict(report.metrics)
+
+    def _end(self, stop: StopRequests) -> NoReturn:
+        """Save, and end the program."""
+        reason = next(reason for reason in gather_objects(stop.reason) if reason is not None)
+        self._records.write_last()
+        if self._state.config.train.save:
+            self._save()
+            self._checkpoints.wait()
+        stop.fulfilled()
+        if self._state.parallel.world.rank == 0:
+            print(self._checkpoints.ended(reason.text), file=sys.stderr, flush=True)  # noqa: T201
+        gather_objects(None)  # a process that ends earlier lets torchrun's agent end the others
+        raise RunStopped(reason.exit_code)

@@ -20,6 +20,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.metrics.phases import EVALUATION, SAVE, current_phase, doing
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import logger_session
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.generation.generate import Completion
     from megatron_wrap.engine.state.open_step import StepWeights
     from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.parallel.launch import InterruptWatch, Processes
+    from megatron_wrap.parallel.heartbeat import Heartbeat
+    from megatron_wrap.parallel.interrupts import InterruptWatch
+    from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
 
 
@@ -67,7 +70,10 @@ class MegatronWrap:
         self._processes: Processes | None = None
         self._parallel: ParallelState | None = None
         self._run: Run | None = None
+        self._folders = ExitStack()
         self._interrupts: InterruptWatch | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._last_known: tuple[int | None, str] = None, "setup"
 
     def __repr__(self) -> str:
         """Name, model, flow, layout and iteration."""
@@ -131,7 +137,7 @@ class MegatronWrap:
 
     def _start(self) -> None:
         from megatron_wrap.engine.setup.build import seed_everything
-        from megatron_wrap.parallel import launch
+        from megatron_wrap.parallel import heartbeat, launch
         from megatron_wrap.parallel.state import build_parallel_state
 
         timeout = self.config.init.distributed_timeout_minutes
@@ -139,6 +145,7 @@ class MegatronWrap:
         self.platform.install({CONNECTIONS: str(cuda_connections(self.config, os.environ.get(CONNECTIONS)).value)})
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
         self._interrupts = launch.watch_interrupts(self._interrupted)
+        self._heartbeat = heartbeat.begin(self._processes.rank, self._where)
         check_layout(self.config, self._processes.world_size)
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
         seed_everything(self.config.train.seed, self._parallel)
@@ -153,9 +160,17 @@ class MegatronWrap:
         Collective over all ranks.
 
         Raises:
-            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`.
+            PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`; or
+                another run holds the output folder or that of the checkpoints; or this one has failed too often
+                without a new checkpoint.
         """
-        self._set_up(training=True).begin_records(self.output_dir)
+        from megatron_wrap.core.run_folders import count_start
+
+        run = self._set_up(training=True)
+        count_start(self.config, self.iteration)
+        run.begin_records(self.output_dir)
+        assert self._processes is not None
+        run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -171,6 +186,7 @@ class MegatronWrap:
         from megatron_wrap.checkpoint.choices import decided
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
+        from megatron_wrap.core.run_folders import hold_folders
 
         if self.config.data.tokenizer is not None:
             from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -181,6 +197,9 @@ class MegatronWrap:
             self.config = decided(counted, self.platform, parallel)
         if self._run is not None:
             self._run.close()
+        self._folders.close()
+        if training:
+            self._folders = hold_folders(self.config)
         self._run = Run(
             self.config, self._reference_config, self.platform, parallel, self.tokenizer, training, self.save
         )
@@ -192,6 +211,7 @@ class MegatronWrap:
         if self._run is not None:
             self._run.close()
             self._run = None
+        self._folders.close()
         if self._parallel is not None:
             from megatron_wrap.parallel.state import destroy_parallel_state
 
@@ -207,6 +227,9 @@ class MegatronWrap:
         if self._interrupts is not None:
             self._interrupts.close()
             self._interrupts = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         self.platform.uninstall()
         self._session.close()
 
@@ -216,16 +239,22 @@ class MegatronWrap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+            self._forget_starts()
         if isinstance(error, KeyboardInterrupt):
-            message = self._interrupted()
             if self._interrupts is not None:
                 self._interrupts.close()
+            message = self._interrupted()
             if self._processes is None or self._processes.world_size == 1:
                 self.close()
             elif self._run is not None:  # the end of a process group would wait for ranks that have ended
                 self._run.close()
             raise KeyboardInterrupt(message).with_traceback(trace) from None
-        self.close()
+        try:
+            if error is None and self._run is not None:
+                self._run.checkpoints.wait()
+        finally:
+            self.close()
 
     # ---- training ----
 
@@ -349,6 +378,7 @@ class MegatronWrap:
                 best.compare(evaluated)
         if self.config.train.save is not None:
             self.save()
+            self._ready().checkpoints.wait()
         return {**(evaluated or steps), **best.metrics}
 
     # ---- evaluation and generation ----
@@ -364,7 +394,8 @@ class MegatronWrap:
             `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
             They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
         """
-        return self._ready().evaluation.evaluate(sets)
+        with doing(EVALUATION):
+            return self._ready().evaluation.evaluate(sets)
 
     @property
     def evaluation_due(self) -> bool:
@@ -432,11 +463,16 @@ class MegatronWrap:
     def save(self) -> Path:
         """Save everything that a resumed run needs, into `megatron_lm.train.common.save`. Collective.
 
+        With `megatron_wrap.checkpoint.async_save` this returns when the state is copied, and the checkpoint is written
+        meanwhile; a failure is raised after a later step, by the next save or at the end of the run.
+
         Returns:
-            The checkpoint's folder. Saving the same iteration again writes nothing.
+            The checkpoint's folder; an asynchronous one appears there when it is complete. Saving the same iteration
+            again writes nothing.
         """
         self._training()
-        folder = self._ready().checkpoints.save()
+        with doing(SAVE):
+            folder = self._ready().checkpoints.save()
         if self.config.checkpoint.export_hf:
             self._ready().export.save_beside(folder)
         return folder
@@ -614,6 +650,18 @@ class MegatronWrap:
         return self._initialized().ep.group
 
     # ---- internal ----
+
+    def _where(self) -> tuple[int | None, str]:
+        """The iteration under way, and the phase."""
+        if self._run is not None:  # else what was known last: the run is set up or closed
+            self._last_known = self._run.state.progress.iteration + 1, current_phase()
+        return self._last_known
+
+    def _forget_starts(self) -> None:
+        from megatron_wrap.core.run_folders import forget_starts
+
+        if self._run is not None and self._run.training is not None and logger.rank == 0:
+            forget_starts(self.config)
 
     def _interrupted(self) -> str:
         return "interrupted before the run began" if self._run is None else self._run.interrupted()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
@@ -22,10 +24,12 @@ from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.metrics.phases import DATA, OPTIMIZER, phase
+from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
 from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
+
+_STOP = "stop_requests"
 
 
 @collected_at_end()
@@ -93,7 +97,8 @@ def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch])
         local: this process's micro-batches, as the loss takes them.
     """
     loss = normalized_loss(state, step.weights.counts.weights, step.weights.num_microbatches, step.sums)
-    state.pipeline_schedule.forward_backward(state.chunks, local, loss)
+    with doing(GRADIENTS):
+        state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
 
 def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], None]) -> StepReport:
@@ -115,8 +120,10 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         with phase(OPTIMIZER):
             square_sums = state.optimizer.prepare(device) if counts.has_weight else []
         # before the update, which a non-finite loss prevents; the host does not wait for the update
-        local_router_losses = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
-        reduced = state.reduction.reduce(step.sums, "train", local_router_losses, copied=square_sums)
+        local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
+        requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
+        reduced = state.reduction.reduce(step.sums, "train", {**local, _STOP: requests}, copied=square_sums)
+        stop_requested = reduced.sums.pop(_STOP) > 0
         if counts.has_weight:
             update = _update(state, reduced)
         if update.is_bad:
@@ -132,7 +139,8 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
             record_good_step(state, reduced.loss)
             state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
         metrics = _metrics(state, reduced, step, update, learning_rate)
-        return StepReport(progress.iteration, metrics, not update.applied, flow_metrics=tuple(reduced.flow_metrics))
+        flow_metrics = tuple(reduced.flow_metrics)
+        return StepReport(progress.iteration, metrics, not update.applied, flow_metrics, stop_requested)
 
 
 def check_size(state: TrainingState, num_samples: int, rule: str) -> None:

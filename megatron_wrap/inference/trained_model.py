@@ -16,12 +16,14 @@ from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.checkpoint.store import RESOLVED
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.hugging_face import CONFIG_FILES, read_hugging_face_config, resolve_folder
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError, ConfigError
 
 SOURCES = "Hugging Face folder or hub id, or a checkpoint: YAML of a run, folder of its checkpoints, or one checkpoint"
 """What `read_model` takes, for the help of commands."""
 _DEFAULT_LENGTH = 2048
 """seq_length of a model whose config.json has no max_position_embeddings."""
+_PROVIDER_KEY = f"{SECTION_PATHS['model_provider']}.provider_key"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 """dtype of a config.json -> file of the configuration tree; others are computed in fp32."""
 
@@ -38,7 +40,7 @@ def read_model(source: str, overrides: Sequence[str] = (), num_processes: int = 
         ConfigError, CheckpointError: there is no such model.
     """
     if os.path.isfile(source) or (os.path.isdir(source) and not _has_model(source)):
-        content = checkpoint_content(checkpoint_of(source))
+        content = checkpoint_content(checkpoint_of(source), provider_key=named_provider(source, overrides))
     else:
         content = _folder_content(source)
     content["megatron_lm"]["train"]["common"]["global_batch_size"] = num_processes  # divisible on each layout
@@ -69,21 +71,40 @@ def checkpoint_of(run_or_checkpoint: str) -> Path:
     return checkpoint
 
 
-def checkpoint_content(checkpoint: Path, tokenizer: str | None = None) -> dict[str, Any]:
+def named_provider(source: str, overrides: Sequence[str] = ()) -> str | None:
+    """The model provider that an override or the YAML of a run names; None if neither does."""
+    values = [value for key, _, value in (override.partition("=") for override in overrides) if key == _PROVIDER_KEY]
+    if values:
+        return values[-1]
+    return load_run_config(source).model_provider.provider_key if os.path.isfile(source) else None
+
+
+def checkpoint_content(
+    checkpoint: Path, tokenizer: str | None = None, provider_key: str | None = None
+) -> dict[str, Any]:
     """Content of the YAML of a run with the model of a checkpoint and no flow.
 
     Args:
         tokenizer: a folder or hub id instead of the tokenizer of the run that saved the checkpoint.
+        provider_key: the model provider that the user names, from `named_provider`.
 
     Raises:
-        CheckpointError: Megatron-LM saved the checkpoint, so nothing describes the model.
+        CheckpointError: Megatron-LM saved the checkpoint, so nothing describes the model; or its model provider is
+            Python code that the user does not name.
     """
     saved = read_saved_run(checkpoint)
     if saved is None:
         raise CheckpointError(
             f"{checkpoint}: has no {RESOLVED}, which describes the model; was it saved by Megatron-LM?"
         )
-    provider: dict[str, Any] = {"provider_key": saved.section("model_provider")["provider_key"]}
+    saved_provider = saved.section("model_provider")["provider_key"]
+    if ":" in str(saved_provider) and saved_provider != provider_key:
+        raise CheckpointError(
+            f"{checkpoint}: its model is built by {saved_provider}, Python code that is not part of the checkpoint and "
+            "is imported only if you name it; give the YAML of the run that saved it, or, to chat and eval, "
+            f"{_PROVIDER_KEY}={saved_provider}"
+        )
+    provider: dict[str, Any] = {"provider_key": saved_provider}
     hf_path = _if_present(saved.section("model_provider").get("hf_path"))
     if hf_path is not None:
         provider["hf_path"] = hf_path

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -14,13 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, end_with_parent, one_interrupt
 from megatron_wrap.parallel.loopback import loopback_store
 
 
@@ -54,6 +52,8 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     if dist.is_initialized():
         return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=False)
     timeout = timedelta(minutes=timeout_minutes)
+    if _is_under_torchrun():
+        end_with_parent()
     if "RANK" in os.environ:
         store, rank, world_size = _rendezvous(timeout)
         device_id = device if device.type == "cuda" else None
@@ -83,8 +83,6 @@ def stop(processes: Processes) -> None:
         dist.destroy_process_group()
 
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that Ctrl-C has ended, as of a shell."""
 _HEAD_START_SECONDS = 1.0
 """torchrun terminates all ranks when one has ended. The rank that prints the message must end first, right after it has
 recorded the error: a rank that is terminated earlier cannot print, or its signal is reported as the root cause."""
@@ -99,33 +97,13 @@ def exit_on_user_error() -> Iterator[None]:
 
     After Ctrl-C, rank 0 prints one sentence, and all ranks end with exit code 130.
     """
-    with _one_interrupt(), _user_errors_reported():
+    with one_interrupt(), _user_errors_reported():
         try:
             yield
         except KeyboardInterrupt as interrupt:
             if environment_rank() == 0:
                 print(str(interrupt) or "interrupted", file=sys.stderr, flush=True)  # noqa: T201
             _exit(INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """Ignore SIGINT after the first one: after the terminal has sent it to every process, torchrun's agent sends it to
-    the ranks once more."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -145,44 +123,11 @@ def _user_errors_reported() -> Iterator[None]:
         raise
 
 
-class InterruptWatch:
-    """Ends this process some seconds after Ctrl-C where its main thread cannot: it may wait on the device for a rank
-    that has ended. Rank 0 prints the sentence. Create it in the main thread.
-
-    Args:
-        sentence: returns what is printed.
-        seconds: that the main thread has to react, which calls `close`.
-    """
-
-    def __init__(self, sentence: Callable[[], str], seconds: float = 10.0) -> None:
-        self._sentence, self._seconds = sentence, seconds
-        self._reacted = threading.Event()
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
-
-    def close(self) -> None:
-        """End the watch; a second call does nothing."""
-        if not self._reacted.is_set():
-            self._reacted.set()
-            signal.set_wakeup_fd(self._before)
-            self._writer.close()
-
-    def _watch(self) -> None:
-        with self._reader:
-            while numbers := self._reader.recv(16):  # empty after `close`
-                if signal.SIGINT in numbers and not self._reacted.wait(self._seconds):
-                    if environment_rank() == 0:
-                        print(self._sentence(), file=sys.stderr, flush=True)  # noqa: T201
-                    os._exit(INTERRUPTED)
-
-
 def watch_interrupts(sentence: Callable[[], str]) -> InterruptWatch | None:
     """An `InterruptWatch` in a process that torchrun has started, with others; else None."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and _is_under_torchrun() and environment_world_size() > 1:
-        return InterruptWatch(sentence)
+        return InterruptWatch(sentence, prints=environment_rank() == 0)
     return None
 
 

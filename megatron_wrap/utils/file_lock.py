@@ -1,12 +1,20 @@
-"""A lock between the processes of a machine, for what one of them writes and the others read."""
+"""Locks between processes: for what one of them writes and the others read, and for the folders of a run."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.utils.dist_logger import logger
+
+_SILENT_SECONDS = 5.0
+"""Of waiting, before it is logged."""
 
 
 @contextlib.contextmanager
@@ -23,7 +31,7 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     lock = FileLock(path)
     with contextlib.suppress(OSError):
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_SILENT_SECONDS)  # processes of one run often come at the same time
         except Timeout:
             logger.info_all_ranks(f"another process {doing} beside {path}; waiting for it")
             lock.acquire()
@@ -31,3 +39,48 @@ def locked(path: Path, doing: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+class FolderInUse(Exception):
+    """Another process holds a folder; the message names it."""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process alone. A killed process holds none; on a file system without locks, or in a folder
+    that cannot be written, nothing is held.
+
+    Raises:
+        FolderInUse: another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, holder_file = FileLock(folder / ".run.lock"), folder / ".run.lock.holder"
+    me = {"process": os.getpid(), "host": socket.gethostname()}
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+            since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            holder_file.write_text(json.dumps({**me, "since": since}), encoding="utf-8")
+        except Timeout:
+            holder = _holder(holder_file)
+            if {key: holder.get(key) for key in me} != me:
+                who = "process {process} on {host} since {since}".format_map({"process": "?", "host": "?", **holder})
+                raise FolderInUse(f"{folder} is in use by another run, {who}") from None
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                holder_file.unlink()
+        lock.release()
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """What the process that holds a folder wrote about itself."""
+    with contextlib.suppress(OSError, ValueError):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(written, dict):
+            return {"since": "?", **written}
+    return {"since": "?"}

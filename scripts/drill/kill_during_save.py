@@ -1,6 +1,6 @@
 """SIGKILL at many moments of a save, writer processes included: each time, the run resumes with a saved state.
 
-python scripts/drill/kill_during_save.py --count 30
+python scripts/drill/kill_during_save.py --count 30 [--async-save]
 
 Three in four kills come at an event of Python around which the disk changes, spread over all events of a save; the
 others some milliseconds into a save. Exits with 1 if a resumed state was never saved, or if few lives ended in a save.
@@ -40,10 +40,10 @@ class _Moments:
                 os.killpg(0, signal.SIGKILL)
 
 
-def _life(folder: Path, journal: Path, fatal: int | None, ready: Path | None) -> None:
+def _life(folder: Path, journal: Path, asynchronous: bool, fatal: int | None, ready: Path | None) -> None:
     """Resume, take one step, save; the journal records the state's digest at the start and before the save."""
     moments = _Moments(fatal)
-    with started(folder) as wrap:
+    with started(folder, ("megatron_wrap.checkpoint.async_save=true",) if asynchronous else ()) as wrap:
         with journal.open("a") as lines:
             print("resumed", wrap.iteration, state_digest(wrap), file=lines)
             data = samples()
@@ -53,12 +53,15 @@ def _life(folder: Path, journal: Path, fatal: int | None, ready: Path | None) ->
             ready.touch()
         moments.armed = True
         wrap.save()
-        moments.armed = False
+        moments.armed = asynchronous  # the end waits for the save
+    moments.armed = False
     with journal.open("a") as lines:
         print("events", moments.seen, "-", file=lines)
 
 
-def _live(folder: Path, journal: Path, fatal: int | None = None, seconds: float | None = None) -> int:
+def _live(
+    folder: Path, journal: Path, asynchronous: bool, fatal: int | None = None, seconds: float | None = None
+) -> int:
     """One life in its own process group, killed at an event or some seconds into its save; returns its wait status."""
     ready = folder.parent / "ready" if seconds is not None else None
     child = os.fork()
@@ -66,7 +69,7 @@ def _live(folder: Path, journal: Path, fatal: int | None = None, seconds: float 
         status = 1
         try:
             os.setsid()
-            _life(folder, journal, fatal, ready)
+            _life(folder, journal, asynchronous, fatal, ready)
             status = 0
         finally:
             os._exit(status)
@@ -85,22 +88,23 @@ def _entries(journal: Path, kind: str) -> list[tuple[int, str]]:
     return [(int(number), digest) for word, number, digest in lines if word == kind]
 
 
-def drill(count: int, scratch: Path) -> list[str]:
+def drill(count: int, scratch: Path, asynchronous: bool) -> list[str]:
     """Kill `count` saves, and print a line with the result; returns the failures."""
     import_for_ranks()
     folder, journal = scratch / "checkpoints", scratch / "journal"
-    if _live(folder, journal) != 0:
+    if _live(folder, journal, asynchronous) != 0:
         return ["a life that was not killed failed"]
     [(events, _)] = _entries(journal, "events")
     timed = count // 4
     moments = [1 + index * (events - 1) // max(count - timed - 1, 1) for index in range(count - timed)]
-    lives = [{"fatal": moment} for moment in moments] + [{"seconds": 0.18 * index / timed} for index in range(timed)]
+    longest = 3.0 if asynchronous else 0.18
+    lives = [{"fatal": moment} for moment in moments] + [{"seconds": longest * i / timed} for i in range(timed)]
     killed, wrong = 0, []
     for life in lives:
-        killed += os.WIFSIGNALED(_live(folder, journal, **life))
+        killed += os.WIFSIGNALED(_live(folder, journal, asynchronous, **life))
         if CheckpointStore(folder).latest() is None:
             wrong.append(f"{life}: the folder has no checkpoint")
-    if _live(folder, journal) != 0:
+    if _live(folder, journal, asynchronous) != 0:
         wrong.append("the last life, which was not killed, failed")
     if killed < count * 2 / 3:
         wrong.append(f"only {killed} of {count} lives ended in a save")
@@ -120,8 +124,10 @@ def main() -> int:
     """Returns 0 if each life resumed a saved state, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=30, help="lives to kill")
+    parser.add_argument("--async-save", action="store_true", help="asynchronous saves, killed until the end of the run")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        wrong = drill(parser.parse_args().count, Path(scratch))
+        wrong = drill(arguments.count, Path(scratch), arguments.async_save)
     for line in wrong:
         print(f"WRONG: {line}")
     return 1 if wrong else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import _bad_step_runs as bad
 import pytest
-from _checkpoint_runs import BF16, DISTRIBUTED, EXPERTS, OVERLAP
+from _checkpoint_runs import BF16, DISTRIBUTED, DROPOUT, EXPERTS, OVERLAP
 from _covering import quick
 from _engine_runs import options
 
@@ -115,7 +115,8 @@ def test_a_skipped_spike_is_no_part_of_what_later_losses_are_compared_with(ranks
 
 
 ROLLBACKS = {
-    "one": (1, ("megatron_wrap.data.num_workers=0", "megatron_lm.model.arch.hidden_dropout=0.1")),
+    "one": (1, ("megatron_wrap.data.num_workers=0", *DROPOUT)),
+    "one-asynchronous": (1, ("megatron_wrap.checkpoint.async_save=true", *DROPOUT)),
     "dp2-distributed": (2, (*DISTRIBUTED, *OVERLAP, *BF16)),
     "pp2": (2, options(pp=2)),
 }

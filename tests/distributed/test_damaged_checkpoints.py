@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import _checkpoint_runs as runs
 import pytest
+import torch
 
 RESUME = "megatron_wrap.checkpoint.resume"
 
@@ -72,6 +75,36 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumed(count, ran
     for tracker in ("garbage", "7", ""):
         (saved / "latest_checkpointed_iteration.txt").write_text(tracker)
         assert set(ranks(count).run(resumed, saved)) == {second}
+
+
+class Attack:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_an_object_that_runs_code_on_one_rank_is_refused_by_all(ranks, tmp_path):
+    ranks(2).run(runs.train, tmp_path / "saved", (), 1, (1,))
+    checkpoint, marker = tmp_path / "saved" / "iter_0000001", tmp_path / "marker"
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    index = max((index for index in metadata.storage_data if index.fqn.startswith("rng_state")), key=str)
+    info = metadata.storage_data[index]
+    with (checkpoint / info.relative_path).open("ab") as file:
+        info.offset = file.tell()
+        torch.save([Attack(marker)], file)
+        info.length = file.tell() - info.offset
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    facts = json.loads((checkpoint / "megatron_wrap.json").read_text())
+    del facts["hashes"], facts["digest"]
+    (checkpoint / "megatron_wrap.json").write_text(json.dumps({**facts, "files": {}}))
+    refusal = f"{checkpoint / info.relative_path} is refused: it refers to posix.mkdir, "
+    assert [text[: len(refusal)] for text in ranks(2).run(resumed, tmp_path / "saved")] == [refusal] * 2
+    assert checkpoint.is_dir()
+    assert not marker.exists()
 
 
 def test_strict_refuses_and_a_checkpoint_without_hashes_loads(ranks, tmp_path):

@@ -35,6 +35,9 @@ class InitConfig:
     """cuda: GPUs over NCCL; cpu: processes over gloo; auto: cuda if a GPU is present."""
     distributed_timeout_minutes: float = key(10.0, above=0)
     """Minutes after which an unfinished collective ends the run."""
+    stopped_process_seconds: float | None = key(60.0, at_least=5, null_means_off=True)
+    """`megatron-wrap train` ends a run if one of its processes on this node gave no sign of life for N seconds, because
+    it is stopped or stuck, and names it; null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +139,17 @@ class CheckpointConfig:
     strict: refuse to start if the newest is damaged. never: refuse to start if there is a checkpoint."""
     keep: int | None = key(None, at_least=1, null_means_off=True)
     """Number of newest checkpoints to keep, in addition to the best by best_metric; null: all."""
+    max_starts_without_progress: int | None = key(10, at_least=1, null_means_off=True)
+    """Refuse to start a run that was started N times from the same iteration, and failed or was killed each time before
+    it saved a later one; null: start it each time."""
     best_metric: str | None = None
     """Metric of an evaluation set, SET/METRIC such as validation/loss, by which `wrap.fit` determines the best
     checkpoint, saves and keeps it; null: none."""
     best_metric_mode: Literal["min", "max"] = "min"
     """Whether the lowest or the highest value of best_metric is best."""
+    async_save: bool = False
+    """Copy the state to host memory, train on, and write the checkpoint by other processes meanwhile; at most one at a
+    time."""
     export_hf: bool = False
     """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
 

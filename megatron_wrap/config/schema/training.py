@@ -48,6 +48,15 @@ class TrainConfig:
     as [{role: user, content: Hello}], which are rendered with the chat template. null: none."""
     early_stop_patience: int | None = key(None, at_least=1, null_means_off=True)
     """`wrap.fit` ends the run after N evaluations in a row without a better checkpoint.best_metric; null: never."""
+    stop_after_minutes: float | None = key(None, above=0, null_means_off=True)
+    """Save and end the run, with exit code 0, after the first step that ends this long after its model was built; null:
+    no limit."""
+    stop_within_seconds: float | None = key(None, above=0, null_means_off=True)
+    """After a signal, `megatron-wrap train` kills processes that have not saved and ended within N seconds; null: it
+    waits for them."""
+    stop_before_slurm_end_minutes: float | None = key(5.0, at_least=0, null_means_off=True)
+    """In a Slurm job whose end is known (SLURM_JOB_END_TIME), save and end the run that long before it, with exit code
+    75; it must cover a step and a save. null: train until Slurm ends the job."""
     save: str | None = None
     """Folder of this run's checkpoints; a run resumes from the newest. null: nothing is saved."""
     save_interval: int | None = key(None, at_least=1, null_means_off=True)

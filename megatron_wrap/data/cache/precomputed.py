@@ -119,7 +119,7 @@ class PrecomputedOutputs:
         self.folder = Path(folder).expanduser()
         try:
             self.facts: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-            self._names = list(self.facts["files"])
+            self._names = list(dict(self.facts["files"]))
             known = self.facts["format"] == _FORMAT
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -134,7 +134,7 @@ class PrecomputedOutputs:
             )
         self._files: dict[int, dict[str, Any]] = {}
         self._process = os.getpid()
-        tables = [self._file(number)[_HASHES][:] for number in range(len(self._names))]
+        tables = [self._table(number) for number in range(len(self._names))]
         self._ends = np.cumsum([len(table) for table in tables])
         hashes = np.concatenate(tables) if tables else np.zeros((0, 32), np.uint8)
         self._hashes = hashes.view("S32")[:, 0]
@@ -170,6 +170,14 @@ class PrecomputedOutputs:
             begin, end = int(ends[0]) if index else 0, int(ends[-1])
             outputs[name] = stored[begin:end] if begin < end else stored[:][:0]  # safetensors has no empty slice
         return outputs
+
+    def _table(self, number: int) -> np.ndarray:
+        """uint8 [samples, 32], the hashes of a file."""
+        stored = self._file(number).get(_HASHES)
+        table = None if stored is None else stored[:]
+        if table is None or table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != 32:
+            raise DataError(f"{self.folder / self._names[number]} has no hashes; precompute the outputs again")
+        return table
 
     def _file(self, number: int) -> dict[str, Any]:
         """Name -> tensor of a file, which is read where it is indexed."""

@@ -144,9 +144,20 @@ def _damage(folder: Path) -> str | None:
     try:
         recorded = json.loads((folder / _COMPLETE).read_text("utf-8"))
         actual = _record(folder)
-    except (OSError, ValueError) as error:
+        changed = next((name for name in actual if actual[name] != recorded.get(name)), None)
+        return f"{changed} has changed" if changed is not None else _wrong_arrays(folder)
+    except (OSError, ValueError, AttributeError) as error:
         return str(error)
-    return next((f"{name} has changed" for name in actual if actual[name] != recorded.get(name)), None)
+
+
+def _wrong_arrays(folder: Path) -> str | None:
+    """Which array is not one that a cache has, as text; None if each is."""
+    arrays = {}
+    for name, dtype in ((_ENDS, np.int64), (_LENGTHS, np.int32), (_LENGTH_ENDS, np.int64)):
+        array = arrays[name] = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            return f"{name} is not an array of {np.dtype(dtype).name}"
+    return None if len(arrays[_ENDS]) == len(arrays[_LENGTH_ENDS]) else f"{_LENGTH_ENDS} has another length"
 
 
 def _record(folder: Path) -> dict[str, Any]:

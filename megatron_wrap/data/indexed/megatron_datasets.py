@@ -4,6 +4,7 @@ opened by all others from a cache; the only file here that imports Megatron-Core
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron_wrap.data.order.stream import SourceRow
+from megatron_wrap.inside_folder import leaves_folder
+from megatron_wrap.platform.megatron_core.dataset_helpers import arrays_without_pickle
 from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 
@@ -71,22 +74,40 @@ def open_splits(settings: dict[str, Any], sizes: Sequence[int | None], cache: Pa
         **settings, path_to_cache="" if cache is None else str(cache), create_attention_mask=False
     )
     kind = MockGPTDataset if config.mock else GPTDataset
-    splits: list[Any] = LocalBuilder(kind, list(sizes), lambda: True, config).build()
+    with arrays_without_pickle():
+        splits: list[Any] = LocalBuilder(kind, list(sizes), lambda: True, config).build()
     return splits
 
 
 def is_complete(cache: Path) -> bool:
-    """Whether a folder contains everything that `write_cache` writes."""
-    try:
-        names = json.loads((cache / _COMPLETE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """Whether a folder contains everything that `write_cache` writes; warns of a damaged cache."""
+    if not (cache / _COMPLETE).is_file():
         return False
-    return all((cache / name).is_file() for name in names)
+    try:
+        for name in json.loads((cache / _COMPLETE).read_text(encoding="utf-8")):
+            _check_file(cache, name)
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        logger.warning_all_ranks(f"the index in {cache} is damaged ({error}); it is built again")
+        return False
+    return True
+
+
+def _check_file(cache: Path, name: str) -> None:
+    problem = leaves_folder(cache, name)
+    if problem is not None:
+        raise ValueError(f"{_COMPLETE} {problem}")
+    if not (cache / name).is_file():
+        raise ValueError(f"{name} is missing")
+    if name.endswith(".npy") and not isinstance(np.load(cache / name, mmap_mode="r", allow_pickle=False), np.ndarray):
+        raise ValueError(f"{name} contains no array")
 
 
 def write_cache(splits: Sequence[Any], cache: Path) -> None:
-    """Write the indices of data sets that were built in memory, under the names that Megatron-Core reads."""
-    cache.mkdir(parents=True, exist_ok=True)
+    """Write the indices of data sets that were built in memory, under the names that Megatron-Core reads, into a new
+    folder."""
+    if cache.exists():
+        shutil.rmtree(cache)
+    cache.mkdir(parents=True)
     names: list[str] = []
     for top in (split for split in splits if split is not None):
         parts = [*top.datasets, top] if isinstance(top, BlendedDataset) else [top]

@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -26,9 +27,12 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.errors import TrainingError
+from megatron_wrap.platform.base.machine import process_state
 from megatron_wrap.utils.process_pool import become_worker, forking, picklable
 
 _ALIGNMENT = 64
+_CHECK_SECONDS = 2.0
+_STOPPED_SECONDS = 20.0
 _SIZE = struct.Struct("q")
 
 
@@ -90,6 +94,7 @@ class Workers:
             Exception: the one that the worker raised for this item.
         """
         process, connection = self._workers[self._turn % len(self._workers)]
+        self._wait(process, connection)
         try:
             message = _receive(connection, self._pin_memory)
         except (EOFError, ConnectionResetError):
@@ -107,6 +112,20 @@ class Workers:
             connection.sendall(b".")  # request one more
         self._turn += 1
         return message.item
+
+    def _wait(self, process: ForkProcess, connection: socket.socket) -> None:
+        """Wait for a message, unless the process is stopped for long."""
+        poll, stopped_seconds = select.poll(), 0.0
+        poll.register(connection, select.POLLIN)
+        while not poll.poll(1000 * _CHECK_SECONDS):
+            is_stopped = process.pid is not None and process_state(process.pid) in ("T", "t")
+            stopped_seconds = stopped_seconds + _CHECK_SECONDS if is_stopped else 0.0
+            if stopped_seconds >= _STOPPED_SECONDS:
+                self.close()
+                raise TrainingError(
+                    f"worker process {process.pid} of wrap.batches has been stopped for {stopped_seconds:.0f} s, by a "
+                    "signal such as SIGSTOP; start the run again"
+                )
 
     def close(self) -> None:
         """End the processes, also in the middle of an item. Only the process that started them can."""

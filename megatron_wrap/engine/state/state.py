@@ -149,6 +149,8 @@ class TrainingState:
     """The batch that `wrap.batches` yielded last in this process, until a step consumes it."""
     open_step: OpenStep | None = None
     """A step of which `wrap.forward_backward` has computed parts."""
+    stop_requested: Callable[[], bool] = bool
+    """Whether this process knows of a request to end the run."""
     steps_without_weight: int = 0
     """The last steps in a row whose batch had no loss weight; not saved."""
     bad_steps_in_a_row: int = 0
@@ -178,3 +180,5 @@ class StepReport:
     skipped: bool
     flow_metrics: tuple[str, ...]
     """Names of the metrics that the flow reports."""
+    stop_requested: bool = False
+    """A process knows of a request to end the run."""

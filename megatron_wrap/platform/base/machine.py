@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -76,3 +77,10 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def process_state(process: int) -> str:
+    """The letter of a process's state in /proc/PID/stat, such as "T" for a stopped one; empty if there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    return ""

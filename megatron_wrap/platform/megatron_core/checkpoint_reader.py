@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.futures import Future
 
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core import restricted_pickle
 from megatron_wrap.platform.megatron_core.replacements import Replacements
@@ -86,6 +86,8 @@ def read_metadata(file: Path) -> Any:
         problem = leaves_folder(file.parent, name)
         if problem is not None:
             raise CheckpointError(f"{file} {problem}; load a checkpoint that training wrote, with its own files")
+        if reason := special_file(file.parent / name):
+            raise CheckpointError(reason)
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     return metadata
@@ -101,6 +103,8 @@ def load_common(folder: str | os.PathLike[str]) -> Any:
     if problem is not None:
         raise CheckpointError(f"{folder} {problem}; load a checkpoint with its own files")
     file = Path(folder) / COMMON
+    if reason := special_file(file):
+        raise CheckpointError(reason)
     try:
         with restricted_pickle.refusing(file):
             return restricted_pickle.torch_load(file)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wrap.errors import DataError
 from megatron_wrap.platform.megatron_core.repairs import hide_log_messages
 from megatron_wrap.platform.megatron_core.replacements import Replacements
 
@@ -35,6 +36,36 @@ def with_dataset_helpers() -> Iterator[None]:
             sys.modules[_EXTENSION] = _module()
             sys.modules.pop(_USER, None)
         yield
+
+
+@contextlib.contextmanager
+def arrays_without_pickle() -> Iterator[None]:
+    """Let Megatron-Core's data sets read the arrays of an index without pickles. It reads them with
+    `allow_pickle=True`, which runs the code that a file names; 0.19 permits a list of names.
+
+    Raises:
+        DataError: in the body, if a file is not an array of numbers.
+    """
+    with Replacements() as replacements:
+        for name in _WRITERS:
+            module = importlib.import_module(name)
+            replacements.set(module, "numpy", _NumPyWithoutPickle())
+            if hasattr(module, "safe_numpy_load"):
+                replacements.set(module, "safe_numpy_load", _NumPyWithoutPickle.load)
+        yield
+
+
+class _NumPyWithoutPickle:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def load(file: Any, mmap_mode: Any = None, **_: Any) -> Any:
+        try:
+            return np.load(file, mmap_mode=mmap_mode, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{file} is not an array of numbers ({reason}); delete its folder") from error
 
 
 def _module() -> types.ModuleType:

@@ -30,9 +30,16 @@ def load(file: IO[bytes], names: Callable[[str, str], Any]) -> Any:
         names: returns the class or function for (module, name); None if the format does not have it.
 
     Raises:
-        RefusedName: the pickle refers to another one; nothing of it was called.
+        RefusedName: the pickle refers to another one, nothing of which was called; or it changes a class.
     """
-    return _Unpickler(file, names).load()
+    unpickler = _Unpickler(file, names)
+    try:
+        content = unpickler.load()
+    finally:
+        changed = unpickler.undo_changes()
+    if changed is not None:
+        raise RefusedName(f"it asks for a change of {changed}")
+    return content
 
 
 def plain_names() -> Names:
@@ -66,6 +73,7 @@ def checkpoint_metadata(file: IO[bytes]) -> Any:
         pickle.UnpicklingError: it contains something else.
     """
     import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata
 
     known = {**plain_names(), **_metadata_names()}
@@ -78,6 +86,11 @@ def checkpoint_metadata(file: IO[bytes]) -> Any:
     metadata = load(file, names)
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it contains an object of type {type(metadata).__name__}")
+    stored = metadata.storage_data
+    if type(stored) is not dict or any(
+        type(info) is not _StorageInfo or type(info.relative_path) is not str for info in stored.values()
+    ):  # other types may return another name when they are read again
+        raise pickle.UnpicklingError("its storage_data is not a dictionary with the names of files")
     return metadata
 
 
@@ -117,15 +130,40 @@ def refusing(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Permits some names. A pickle can set attributes of whatever it refers to, so functions are passed as an object
+    that has none, and those of classes are compared after the load."""
+
     def __init__(self, file: IO[bytes], names: Callable[[str, str], Any]) -> None:
         super().__init__(file)
         self._names = names
+        self._before: list[tuple[Any, dict[str, Any]]] = []
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = self._names(module, name)
         if allowed is None:
             raise RefusedName(f"it refers to {module}.{name}")
+        if not isinstance(allowed, type):
+            return allowed.__call__ if callable(allowed) else allowed
+        if not any(owner is allowed for owner, _ in self._before):
+            members = list(allowed) if issubclass(allowed, enum.Enum) else []
+            self._before += [(owner, dict(vars(owner))) for owner in (allowed, *members)]
         return allowed
+
+    def undo_changes(self) -> str | None:
+        """Restore the attributes of the classes; returns the first class that had changed, None if none had."""
+        changed = None
+        for owner, before in self._before:
+            now = dict(vars(owner))
+            differing = [name for name in now.keys() | before.keys() if now.get(name, now) is not before.get(name, now)]
+            kind: Any = type if isinstance(owner, type) else object
+            for name in differing:
+                if name in before:
+                    kind.__setattr__(owner, name, before[name])
+                else:
+                    kind.__delattr__(owner, name)
+            if differing and changed is None:
+                changed = str(owner)
+        return changed
 
 
 _METADATA = {
@@ -142,6 +180,8 @@ _METADATA = {
     "torch": ("Size", "device"),
     "torch.serialization": ("_get_layout",),
 }
+_OLDER = {"MCoreMetadata": "Metadata", "MCoreSavePlan": "SavePlan"}
+"""Subclasses in checkpoints of Megatron-Core until 0.15, and the classes that hold their fields here."""
 
 
 def _metadata_names() -> dict[tuple[str, str], Any]:
@@ -149,4 +189,6 @@ def _metadata_names() -> dict[tuple[str, str], Any]:
     for module, names in _METADATA.items():
         owner = importlib.import_module(module)
         allowed.update({(module, name): getattr(owner, name) for name in names if hasattr(owner, name)})
-    return allowed
+    classes = {name: value for (_, name), value in allowed.items()}
+    strategies = "megatron.core.dist_checkpointing.strategies.torch"
+    return {**allowed, **{(strategies, older): classes[name] for older, name in _OLDER.items()}}

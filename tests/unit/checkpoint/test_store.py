@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint import hashes
+from megatron_wrap.checkpoint.files import hashes
 from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
 
 
@@ -225,6 +225,32 @@ def test_a_flipped_bit_in_a_small_file_makes_the_one_before_it_the_latest(store:
     assert not damaged.exists()
     assert store.tracked() == "1"
     assert store.passed_over() == {}
+
+
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/dev/zero", "elsewhere.distcp", "pipe.distcp"])
+def test_a_manifest_names_files_of_its_folder_alone(store: CheckpointStore, name: str) -> None:
+    checkpoint = save(store, 1)
+    os.mkfifo(checkpoint / "pipe.distcp")
+    facts = {key: value for key, value in read_facts(checkpoint).items() if key != "digest"}
+    for changed in ({"files": {name: 0}, "hashes": {}}, {"hashes": {name: facts["hashes"]["__0_0.distcp"]}}):
+        manifest = {**facts, **changed}
+        (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "digest": hashes.digest(manifest)}))
+        assert Path(name).name in str(missing_part(checkpoint))
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", MANIFEST])
+def test_a_link_out_of_the_folder_is_no_part_of_a_checkpoint(store: CheckpointStore, tmp_path: Path, name: str) -> None:
+    checkpoint = save(store, 1)
+    shutil.move(checkpoint / name, tmp_path / "elsewhere")
+    (checkpoint / name).symlink_to(tmp_path / "elsewhere")
+    assert f"names {name!r}, which is a link to {tmp_path / 'elsewhere'}" in str(missing_part(checkpoint))
+
+
+def test_a_pipe_in_place_of_the_tracker_is_not_read(store: CheckpointStore) -> None:
+    save(store, 1)
+    (store.folder / TRACKER).unlink()
+    os.mkfifo(store.folder / TRACKER)
+    assert store.latest() == 1
 
 
 def test_the_only_checkpoint_is_never_set_aside(store: CheckpointStore) -> None:

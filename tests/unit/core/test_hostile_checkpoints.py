@@ -50,8 +50,20 @@ def in_common(checkpoint: Path) -> str:
 
 def in_data(checkpoint: Path) -> str:
     """In place of the random generators, an object of a `.distcp` file."""
+    return in_object(checkpoint, "rng_state")
+
+
+def in_common_object(checkpoint: Path) -> str:
+    """Where Megatron-Core 0.19 stores the common state; 0.16 needs `common.pt`."""
+    (checkpoint / "common.pt").unlink()
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    (index,) = [index for index in metadata.storage_data if index.fqn.startswith("rng_state")]
+    stored = any(index.fqn.startswith("common_state") for index in metadata.storage_data)
+    return in_object(checkpoint, "common_state") if stored else ""
+
+
+def in_object(checkpoint: Path, name: str) -> str:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn.startswith(name)]
     file = checkpoint / metadata.storage_data[index].relative_path
     with file.open("ab") as opened:
         begin = opened.tell()
@@ -82,6 +94,7 @@ ATTACKS = {
     beside_metadata: r"it refers to (posix|nt)\.mkdir",
     in_common: r"it refers to (posix|nt)\.mkdir",
     in_data: r"it refers to (posix|nt)\.mkdir",
+    in_common_object: r"(it refers to (posix|nt)\.mkdir|common\.pt is missing)",
     outside: r"names '\.\./other/__0_0\.distcp', which is outside its folder",
     linked: r"names '__0_0\.distcp', which is a link to .*moved, outside its folder",
 }
@@ -118,12 +131,24 @@ def test_nothing_in_a_checkpoint_is_executed_by_load_resume_and_export(monkeypat
                 wrap.load(checkpoint)
             assert re.search(f"{re.escape(str(checkpoint / name))} .*{reason}", str(refused.value)), str(refused.value)
         wrap.load("saved")
-    changed(in_data)
-    with pytest.raises(CheckpointError, match=ATTACKS[in_data]), started(f"{TRAIN}.save=ckpt"):
-        pytest.fail("resumed")
-    _, checkpoint = changed(in_metadata)
-    capsys.readouterr()
-    assert main(["export-hf", str(checkpoint), "exported"]) == 2
-    printed = capsys.readouterr().err
-    assert re.search(f"(?m)^error: .*{ATTACKS[in_metadata]}", printed), printed
+    for attack, key in (
+        (in_metadata, f"{TRAIN}.save=ckpt"),
+        (in_common, f"{TRAIN}.save=ckpt"),
+        (in_data, f"{TRAIN}.save=ckpt"),
+        (outside, f"{TRAIN}.load=ckpt"),
+        (beside_metadata, "megatron_wrap.models.reference={checkpoint: ckpt}"),
+    ):
+        name, checkpoint = changed(attack)
+        message = re.escape(str(checkpoint / name)) + f" .*{ATTACKS[attack]}"
+        with pytest.raises(CheckpointError, match=message), started(key):
+            pytest.fail(f"loaded by {key}")
+        assert checkpoint.is_dir()  # it is not damaged, so it is not set aside
+    for attack in (in_metadata, in_common):
+        _, checkpoint = changed(attack)
+        capsys.readouterr()
+        assert main(["export-hf", str(checkpoint), "exported"]) == 2
+        printed = capsys.readouterr().err
+        assert re.search(f"(?m)^error: .*{ATTACKS[attack]}", printed), printed
+    _, checkpoint = changed(in_data)
+    assert main(["export-hf", str(checkpoint), "exported"]) == 0  # it does not read the random generators
     assert not Path(MARKER).exists()

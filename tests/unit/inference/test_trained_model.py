@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,31 @@ def test_a_folder_and_a_checkpoint_keep_precision_length_and_tokenizer(folder: s
         assert (config.train.seq_length, config.train.global_batch_size, config.dtype.bf16) == (length, 6, True)
         assert config.data.tokenizer == tokenizer
     assert not read_model(folder, ["megatron_lm.train.dtype.__select__=fp32"]).dtype.bf16
+
+
+def test_code_that_only_a_checkpoint_names_is_not_imported(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint()
+    checkpoint = Path("checkpoints/iter_0000001")
+    named = "provider_key: foreign_code:provider"
+    saved, count = re.subn(r"provider_key: gpt_model", named, (checkpoint / "resolved.yaml").read_text())
+    assert count == 1
+    (checkpoint / "resolved.yaml").write_text(saved)
+    facts = json.loads((checkpoint / "megatron_wrap.json").read_text())
+    facts = {**{key: value for key, value in facts.items() if key not in ("hashes", "digest")}, "files": {}}
+    (checkpoint / "megatron_wrap.json").write_text(json.dumps(facts))
+    Path("foreign_code.py").write_text("open('marker', 'w')\nfrom megatron_wrap.model.gpt_provider import *\n")
+    monkeypatch.syspath_prepend(".")
+    for arguments in (("export-hf", str(checkpoint), "out"), ("export-hf", "run.yaml", "out"), ("chat", "checkpoints")):
+        message = failure(capsys, *arguments)
+        assert "iter_0000001: its model is built by foreign_code:provider" in message
+        assert "give the YAML of the run" in message
+    assert not Path("marker").exists()
+    override = "megatron_wrap.model_provider.provider_key=foreign_code:provider"
+    assert read_model("checkpoints", [override]).model_provider.provider_key == "foreign_code:provider"
+    Path("run.yaml").write_text(SAVE + f"  model_provider: {{__override__: {{{named}}}}}\n")
+    assert read_model("run.yaml").model_provider.provider_key == "foreign_code:provider"
 
 
 def test_a_file_of_prompts_is_completed(folder: str, capfd: pytest.CaptureFixture[str]) -> None:

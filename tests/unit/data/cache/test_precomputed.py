@@ -1,9 +1,13 @@
 """Outputs of a reference model on disk, by the hash of their sample."""
 
 import hashlib
+import json
+import os
+import pickle
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_wrap.data.cache import precomputed
 from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, PrecomputedWriter, sample_hash
@@ -48,3 +52,33 @@ def test_outputs_are_found_by_hash(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "outputs-00001.safetensors").write_bytes(b"damaged")
     with pytest.raises(DataError, match="outputs-00001"):
         PrecomputedOutputs(tmp_path / "outputs")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"../elsewhere.safetensors": 1}, "which is outside its folder"),
+        ({"/etc/passwd": 1}, "which is outside its folder"),
+        ({"link.safetensors": 1}, "which is a link to"),
+        ({"pickle.safetensors": 1}, r"pickle\.safetensors cannot be read"),
+        ({"others.safetensors": 1}, r"others\.safetensors has no hashes"),
+        (["others.safetensors"], "has no precomputed outputs"),
+        ([3], "has no precomputed outputs"),
+        (None, "has no precomputed outputs"),
+    ],
+)
+def test_a_foreign_folder_runs_no_code_and_names_its_own_files(tmp_path, files, words):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    for path in (folder / "pickle.safetensors", tmp_path / "elsewhere.safetensors"):
+        path.write_bytes(pickle.dumps(Attack()))
+    (folder / "link.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    save_file({"answer": np.ones(1), "hashes": np.ones((1, 32))}, folder / "others.safetensors")
+    (folder / precomputed.MANIFEST).write_text(json.dumps({"format": 1, "files": files}))
+    with pytest.raises(DataError, match=words):
+        PrecomputedOutputs(folder)
+    assert not (tmp_path / "marker").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
+import hashlib
 import json
 import math
 import os
@@ -187,6 +188,27 @@ def test_a_cache_with_a_damaged_index_is_written_again(tmp_path: Path, name: str
         assert [cache.get(row) for row in ROWS] == [{"square": row * row} for row in ROWS]
     assert prepare.count == 1200
     assert ["is damaged" in text for text in warnings] == [True]
+
+
+@pytest.mark.parametrize("content", ["pickle", "objects", "floats"])
+def test_a_foreign_index_runs_no_code_and_is_written_again(tmp_path: Path, content: str, warnings: list[str]):
+    prepare, marker = Counted(tmp_path), tmp_path / "marker"
+    opened(tmp_path, prepare)
+    (record,) = (tmp_path / "caches").glob("*/complete.json")
+    file = record.with_name("lengths.npy")
+    if content == "pickle":
+        file.write_bytes(pickle.dumps(Attack(marker)))
+    elif content == "objects":
+        numpy.save(file, numpy.array([Attack(marker)], dtype=object), allow_pickle=True)
+    else:
+        numpy.save(file, numpy.ones(600))
+    recorded = json.loads(record.read_text())
+    record.write_text(json.dumps({**recorded, file.name: hashlib.sha256(file.read_bytes()).hexdigest()}))
+    assert opened(tmp_path, prepare).lengths(3) == (10, 2)
+    assert ["is damaged" in text for text in warnings] == [True]
+    record.write_text("[]")
+    assert opened(tmp_path, prepare).lengths(3) == (10, 2)
+    assert not marker.exists()
 
 
 def test_a_damaged_sample_is_prepared_by_the_run_and_stored_by_the_next_one(tmp_path: Path, warnings: list[str]):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
+import pickle
+import re
 import shutil
 import sys
 import time
@@ -170,6 +174,56 @@ def test_the_index_is_built_once_and_again_for_other_files(folder, tmp_path, mon
     next(written[1].glob("*document_index.npy")).unlink()  # a damaged cache
     numpy.testing.assert_array_equal(first_tokens(), actual)
     assert len(written) == 3
+
+
+class Attack:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_an_index_that_runs_code_is_built_again_and_no_link_is_written_through(folder, tmp_path, monkeypatch):
+    from megatron_wrap.data.indexed import megatron_datasets
+
+    warnings: list[str] = []
+    monkeypatch.setattr(megatron_datasets.logger, "warning_all_ranks", warnings.append)
+    prefixes = [write_documents(tmp_path / name, random_documents(50, seed)) for seed, name in enumerate("ab")]
+    marker, untouched = tmp_path / "marker", tmp_path / "untouched"
+    untouched.write_text("mine")
+
+    def first_tokens():
+        data = open_indexed(run(f"{DATA}.train=[{','.join(map(str, prefixes))}]", f"{DATA}.split=100,0,0"), VOCAB, None)
+        return numpy.stack([data.training.read(index)["tokens"] for index in range(20)])
+
+    expected = first_tokens()
+    (cache,) = {path.parent for path in (tmp_path / "cache").glob("*/complete.json")}
+    indices = sorted(path.name for path in cache.glob("*.npy"))
+    kinds = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+    for kind, of_objects in itertools.product(kinds, (False, True)):
+        name = next(name for name in indices if name.endswith(f"-{kind}.npy"))
+        attack = numpy.array([Attack(marker)], dtype=object)
+        if of_objects:
+            numpy.save(cache / name, attack, allow_pickle=True)
+        else:
+            (cache / name).write_bytes(pickle.dumps(Attack(marker)))
+        numpy.testing.assert_array_equal(first_tokens(), expected)
+    assert len(warnings) == 2 * len(kinds)
+    (cache / indices[0]).write_bytes(b"")
+    numpy.testing.assert_array_equal(first_tokens(), expected)
+    (cache / "complete.json").unlink()
+    (cache / indices[0]).unlink()
+    (cache / indices[0]).symlink_to(untouched)
+    numpy.testing.assert_array_equal(first_tokens(), expected)
+    assert untouched.read_text() == "mine"
+    (cache / "complete.json").write_text("[]")
+    (cache / indices[0]).write_bytes(pickle.dumps(Attack(marker)))
+    with pytest.raises(DataError, match=re.escape(indices[0])):
+        first_tokens()
+    assert not marker.exists()
 
 
 def test_mock_data(tmp_path):

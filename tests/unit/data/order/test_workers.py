@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_wrap.data.order import workers as workers_module
 from megatron_wrap.data.order.workers import Workers, WorkerTraceback
 from megatron_wrap.errors import DataError, TrainingError
 
@@ -104,6 +105,17 @@ def test_the_death_of_a_worker_is_one_error_that_names_the_signal():
     os.kill(first["process"], signal.SIGKILL)
     with pytest.raises(TrainingError, match=r"worker process \d+ .*SIGKILL.*num_workers"):
         [workers.next() for _ in range(6)]
+
+
+def test_a_worker_that_is_stopped_for_long_is_one_error_that_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers_module, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(workers_module, "_STOPPED_SECONDS", 0.2)
+    workers = Workers(lambda worker, count: iter([os.getpid(), *["next"] * 9]), count=1, ahead=1)
+    worker = workers.next()
+    os.kill(worker, signal.SIGSTOP)
+    with pytest.raises(TrainingError, match=rf"worker process {worker} of wrap\.batches has been stopped for .* s, by"):
+        [workers.next() for _ in range(9)]
+    assert not is_running(worker)
 
 
 def test_workers_end_in_the_middle_of_an_item_and_without_a_call():

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import importlib
+import io
 import os
 import pickle
 import sys
@@ -98,3 +99,59 @@ def test_a_function_that_the_module_of_the_recipes_imports_is_refused():
     state = torch.frombuffer(bytearray(calls), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"system"), readable_scales([("_extra_state", state)]):
         pytest.fail("it was permitted")
+
+
+class Storage:
+    """A tensor's storage as torch pickles it, with other bytes in it."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        return torch.storage._load_from_bytes, (self.content,)
+
+
+def written_by_torch(content) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
+
+
+def test_what_torch_wrote_inside_an_extra_state_is_refused_as_well(monkeypatch):
+    hostile = written_by_torch({"scale_fwd": Attack()})
+    states = hostile, state_of(scales(scale_bwd=Storage(hostile.getvalue())))
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it ran"))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    for state in states:
+        with pytest.raises(CheckpointError, match=r"a\._extra_state"), readable_scales([("a._extra_state", state)]):
+            pytest.fail("it was permitted")
+    with readable_scales([("a._extra_state", written_by_torch({"scale_fwd": torch.ones(3)}))]):
+        pass
+
+
+def test_a_pickle_that_changes_a_recipe_is_refused():
+    changes = pickle.dumps((None, {"amax_history_len": 1}), protocol=2)[2:-1]
+    state = torch.frombuffer(bytearray(f"c{RECIPES}\nDelayedScaling\n".encode() + changes + b"b."), dtype=torch.uint8)
+    with (
+        pytest.raises(CheckpointError, match=r"it asks for a change of .*DelayedScaling"),
+        readable_scales([("_extra_state", state)]),
+    ):
+        pytest.fail("it was permitted")
+    assert DelayedScaling.amax_history_len == 1024
+
+
+def test_a_module_receives_no_extra_state_that_was_refused():
+    from megatron_wrap.checkpoint.content import load_model
+
+    class Layer(torch.nn.Module):
+        """As Transformer Engine's, which reads any pickle."""
+
+        def set_extra_state(self, state):
+            pytest.fail("the module received it")
+
+        def get_extra_state(self):
+            return torch.empty(0, dtype=torch.uint8)
+
+    with pytest.raises(CheckpointError, match="_extra_state of the checkpoint is not the state of an FP8 recipe"):
+        load_model([Layer()], {"model": {"_extra_state": state_of(Attack())}})

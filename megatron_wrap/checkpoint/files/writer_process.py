@@ -1,0 +1,125 @@
+"""Program of the process that writes the files of asynchronous saves: writes, flushes to disk, hashes, reports."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_wrap.checkpoint.files.hashes import hash_files
+from megatron_wrap.utils.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob
+
+_PARENT_SECONDS = 0.5
+
+
+def main(connection: int, memory: int, rank_process: int) -> None:
+    """Write the jobs that arrive, until the rank ends.
+
+    Args:
+        connection: descriptor of the pipe to the rank.
+        memory: descriptor of the buffer with the tensors.
+        rank_process: id of the rank's process.
+    """
+    pipe = Connection(connection)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, jobs, rank_process), daemon=True).start()
+    while True:
+        job: WriteJob = pickle.loads(jobs.get())
+        pipe.send(_result(job, memory))
+
+
+def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int) -> None:
+    """Receive jobs also while one is written, so that the end of the rank ends this process at once.
+
+    Forked processes of the rank have a copy of its end of the pipe, which keeps the pipe open after the rank.
+    """
+    while os.getppid() == rank_process:
+        try:
+            if pipe.poll(_PARENT_SECONDS):
+                jobs.put(pipe.recv_bytes())
+        except (OSError, EOFError):
+            break
+    os._exit(0)
+
+
+def _result(job: WriteJob, memory: int) -> str:
+    """An error, or an empty text."""
+    try:
+        write(job, memory)
+    except OSError as error:
+        return str(error)
+    except Exception as error:  # the rank raises it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def write(job: WriteJob, memory: int) -> None:
+    """Write the files of a job, and then its record.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    buffer = mmap.mmap(memory, job.memory_bytes, access=mmap.ACCESS_WRITE) if job.memory_bytes else None
+    with ThreadPoolExecutor(max(1, len(job.files))) as pool:
+        written = list(pool.map(lambda file: _write_file(job, file, buffer), job.files))
+    hashes = hash_files(job.folder, [file.name for file in job.files])
+    parts = [part for parts in written for part in parts]
+    write_atomically(job.folder / job.record, json.dumps({"parts": parts, "hashes": hashes}))
+
+
+def _write_file(job: WriteJob, file: FileToWrite, buffer: mmap.mmap | None) -> list[dict[str, Any]]:
+    """As torch's FileSystemWriter: each tensor as `torch.save` writes it, one after the other."""
+    parts = []
+    with (job.folder / file.name).open("wb") as stream:
+        for index, content in file.parts:
+            offset = stream.tell()
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                assert buffer is not None or not content.num_bytes
+                _save_tensor(content.tensor(buffer), stream)  # type: ignore[arg-type]
+            parts.append({"index": index, "file": file.name, "offset": offset, "length": stream.tell() - offset})
+        stream.flush()
+        os.fsync(stream.fileno())
+    return parts
+
+
+def _save_tensor(tensor: Tensor, stream: IO[bytes]) -> None:
+    import torch
+
+    watched = _WatchedStream(stream)
+    try:
+        torch.save(tensor, watched)  # type: ignore[arg-type]
+    except RuntimeError:
+        if watched.error is not None:  # torch raises its own error, which does not tell that the disk is full
+            raise watched.error from None
+        raise
+
+
+class _WatchedStream:
+    """Keeps the error of a write."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -1,0 +1,121 @@
+"""`megatron-wrap checkpoints FOLDER`: the checkpoints of a run, and whether their files are what was saved."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.checkpoint.files.hashes import find_damage
+from megatron_wrap.checkpoint.store import CheckpointStore, missing_part, read_facts
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.metrics.number_format import counted, with_prefix
+
+EXAMPLES = (
+    ("the checkpoints of a run, which may still train", "checkpoints outputs/my-run/checkpoints"),
+    ("read all files, and compare them with what was saved", "checkpoints outputs/my-run/checkpoints --verify"),
+)
+_HEAD = ("checkpoint", "size", "saved", "layout", "megatron-core", "state")
+_AXES = ("tp", "pp", "cp", "dp", "ep")
+_SET_ASIDE = "set aside as damaged"
+_REFERENCE = "reference"
+"""Subfolder with the checkpoints of the reference model, which a resume reads as well."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder of a run (megatron_lm.train.common.save)")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all files and compare their SHA-256; exit code 1 if one differs"
+    )
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A checkpoint's folder."""
+
+    path: Path
+    name: str
+    problem: str | None
+    """Why it is incomplete."""
+    notes: tuple[str, ...]
+
+    def row(self, state: str) -> tuple[str, ...]:
+        facts = read_facts(self.path)
+        sizes = [path.stat().st_size for path in self.path.rglob("*") if path.is_file()]
+        saved = datetime.fromtimestamp(self.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        version = facts.get("megatron_core", "unknown")
+        shown = (f"{with_prefix(sum(sizes))}B", saved, _layout(facts.get("layout")), str(version))
+        return (self.name, *shown, ", ".join([state, *self.notes]))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line for each checkpoint; returns 1 if `--verify` found damage."""
+    folder = Path(arguments.folder).expanduser()
+    listed = [*_listed(CheckpointStore(folder), ""), *_listed(CheckpointStore(folder / _REFERENCE), f"{_REFERENCE}/")]
+    aside = [*folder.glob("iter_*.damaged-*"), *(folder / _REFERENCE).glob("iter_*.damaged-*")]
+    listed += [_Listed(path, str(path.relative_to(folder)), _SET_ASIDE, ()) for path in sorted(aside)]
+    if not listed:
+        raise ConfigError(f"{folder} contains no checkpoints{_hint(folder)}")
+    states = [_verified(checkpoint) if arguments.verify else _state(checkpoint) for checkpoint in listed]
+    _print([_HEAD, *(checkpoint.row(state) for checkpoint, state in zip(listed, states, strict=True))])
+    damaged = [
+        checkpoint.name
+        for checkpoint, state in zip(listed, states, strict=True)
+        if state.startswith(("damaged", "incomplete"))
+    ]
+    if arguments.verify and damaged:
+        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
+        return 1
+    return 0
+
+
+def _listed(store: CheckpointStore, prefix: str) -> Iterator[_Listed]:
+    """The visible checkpoints of a folder, by iteration."""
+    newest, best = store.latest(), store.best()
+    for iteration in store.present():
+        path = store.find(iteration) or store.folder_of(iteration)
+        noted = (("newest", newest), ("best", best))
+        notes = tuple(note for note, of in noted if of == iteration and not prefix)
+        yield _Listed(path, f"{prefix}{store.folder_of(iteration).name}", missing_part(path), notes)
+
+
+def _state(checkpoint: _Listed) -> str:
+    if checkpoint.problem is None:
+        return "complete"
+    return _SET_ASIDE if checkpoint.problem == _SET_ASIDE else f"incomplete: {checkpoint.problem}"
+
+
+def _verified(checkpoint: _Listed) -> str:
+    if checkpoint.problem is not None:
+        return _state(checkpoint)
+    hashes = read_facts(checkpoint.path).get("hashes")
+    if hashes is None:
+        return "complete, saved without hashes"
+    damage = find_damage(checkpoint.path, hashes)
+    return "verified" if damage is None else f"damaged: {damage}"
+
+
+def _layout(facts: Any) -> str:
+    """As in the log of a run, such as `tp2 pp1 cp1 dp1`."""
+    if not isinstance(facts, dict):
+        return "unknown"
+    return " ".join(f"{axis}{facts.get(axis)}" for axis in _AXES if axis != "ep" or facts.get(axis, 1) != 1)
+
+
+def _hint(folder: Path) -> str:
+    """The correction of a wrong folder."""
+    if CheckpointStore(folder / "checkpoints").present():
+        return f"; give {folder / 'checkpoints'}"
+    if CheckpointStore(folder.parent).present() and folder.name.startswith("iter_"):
+        return f"; give the folder of the run, {folder.parent}"
+    return "; give the folder that megatron_lm.train.common.save names" if folder.is_dir() else ": no such folder"
+
+
+def _print(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

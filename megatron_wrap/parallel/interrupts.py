@@ -1,0 +1,107 @@
+"""Ctrl-C in a process of a run: one KeyboardInterrupt, also where the main thread waits for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C has ended, as of a shell."""
+RESUME = 75
+"""Exit code of a run that SIGTERM or SIGUSR1 has ended: the same command continues it. EX_TEMPFAIL of sysexits.h."""
+REPEATED_SECONDS = 1.0
+"""A signal that comes again this soon is the same request: the terminal sends it to each process, and so does the
+program that started them."""
+_ORPHAN_SECONDS = 60.0
+"""That a process has for its step and a save after the death of the program that started it."""
+_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of linux/prctl.h."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGINT: ends what the process does, and ignores further ones."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[None]:
+    """Ignore SIGINT after the first one: after the terminal has sent it to every process, torchrun's agent sends it to
+    the ranks once more."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class InterruptWatch:
+    """Ends this process some seconds after Ctrl-C where its main thread cannot: it may wait on the device for a rank
+    that has ended. The same after the death of the process that started it. Create it in the main thread.
+
+    Args:
+        sentence: returns what is printed.
+        prints: print it in this process.
+        seconds: that the main thread has to react, which calls `close`.
+    """
+
+    def __init__(self, sentence: Callable[[], str], prints: bool = True, seconds: float = 10.0) -> None:
+        self._sentence, self._prints, self._seconds = sentence, prints, seconds
+        self._first_is_a_request = False
+        self._first: float | None = None
+        self._parent = os.getppid()
+        self._reacted = threading.Event()
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
+
+    def first_is_a_request(self, is_request: bool) -> None:
+        """Whether the first SIGINT does not end the process, because the main thread reacts after its step."""
+        self._first_is_a_request = is_request
+
+    def close(self) -> None:
+        """End the watch; a second call does nothing."""
+        if not self._reacted.is_set():
+            self._reacted.set()
+            signal.set_wakeup_fd(self._before)
+            self._writer.close()
+
+    def _watch(self) -> None:
+        with self._reader:
+            while numbers := self._reader.recv(16):  # empty after `close`
+                is_orphan = signal.SIGTERM in numbers and os.getppid() != self._parent
+                if not is_orphan and not (signal.SIGINT in numbers and self._ends()):
+                    continue
+                if not self._reacted.wait(_ORPHAN_SECONDS if is_orphan else self._seconds):
+                    if self._prints and not is_orphan:
+                        print(self._sentence(), file=sys.stderr, flush=True)  # noqa: T201
+                    os._exit(RESUME if is_orphan else INTERRUPTED)
+
+    def _ends(self) -> bool:
+        """Whether a SIGINT that has just come ends the process."""
+        now = time.monotonic()
+        if not self._first_is_a_request:
+            return True
+        if self._first is None:
+            self._first = now
+        return now - self._first > REPEATED_SECONDS
+
+
+def end_with_parent() -> None:
+    """The kernel sends SIGTERM to this process when the one that started it dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

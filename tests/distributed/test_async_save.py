@@ -1,0 +1,198 @@
+"""Asynchronous saves: each contains the state of its own step, is visible when complete, and fails on all ranks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import _checkpoint_runs as runs
+import pytest
+from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, PP2, TP2, TRAIN
+
+from megatron_wrap.checkpoint.store import CheckpointStore
+
+ASYNC = ("megatron_wrap.checkpoint.async_save=true",)
+LAYOUTS = {
+    "one-rank": (1, ()),
+    "tp2": (2, TP2),
+    "dp2-distributed-overlap-bf16": (2, (*DISTRIBUTED, *OVERLAP, *BF16)),
+    "pp2": (2, PP2),
+}
+
+
+def _batch(wrap: Any) -> list[Any]:
+    start = wrap.iteration * runs.BATCH
+    return runs.samples()[start : start + runs.BATCH]
+
+
+def _saved_at_each_step(folder: Path, overrides: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Digests of the live state after each step, and of the checkpoint of each step when loaded."""
+    live, loaded = [], []
+    with runs.started(folder, (*ASYNC, f"{TRAIN}.save_interval=1", *overrides)) as wrap:
+        while wrap.iteration < runs.STEPS:
+            wrap.train(_batch(wrap))
+            live.append(runs.state_digest(wrap))
+        wrap.save()
+    with runs.started(folder, overrides) as wrap:
+        for iteration in range(1, runs.STEPS + 1):
+            wrap.load(folder / f"iter_{iteration:07d}")
+            loaded.append(runs.state_digest(wrap))
+    return live, loaded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_save_contains_the_state_of_its_own_step(layout, ranks, tmp_path):
+    count, overrides = LAYOUTS[layout]
+    for live, loaded in ranks(count).run(_saved_at_each_step, tmp_path, overrides):
+        assert len(set(live)) == runs.STEPS
+        assert loaded == live
+    assert CheckpointStore(tmp_path).latest() == runs.STEPS
+    assert not list(tmp_path.glob(".iter_*"))
+    assert not list(tmp_path.glob("iter_*/rank_*"))
+
+
+def _files(folder: Path, overrides: tuple[str, ...]) -> None:
+    with runs.started(folder, overrides) as wrap:
+        wrap.train(_batch(wrap))
+        wrap.save()
+
+
+def test_the_files_are_those_of_a_plain_save(ranks, tmp_path):
+    for name, overrides in (("plain", ()), ("asynchronous", ASYNC)):
+        ranks(2).run(_files, tmp_path / name, overrides)
+    plain, asynchronous = (
+        {path.name: path.stat().st_size for path in (tmp_path / name / "iter_0000001").iterdir()}
+        for name in ("plain", "asynchronous")
+    )
+    assert plain.keys() == asynchronous.keys()
+    tensors = [name for name in plain if name.endswith(".distcp")]
+    assert [plain[name] for name in tensors] == [asynchronous[name] for name in tensors]
+
+
+def _writer(wrap: Any) -> int:
+    return int(wrap._run.checkpoints._background.writer_process)
+
+
+def _stopped_writer(folder: Path) -> dict[str, Any]:
+    """A save whose writers are stopped while the run trains on, and a second save, which waits."""
+    store = CheckpointStore(folder)
+    facts: dict[str, Any] = {}
+    with runs.started(folder, (*ASYNC, "megatron_wrap.checkpoint.keep=1")) as wrap:
+        for _ in range(2):
+            wrap.train(_batch(wrap))
+            path = wrap.save()
+        wrap.load()  # waits
+        facts["first"] = store.iterations()
+        wrap.train(_batch(wrap))
+        os.kill(_writer(wrap), signal.SIGSTOP)
+        facts["path"] = (wrap.save() == path.with_name("iter_0000003"), wrap.save() == path.with_name("iter_0000003"))
+        for _ in range(2):
+            wrap.train(_batch(wrap))
+        facts["while writing"] = store.iterations(), store.latest()
+        wake = threading.Timer(1.0, os.kill, (_writer(wrap), signal.SIGCONT))
+        wake.start()
+        began = time.monotonic()
+        wrap.save()
+        facts["waited"] = time.monotonic() - began > 0.5
+        facts["after the wait"] = 3 in store.present() or 5 in store.present()
+        wake.join()
+    facts["end"] = store.iterations(), store.latest()
+    return facts
+
+
+def test_the_run_trains_on_while_a_save_is_written_and_a_second_one_waits(ranks, tmp_path):
+    for facts in ranks(2).run(_stopped_writer, tmp_path):
+        assert facts["first"] == [2]
+        assert facts["path"] == (True, True)
+        assert facts["while writing"] == ([2], 2)  # the only complete one is not removed
+        assert facts["waited"]
+        assert facts["after the wait"]
+        assert facts["end"] == ([5], 5)
+
+
+def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[str, int, list[int], list[int]]:
+    """The error of a save whose writer fails on one rank, the iteration that raised it, and the checkpoints then and
+    after another save."""
+    from megatron_wrap.errors import CheckpointError
+
+    store, message = CheckpointStore(folder), "no error"
+    with runs.started(folder, (*ASYNC, *DISTRIBUTED)) as wrap:
+        wrap.train(_batch(wrap))
+        wrap.save()
+        wrap.load()
+        wrap.train(_batch(wrap))
+        fails = wrap.dp_rank == failing_rank
+        if fails and kind == "full disk":
+            resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE, (100_000, 100_000))
+        elif fails:
+            os.kill(_writer(wrap), signal.SIGSTOP)
+        wrap.save()
+        if fails and kind == "killed":
+            os.kill(_writer(wrap), signal.SIGKILL)
+        time.sleep(0.5)
+        try:
+            for _ in range(3):
+                if at_save:
+                    wrap.train(_batch(wrap)) if wrap.iteration < 3 else None
+                    wrap.save()
+                else:
+                    wrap.train(_batch(wrap))
+        except CheckpointError as error:
+            message = str(error)
+        failed_at, left = wrap.iteration, store.iterations()
+        wrap.train(_batch(wrap))
+        wrap.save()
+    return message, failed_at, left, store.iterations()
+
+
+@pytest.mark.parametrize(
+    ("failing_rank", "kind", "at_save"),
+    [(0, "full disk", False), (1, "full disk", True), (0, "killed", True), (1, "killed", False)],
+)
+def test_a_writer_that_fails_is_one_error_on_all_ranks(failing_rank, kind, at_save, ranks, tmp_path):
+    results = ranks(2).run(_failed, tmp_path, failing_rank, kind, at_save)
+    assert len({str(result) for result in results}) == 1
+    message, failed_at, left, after = results[0]
+    assert "asynchronous save of iteration 2" in message
+    assert str(tmp_path) in message
+    assert ("File too large" if kind == "full disk" else "SIGKILL") in message
+    assert failed_at <= 5
+    assert left == [1]
+    assert after == [1, failed_at + 1]
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+def _ends(folder: Path, how: str) -> list[int]:
+    """Checkpoints after a run that ended while its writers were stopped for half a second."""
+
+    class Stop(Exception):
+        pass
+
+    try:
+        with runs.started(folder, ASYNC) as wrap:
+            wrap.train(_batch(wrap))
+            wrap.save()
+            os.kill(_writer(wrap), signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (_writer(wrap), signal.SIGCONT)).start()
+            if how == "error":
+                raise Stop
+            if how == "interrupt":
+                raise KeyboardInterrupt
+    except (Stop, KeyboardInterrupt):
+        pass
+    return CheckpointStore(folder).iterations()
+
+
+@pytest.mark.parametrize("how", ["end", "error", "interrupt"])
+def test_the_end_of_a_run_waits(how, ranks, tmp_path):
+    assert ranks(1).run(_ends, tmp_path, how) == [[1]]
+
+
+def test_an_error_on_two_ranks_waits(ranks, tmp_path):
+    assert [1] in ranks(2).run(_ends, tmp_path, "error")
+    assert CheckpointStore(tmp_path).iterations() == [1]

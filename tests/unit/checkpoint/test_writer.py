@@ -1,0 +1,121 @@
+"""The copy in host memory, and the process that writes it: what is written, and how either ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_wrap.checkpoint.files import host_copy
+from megatron_wrap.checkpoint.files.hashes import hash_files
+from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob, Writer
+from megatron_wrap.errors import CheckpointError
+
+TENSORS = (
+    torch.arange(12.0).view(3, 4).t(),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.empty(0, 7),
+    torch.tensor(3),
+    torch.tensor([True, False, True]),
+    torch.arange(4.0, dtype=torch.float32).to(torch.float8_e4m3fn),
+)
+
+
+@pytest.fixture
+def copy() -> Iterator[HostCopy]:
+    copy = HostCopy(torch.device("cpu"), processes=1)
+    yield copy
+    copy.close()
+
+
+def job(folder: Path, copy: HostCopy, tensors: tuple[torch.Tensor, ...]) -> WriteJob:
+    parts = [(("tensor", None, number), copied) for number, copied in enumerate(copy.take(tensors))]
+    first = FileToWrite("a.distcp", (*parts[:2], (("object", (0, 1), None), b"bytes")))
+    return WriteJob(folder, "record", (first, FileToWrite("b", (*parts[2:],))), copy.num_bytes)
+
+
+def test_a_process_writes_the_values_of_the_copy(tmp_path: Path, copy: HostCopy) -> None:
+    writer = Writer(copy.descriptor)
+    larger = tuple(tensor.repeat(2, *[1] * max(tensor.dim() - 1, 0)) for tensor in TENSORS[:5])
+    for number, tensors in enumerate((TENSORS, larger)):  # the buffer grows
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        live = [tensor.clone() for tensor in tensors]
+        planned = job(folder, copy, tuple(live))
+        for tensor in live:
+            tensor.zero_()  # as the next step would
+        writer.start(planned)
+        assert writer.finished(timeout=60) == ""
+        record = json.loads((folder / "record").read_text())
+        assert record["hashes"] == hash_files(folder, ["a.distcp", "b"])
+        read = []
+        for part in record["parts"]:
+            with (folder / part["file"]).open("rb") as stream:
+                stream.seek(part["offset"])
+                content = stream.read(part["length"])
+            if part["index"][0] == "object":
+                assert part["index"] == ["object", [0, 1], None]
+                assert content == b"bytes"
+                continue
+            (folder / "part").write_bytes(content)
+            read.append(torch.load(folder / "part", weights_only=True))
+            assert len(content) < 4000  # not the whole buffer
+        assert len(read) == len(tensors)
+        for value, tensor in zip(read, tensors, strict=True):
+            assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(value.float(), tensor.float())
+    writer.close()
+
+
+def test_errors_and_the_end_of_the_process_are_results(tmp_path: Path, copy: HostCopy) -> None:
+    writer = Writer(copy.descriptor)
+    assert writer.finished(timeout=0) == ""
+    writer.start(job(tmp_path / "missing", copy, TENSORS))
+    assert "No such file" in str(writer.finished(timeout=60))
+    assert writer.process_id is not None
+    os.kill(writer.process_id, signal.SIGSTOP)
+    writer.start(job(tmp_path, copy, TENSORS))
+    assert writer.finished(timeout=0) is None
+    os.kill(writer.process_id, signal.SIGKILL)
+    assert "SIGKILL" in str(writer.finished(timeout=60))
+    writer.start(job(tmp_path, copy, TENSORS))  # another process
+    assert writer.finished(timeout=60) == ""
+    writer.close()
+    assert writer.process_id is None
+
+
+def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, torch
+from pathlib import Path
+from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob, Writer
+copy = HostCopy(torch.device("cpu"), 1)
+writer = Writer(copy.descriptor)
+writer.start(WriteJob(Path(sys.argv[1]), "record", (), 0))
+writer.finished(60)
+print(writer.process_id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(ended.stdout)}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_too_little_memory_is_refused_before_it_is_used(copy: HostCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "available_memory", lambda: 1000)
+    with pytest.raises(CheckpointError, match=r"async_save: false"):
+        copy.take([torch.zeros(1000)])
+    assert copy.num_bytes == 0

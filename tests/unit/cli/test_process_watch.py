@@ -1,0 +1,61 @@
+"""Reports about failed processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_wrap.cli.process_watch import ProcessWatch
+from megatron_wrap.parallel.heartbeat import Heartbeat
+
+PROCESS = """
+import sys
+from pathlib import Path
+from megatron_wrap.parallel.heartbeat import Heartbeat
+import time
+heartbeat = Heartbeat(Path(sys.argv[1]), 1, lambda: (7, "save"))
+time.sleep(60)
+"""
+
+
+def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) -> None:
+    report = tmp_path / "outputs" / "failure.json"
+    report.parent.mkdir()
+    report.write_text("of an earlier run")
+    watch = ProcessWatch(tmp_path, range(2), report, None)
+    assert not report.exists()
+    heartbeat = Heartbeat(tmp_path, 0, lambda: (3, "optimizer"))
+    state = tmp_path / "rank_0.json"
+    while not state.exists():
+        time.sleep(0.01)
+    heartbeat.close()
+    sentence = watch.failed({0: -signal.SIGKILL, 1: 1}, 0, "message of the error")
+    assert sentence.startswith(f"rank 0 (process {os.getpid()} on ")
+    assert sentence.endswith(
+        f", iteration 3, optimizer) was ended by SIGKILL, as the kernel does when memory runs out; {report} has the "
+        "state of all"
+    )
+    written = json.loads(report.read_text())
+    assert (written["rank"], written["iteration"], written["phase"]) == (0, 3, "optimizer")
+    assert (written["message"], written["exit_codes"]) == ("message of the error", {"0": -9, "1": 1})
+    assert written["processes"][1] == {"rank": 1}  # it has said nothing
+
+
+def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(tmp_path: Path) -> None:
+    stopped = subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path)])
+    while not (tmp_path / "rank_1.json").exists():
+        time.sleep(0.05)
+    heartbeat = Heartbeat(tmp_path, 0, lambda: (7, "forward and backward"))
+    watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", 3)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert stopped.wait(30) == -signal.SIGKILL
+    sentence = watch.failed({0: 1, 1: -9}, 0, "")
+    heartbeat.close()
+    assert f"rank 1 (process {stopped.pid} on " in sentence
+    assert ", iteration 7, save) is stopped: no sign of life for " in sentence
+    assert "test_process_watch.py" in json.loads((tmp_path / "failure.json").read_text())["stacks"]["0"]
