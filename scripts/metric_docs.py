@@ -72,7 +72,7 @@ CHINESE = Language(
         "consumed_tokens": "训练开始以来的累计，不含填充",
         "num_tokens": "与 `consumed_tokens` 相同，trl 的名称；trl 还计入每个序列的最后一个 token（这里只作标签）",
         "skipped_iterations": "训练开始以来没有更新的步数：权重为零、fp16 溢出，或计入 `bad_steps`",
-        "bad_steps": "因损失或梯度非有限值、或损失突增而累计跳过的步数（`megatron_wrap.bad_steps.on_bad_step: skip`）",
+        "bad_steps": "因损失或梯度非有限值、或损失突增而跳过或回退的累计步数（`megatron_wrap.bad_steps`）",
         "skipped_samples": "训练开始以来因无法使用而略过的数据行数（`megatron_wrap.data.on_bad_sample: skip`）",
     },
     condition="（由 `{key}` 添加）",

@@ -85,6 +85,18 @@ class RunCheckpoints:
             self._start_reference(resumed_from)
         return resumed_from
 
+    def roll_back(self) -> None:
+        """Load the newest checkpoint in `save`, as a run that resumes from it; waits for an asynchronous save.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self.wait()
+        store = CheckpointStore(self._folder())
+        if on_rank_0(store.latest) is None:
+            raise CheckpointError(f"the run cannot be rolled back: there is no checkpoint in {store.folder} yet")
+        self._load_newest(store, weights_only=False)
+
     def _load_newest(self, store: CheckpointStore, weights_only: bool) -> bool:
         """`load` of the newest checkpoint whose content is what was saved; newer ones are renamed."""
         if not weights_only:

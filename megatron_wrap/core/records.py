@@ -42,6 +42,7 @@ class RunRecords:
         self._progress_bar: ProgressBar | None = None
         self._last: StepReport | None = None
         self._recorded_iteration: int | None = None
+        self._is_rewound = False
         self._profiler: StepProfiler | None = None
         self._texts: SampleTexts | None = None
         self._text_errors = ToleratedErrors()
@@ -79,6 +80,13 @@ class RunRecords:
         if settings.progress_bar:
             self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
+    def rewind(self, iteration: int) -> None:
+        """Continue after `iteration` steps, as a run that resumes from there: later records are removed."""
+        self._close_loggers()
+        self._last = self._recorded_iteration = None
+        self._is_rewound = True
+        self.open(iteration, iteration, self._profiler)
+
     def step_taken(self, report: StepReport) -> None:
         """Keep the report of the last step. Collective after the last of consecutive profiled steps."""
         self._last = report
@@ -104,6 +112,8 @@ class RunRecords:
         Raises:
             TrainingError: no step has been taken.
         """
+        if self._last is None and self._is_rewound:
+            return
         if self._last is None:
             raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
         if self._progress_bar is not None:
@@ -131,6 +141,9 @@ class RunRecords:
         """Close profiler, loggers and progress bar."""
         if self._profiler is not None:
             self._profiler.close()
+        self._close_loggers()
+
+    def _close_loggers(self) -> None:
         if self._progress_bar is not None:
             self._progress_bar.close()
         if self._texts is not None:

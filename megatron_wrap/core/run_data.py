@@ -62,7 +62,7 @@ class RunData:
                 if self._closed:
                     raise MegatronWrapError("wrap.batches: the run is closed; begin another with wrap.initialize()")
                 with phase(DATA):
-                    state.offered = loader.next(state.progress.cursor)
+                    state.offered = loader.next(state.progress.cursor, frozenset(state.progress.left_out))
                 yield state.offered
         finally:
             loader.close()

@@ -11,12 +11,15 @@ from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.engine import split_step
+from megatron_wrap.engine.bad_steps import BadStep
 from megatron_wrap.engine.state.open_step import StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.step import train_step
-from megatron_wrap.errors import TrainingError
+from megatron_wrap.errors import CheckpointError, TrainingError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.stop_requests import RunStopped, StopRequests
+from megatron_wrap.utils.dist_logger import logger
 
 
 class RunTraining:
@@ -43,7 +46,7 @@ class RunTraining:
         """One step."""
         self._refuse_further_steps()
         split_step.refuse_open_step(self._state, "wrap.train")
-        return self._finish(train_step(self._state, batch))
+        return self._finished(lambda: train_step(self._state, batch))
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
         """Loss weights and statistics of a step in parts."""
@@ -57,7 +60,43 @@ class RunTraining:
 
     def optimizer_step(self) -> dict[str, float]:
         """The update from the gradients of all parts."""
-        return self._finish(split_step.optimizer_step(self._state))
+        return self._finished(lambda: split_step.optimizer_step(self._state))
+
+    def _finished(self, step: Callable[[], StepReport]) -> dict[str, float]:
+        try:
+            report = step()
+        except BadStep as bad:
+            return self._rolled_back(bad)
+        return self._finish(report)
+
+    def _rolled_back(self, bad: BadStep) -> dict[str, float]:
+        """Go back to the newest checkpoint, and leave out the samples of the bad step from now on. Collective."""
+        state, before = self._state, self._state.progress
+        most = state.config.bad_steps.max_rollbacks
+        if before.rollbacks >= most:
+            raise TrainingError(
+                f"{bad}; nothing was updated; the run was rolled back {before.rollbacks} times "
+                "(megatron_wrap.bad_steps.max_rollbacks); lower the learning rate, or inspect the batches"
+            ) from bad
+        if not bad.positions:
+            raise TrainingError(
+                f"{bad}; nothing was updated; its samples are not of wrap.batches, so a rollback cannot leave them "
+                "out; train on wrap.batches(samples), or set megatron_wrap.bad_steps.on_bad_step to skip or stop"
+            ) from bad
+        try:
+            self._checkpoints.roll_back()
+        except CheckpointError as error:
+            raise TrainingError(f"{bad}; nothing was updated; {error}") from bad
+        state.offered = state.open_step = None
+        state.steps_without_weight = 0
+        state.progress.rollbacks, state.progress.bad_steps = before.rollbacks + 1, before.bad_steps + 1
+        state.progress.left_out = sorted({*before.left_out, *bad.positions})
+        self._records.rewind(state.progress.iteration)
+        logger.warning_rank_0(
+            f"{bad}; the run goes back to iteration {state.progress.iteration} and leaves out "
+            f"{counted(len(bad.positions), 'sample')} (rollback {state.progress.rollbacks} of at most {most})"
+        )
+        return {"iteration": state.progress.iteration, **bad.metrics, "bad_steps": state.progress.bad_steps}
 
     def _refuse_further_steps(self) -> None:
         iteration, train_iters = self._state.progress.iteration, derived.train_iters(self._state.config)

@@ -282,7 +282,8 @@ class MegatronWrap:
             batch: `global_batch_size` samples, on every rank or only on global rank 0 while the others pass None.
 
         Returns:
-            The step's metrics, the same on every rank; docs/metrics.md has their names and units.
+            The step's metrics, the same on every rank; docs/metrics.md has their names and units. After a rollback
+            (`megatron_wrap.bad_steps`) `iteration` is that of the checkpoint, with loss, grad_norm and bad_steps alone.
 
         Raises:
             TrainingError: the run has taken all `train_iters` steps; or the loss or the gradient norm is not finite,

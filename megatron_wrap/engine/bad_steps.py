@@ -4,9 +4,11 @@ trained token."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
 from megatron_wrap.engine.replay import cause_of_non_finite, sample_of_largest_loss
 from megatron_wrap.engine.state.open_step import OpenStep
 from megatron_wrap.engine.state.state import TrainingState
@@ -26,6 +28,17 @@ _SPIKE_HINT = (
     f"lower the learning rate or inspect the batch; {_SKIP}, and a larger megatron_wrap.bad_steps.spike_threshold "
     "allows this loss"
 )
+
+
+class BadStep(TrainingError):
+    """The error of a bad step from which the run may be rolled back; the same on every rank."""
+
+    def __init__(self, message: str, positions: Sequence[int], metrics: Mapping[str, float]) -> None:
+        super().__init__(message)
+        self.metrics = dict(metrics)
+        """Its loss and norm of the gradient."""
+        self.positions = list(positions)
+        """Of its samples in the order of the training data; empty: they are not known."""
 
 
 class Spike(NamedTuple):
@@ -68,12 +81,16 @@ def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm:
         loss, grad_norm: the same on every rank; at least one is not finite, or the loss is a spike.
 
     Raises:
-        TrainingError: on every rank, with the cause; nothing has changed.
+        TrainingError: on every rank, with the cause; nothing has changed. BadStep: to be rolled back.
     """
     settings, in_a_row = state.config.bad_steps, state.bad_steps_in_a_row + 1
     problem, hint = _problem(state, step, loss, grad_norm)
     if settings.on_bad_step == "stop":
         raise TrainingError(f"{problem}; nothing was updated; {hint}")
+    if settings.on_bad_step == "rollback":
+        samples = state.with_cursor(step.samples)
+        positions = samples.positions if isinstance(samples, PreparedBatch) else ()
+        raise BadStep(problem, positions, {"loss": loss, "grad_norm": grad_norm})
     if in_a_row >= settings.max_in_a_row:
         raise TrainingError(
             f"{problem}; nothing was updated; it is number {in_a_row} of such steps in a row, as many as end the run "

@@ -204,8 +204,8 @@ _LAST_METRICS = (
     ),
     MetricInfo(
         "bad_steps",
-        "skipped since the start of the run because loss or gradient was not finite, or the loss a spike "
-        "(`megatron_wrap.bad_steps.on_bad_step: skip`)",
+        "skipped or rolled back since the start of the run: loss or gradient not finite, or the loss a spike "
+        "(`megatron_wrap.bad_steps`)",
         "steps",
         ConsoleFormat(partial(counted, noun="bad step"), 3, "{number}", shown=bool),
     ),

@@ -119,6 +119,37 @@ def skipped(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
     return {"metrics": metrics[0], "equal": ends[0] == ends[1]}
 
 
+def rolled_back(overrides: Sequence[str], folder: str, names: Sequence[str]) -> dict[str, Any]:
+    """Runs of 8 steps with a checkpoint every 4. whole: with a bad sample in step 6. resumed: as whole, but it ends
+    after step 6 and is resumed. without: without the samples of the bad batch. The iteration after each step, what is
+    counted and the end of each."""
+    plain = samples(8 * runs.BATCH)
+    spoiled = [*plain[: 5 * runs.BATCH], *bad_batch("gradient"), *plain[5 * runs.BATCH :]]
+    common = (*runs.options("Poisoned"), *overrides, "megatron_wrap.data.shuffle=false")
+    results: dict[str, Any] = {}
+    for name in names:
+        steps: list[float] = []
+        for limit in (6, 8) if name == "resumed" else (8,):
+            save = f"{folder}/{name}"
+            keys = (
+                *("megatron_wrap.bad_steps.on_bad_step=rollback", "megatron_lm.train.common.save_interval=4"),
+                *(f"megatron_lm.train.common.save={save}", f"megatron_wrap.logger.output_dir={save}/records"),
+            )
+            with runs.started((*common, *keys)) as wrap:
+                for batch in wrap.batches(plain if name == "without" else spoiled):
+                    steps.append(wrap.train(batch)["iteration"])
+                    wrap.log_last_metrics()
+                    if wrap.iteration == limit:
+                        break
+                wrap.save()
+                progress = wrap.state.progress
+                counts = (progress.bad_steps, progress.rollbacks, list(progress.left_out))
+                progress.bad_steps, progress.rollbacks = 0, 0
+                progress.left_out, progress.data = [], {}
+                results[name] = {"steps": steps, "counts": counts, "end": runs.everything(wrap)}
+    return results
+
+
 def in_a_row(overrides: Sequence[str], kinds: Sequence[str]) -> list[str]:
     """What becomes of steps of these kinds, "" a good one: the number of bad steps so far, or the error."""
     results = []

@@ -42,6 +42,12 @@ _INDEXED_ONLY = (
 NEEDS = (
     Need("bad_steps.on_bad_step", "train.check_for_nan_in_loss_and_grad", (True,)),
     Need("bad_steps.max_in_a_row", "bad_steps.on_bad_step", ("skip",)),
+    Need("bad_steps.max_rollbacks", "bad_steps.on_bad_step", ("rollback",)),
+    Need("bad_steps.on_bad_step", "train.save", when="rollback"),
+    *(
+        Need("bad_steps.on_bad_step", f"train.{name}", (False,), when="rollback")
+        for name in ("no_save_optim", "no_load_optim", "no_save_rng", "no_load_rng")
+    ),
     Need("bad_steps.spike_threshold", "train.check_for_nan_in_loss_and_grad", (True,)),
     Need("bad_steps.spike_window", "bad_steps.spike_threshold"),
     Need("arch.group_query_attention", "arch.num_query_groups"),

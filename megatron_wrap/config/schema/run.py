@@ -159,12 +159,15 @@ class BadStepsConfig:
     """`megatron_wrap.bad_steps`: steps whose loss or gradient is not finite, spikes of the loss, and batches without a
     trained token (docs/bad-steps.md)."""
 
-    on_bad_step: Literal["stop", "skip"] = "stop"
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
     """A step whose loss or gradient is not finite. stop: end the run with the cause, before the weights change. skip:
-    leave the weights as they are, count the step and warn with the cause. An overflow under fp16's loss scale is none.
+    leave the weights as they are, count the step and warn with the cause. rollback: load the newest checkpoint in
+    train.common.save, and train from it without the samples of the step. An overflow under fp16's loss scale is none.
     """
     max_in_a_row: int = key(5, at_least=1)
     """Number of such steps in a row that ends the run in spite of skip."""
+    max_rollbacks: int = key(3, at_least=1)
+    """Rollbacks of a run; the next bad step ends it in spite of rollback."""
     spike_threshold: float | None = key(None, above=0, null_means_off=True)
     """A loss that is this number of robust standard deviations above the median of the last spike_window losses is a
     bad step, too, such as 20; null: none is."""

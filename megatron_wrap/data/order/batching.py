@@ -4,7 +4,7 @@ and workers compute the same batches, and a resumed run continues with the next 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,10 +95,13 @@ class BatchPlan:
         reader: reads and checks samples.
         rule: how they are divided.
         cursor: where the run continues.
+        left_out: positions that are in no batch.
     """
 
-    def __init__(self, reader: SampleReader, rule: BatchRule, cursor: Cursor) -> None:
-        self._reader, self._rule, self.cursor = reader, rule, cursor
+    def __init__(
+        self, reader: SampleReader, rule: BatchRule, cursor: Cursor, left_out: Collection[int] = frozenset()
+    ) -> None:
+        self._reader, self._rule, self.cursor, self._left_out = reader, rule, cursor, left_out
         self._prepared_until = 0
 
     def next(self) -> PlannedBatch:
@@ -109,6 +112,9 @@ class BatchPlan:
         """
         bad_rows: list[str] = []
         before = self.cursor
+        if self._left_out:  # samples of a checkpoint's cursor may have been left out since
+            bins = (tuple(item for item in items if item not in self._left_out) for items in before.waiting)
+            self.cursor = replace(before, waiting=tuple(items for items in bins if items))
         if self._rule.budget is None:
             positions = self._by_samples(self._rule.samples_at(before.consumed), bad_rows)
         else:
@@ -149,15 +155,18 @@ class BatchPlan:
     def _read(self, count: int, bad_rows: list[str]) -> list[int]:
         """The next `count` positions whose samples can be used."""
         start = self.cursor.position
-        if not self._reader.checks_rows:
+        if not self._reader.checks_rows and not self._left_out:
             self.cursor = replace(self.cursor, ahead=self.cursor.ahead + count)
             return list(range(start, start + count))
         positions: list[int] = []
         position, in_succession = start, 0
         most = self._reader.samples_per_epoch or _MOST_BAD
         while len(positions) < count:
-            problem = self._reader.problem(position)
-            if problem is None:
+            is_left_out = position in self._left_out
+            problem = self._reader.problem(position) if self._reader.checks_rows and not is_left_out else None
+            if is_left_out:
+                in_succession = 0
+            elif problem is None:
                 positions.append(position)
                 in_succession = 0
             else:

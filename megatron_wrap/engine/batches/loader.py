@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -56,6 +56,7 @@ class BatchLoader:
         self._stream, self._stored = stream, stored
         self._loading: Generator[PreparedBatch] | None = None
         self._next: Cursor | None = None
+        self._left_out: Collection[int] = frozenset()
         self._shown = 0
         multiple = localization.parallel.dp.size * micro_batching.num_microbatches_multiple
         if self._rule.budget is not None and self._rule.budget.num_bins % multiple:
@@ -65,18 +66,20 @@ class BatchLoader:
                 "choose a multiple"
             )
 
-    def next(self, cursor: Cursor) -> PreparedBatch:
+    def next(self, cursor: Cursor, left_out: Collection[int] = frozenset()) -> PreparedBatch:
         """The batch of the next step.
 
         Args:
             cursor: of the run. If it is not that after the previous batch, loading starts again from it.
+            left_out: positions whose samples are in no batch; others start loading again, too.
 
         Raises:
             DataError: a row cannot be used; the message begins with file and row.
             TrainingError: a worker process has died.
         """
-        if self._loading is None or cursor != self._next:
+        if self._loading is None or cursor != self._next or left_out != self._left_out:
             self.close()
+            self._left_out = left_out
             self._loading = self._batches_from(cursor)
         batch = next(self._loading)
         self._next = batch.after
@@ -118,7 +121,7 @@ class BatchLoader:
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:
         """Every `workers`-th batch, beginning with batch `worker` after `cursor`."""
         reader = sample_reader(self._config, self._stream, self._preparation, self._rule.budget, self._stored)
-        plan = BatchPlan(reader, self._rule, cursor)
+        plan = BatchPlan(reader, self._rule, cursor, self._left_out)
         for number in itertools.count():
             planned = plan.next()
             if number % workers == worker:
@@ -145,6 +148,7 @@ class BatchLoader:
             ),
             key=batch_key(self._micro_batching, seed, dp),
             where=tuple(map(reader.where, positions)),
+            positions=positions,
         )
 
 

@@ -40,6 +40,7 @@ class BatchParts(NamedTuple):
     micro_batches: ReplicaMicroBatches | None = None
     key: Hashable = None
     where: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
 
 
 class PreparedBatch(list[Any]):
@@ -54,6 +55,7 @@ class PreparedBatch(list[Any]):
         micro_batches: this replica's, from `split_batch`.
         key: what they depend on besides the samples.
         where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all are.
+        positions: of the samples that were read, in the order of the training data.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class PreparedBatch(list[Any]):
         micro_batches: ReplicaMicroBatches | None = None,
         key: Hashable = None,
         where: tuple[str, ...] = (),
+        positions: tuple[int, ...] = (),
     ) -> None:
         super().__init__(samples)
+        self.positions = positions
         self.before, self.after, self.bad_rows = before, after, bad_rows
         self._read, self._where = tuple(self), where
         self._micro_batches, self._key = micro_batches, key
@@ -84,7 +88,8 @@ class PreparedBatch(list[Any]):
         samples = list(samples)
         consumed = self.before.consumed + len(samples)
         after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)
-        return PreparedBatch(samples, self.before, after, self.bad_rows, where=self.origins(samples))
+        origins = self.origins(samples)
+        return PreparedBatch(samples, self.before, after, self.bad_rows, where=origins, positions=self.positions)
 
     def origins(self, samples: Iterable[Any]) -> tuple[str, ...]:
         """`FILE:ROW` of each sample that was read for this batch, whatever its order now; empty for others."""
@@ -93,7 +98,8 @@ class PreparedBatch(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         samples = list(self)
-        return PreparedBatch, (samples, self.before, self.after, self.bad_rows, None, None, self.origins(samples))
+        arguments = (samples, self.before, self.after, self.bad_rows, None, None, self.origins(samples), self.positions)
+        return PreparedBatch, arguments
 
 
 def _snapshot(value: Any) -> Any:

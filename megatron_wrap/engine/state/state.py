@@ -81,7 +81,11 @@ class Progress:
     skipped_iterations: int = 0
     """Steps without an update: loss-scale overflow, no loss weight in the whole batch, or a bad step."""
     bad_steps: int = 0
-    """Steps that were skipped because their loss or gradient was not finite, or their loss was a spike."""
+    """Steps whose loss or gradient was not finite, or whose loss was a spike, that did not end the run."""
+    rollbacks: int = 0
+    """Times the run has gone back to a checkpoint after a bad step."""
+    left_out: list[int] = field(default_factory=list)
+    """Positions in the order of the training data of samples that no later step takes, ascending."""
     recent_losses: list[float] = field(default_factory=list)
     """Of the last steps with an update, as many as `megatron_wrap.bad_steps.spike_window`; [] without a
     spike_threshold."""

@@ -71,6 +71,29 @@ def test_a_budget_takes_each_sample_once_and_fills_the_bins():
     assert taken != sorted(taken)
 
 
+@pytest.mark.parametrize("rule", [BY_SAMPLES, BY_TOKENS], ids=["samples", "tokens"])
+@pytest.mark.parametrize("options", [{}, {"bad": (3, 17, 18), "skip_bad": True}], ids=["all", "skip"])
+def test_positions_that_are_left_out_are_in_no_batch_and_no_other_is_missing(rule: BatchRule, options: dict[str, Any]):
+    """From a cursor with some of them waiting, and then from a later one."""
+    before = plan(rule, **options)
+    taken = [before.next().positions for _ in range(3)]
+    cursor = saved_and_loaded(before.cursor)
+    left_out = frozenset({*before.next().positions, cursor.position + 3, 60})
+    samples = reader(by_tokens=rule.budget is not None, **options)
+    ours = BatchPlan(samples, rule, cursor, left_out)
+    batches = [ours.next()]
+    assert batches[0].before == cursor
+    continued = BatchPlan(samples, rule, saved_and_loaded(ours.cursor), left_out)
+    batches += [continued.next() for _ in range(20)]
+    later = [position for batch in batches for position in batch.positions]
+    assert len(later) == continued.cursor.consumed - cursor.consumed
+    waiting = [position for positions in continued.cursor.waiting for position in positions]
+    read = range(continued.cursor.position)
+    bad = {position for position in read if stream_of(range(50), seed=3).read(position) in options.get("bad", ())}
+    earlier = [position for positions in taken for position in positions]
+    assert sorted(earlier + later + waiting) == [position for position in read if position not in bad | left_out]
+
+
 def test_the_samples_of_a_window_are_prepared_over_the_batches_before_it():
     prepared: list[int] = []
 
