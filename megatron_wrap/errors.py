@@ -40,6 +40,8 @@ def missing_path_hint(path: str | os.PathLike[str]) -> str:
     """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
     or the part of the path that exists; `~` is the home folder."""
     wanted = Path(path).expanduser()
+    if os.path.islink(wanted):
+        return f"; it is a link to {os.readlink(wanted)}, which leads to no file"
     folder = wanted.parent
     # the folder of the shipped example is not part of the repository
     build = "; python examples/data/build.py builds the sample data" if "generated" in wanted.parts else ""

@@ -16,7 +16,7 @@ def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         return f"names {name!r}, which is outside its folder"
     root = Path(os.path.abspath(folder))
-    target = (root / name).resolve()
+    target = Path(os.path.realpath(root / name))  # Path.resolve raises at a link to itself
     parents = {*root.parents, *root.resolve().parents}
     caches = [parent.parent / "blobs" for parent in parents if parent.name == "snapshots"]
     if any(target.is_relative_to(permitted.resolve()) for permitted in (root, *caches)):

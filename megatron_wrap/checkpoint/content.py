@@ -6,7 +6,6 @@ shard is described by its position in the unsharded tensor, so a checkpoint can 
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ import numpy
 import torch
 
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
@@ -171,32 +171,29 @@ def rng_entry(parallel: ParallelState, device: torch.device, is_loading: bool) -
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """States of Python's, numpy's, torch's, the device's and Megatron-Core's random generators, as plain values and
-    tensors."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    """`RandomStates` as plain values and tensors."""
+    states = RandomStates.now(device)
+    name, keys, position, has_gauss, cached = states.numpy
     return {
-        "python": random.getstate(),
+        "python": states.python,
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state() if device.type == "cuda" else None,
-        "tracker": dict(get_cuda_rng_tracker().get_states()),
+        "torch": states.host,
+        "device": states.device,
+        "tracker": states.tracker,
     }
 
 
-def restore_random_states(device: torch.device, saved: dict[str, Any]) -> None:
+def restore_random_states(saved: dict[str, Any]) -> None:
     """Restore states from `random_states`, taken on the same kind of platform."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     version, internal, gauss_next = saved["python"]
-    random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, cached = saved["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    torch.set_rng_state(saved["torch"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(saved["device"])
-    get_cuda_rng_tracker().set_states(saved["tracker"])
+    RandomStates(
+        python=(version, tuple(internal), gauss_next),
+        numpy=(name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached),
+        host=saved["torch"],
+        device=saved["device"],
+        tracker=saved["tracker"],
+    ).restore()
 
 
 def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ class RunCheckpoints:
         """Folder and iteration of the checkpoint that contains the current state."""
         self.loaded: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that was loaded last."""
+        self._loaded_all = False
+        """It contains the whole state after it was loaded."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
         self._background: BackgroundSaves | None = None
@@ -67,6 +69,8 @@ class RunCheckpoints:
             refuse_resume(state.config)
             with_reference = self._load_newest(CheckpointStore(str(train.save)), weights_only)
             resumed_from = state.progress.iteration
+            if self._loaded_all and not weights_only:
+                self._saved = self.loaded
             logger.info_rank_0(f"resuming from iteration {resumed_from} of {train.save}")
             last = derived.train_iters(state.config)
             if resumed_from >= last and not weights_only:
@@ -163,7 +167,7 @@ class RunCheckpoints:
             with_optimizer=not train.no_load_optim,
             with_rng=not train.no_load_rng,
         )
-        self.loaded = report.path, report.iteration
+        self.loaded, self._loaded_all = (report.path, report.iteration), not report.skipped
         reference = state.reference
         with_reference = False
         if reference is not None and is_saved(reference) and not weights_only:

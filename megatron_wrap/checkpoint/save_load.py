@@ -452,5 +452,5 @@ def _read_and_set(
             # FP8 parameters have lost precision that the loaded tensors have
             state.optimizer.reload_model_params(loaded if state.transformer_config.fp8_param else None)
         if with_rng:
-            content.restore_random_states(state.platform.device, loaded["rng_state"])
+            content.restore_random_states(loaded["rng_state"])
     return loaded

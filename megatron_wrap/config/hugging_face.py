@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.config.config_json_types import check_types
+from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.reading.nest import ValidatedNest
 from megatron_wrap.config.reading.origins import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
@@ -135,21 +137,22 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     folder = resolve_folder(path_or_id)
     path = folder / "config.json"
     shown = shown_path(path)
-    if not path.is_file():
+    if not os.path.exists(path):
         raise ConfigError(f"{shown}: no such file; a Hugging Face folder has a config.json")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{shown}: not JSON ({error}); download the file again") from error
+    values = read_json(path, "download the file again")
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"{shown}: has no model_type; name the folder of a transformers model")
     family = family_of(values["model_type"], shown)
     if values.get("quantization_config"):
         raise UnsupportedModel(f"{shown}: has a quantization_config; use weights in bf16, fp16 or fp32")
     try:
+        if family.model_type in _SHIPPED:
+            check_types(values)
         arch = family.arch_values(values)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{shown}: this {family.model_type} cannot be built: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{shown}: {error}; download the file again") from error
     return HuggingFaceConfig(folder, values, family, arch)
 
 

@@ -13,6 +13,7 @@ from megatron_wrap.errors import TrainingError
 from megatron_wrap.utils.console_lines import MAX_LENGTH, ConsoleLines
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.json_lines_logger import SampleTexts
+from megatron_wrap.utils.logger_errors import ToleratedErrors
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
 from megatron_wrap.utils.progress import ProgressBar
 
@@ -43,6 +44,7 @@ class RunRecords:
         self._recorded_iteration: int | None = None
         self._profiler: StepProfiler | None = None
         self._texts: SampleTexts | None = None
+        self._text_errors = ToleratedErrors()
         self.last_evaluation: tuple[int, dict[str, float]] | None = None
         """Iteration and metrics, SET/METRIC -> value, of the last evaluation."""
 
@@ -122,7 +124,8 @@ class RunRecords:
             head = f"iteration {iteration}, sample of {_shortened(repr(prompt), _PROMPT_LENGTH)}: "
             logger.info_rank_0(head + _shortened(repr(text), MAX_LENGTH - len(head)))
         if self._texts is not None:
-            self._texts.log(iteration, texts)
+            with self._text_errors.of(str(self._texts.path)):
+                self._texts.log(iteration, texts)
 
     def close(self) -> None:
         """Close profiler, loggers and progress bar."""

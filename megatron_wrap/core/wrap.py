@@ -161,9 +161,13 @@ class MegatronWrap:
 
         Raises:
             PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`; or
-                another run holds the output folder or that of the checkpoints.
+                another run holds the output folder or that of the checkpoints; or this one has failed too often
+                without a new checkpoint.
         """
+        from megatron_wrap.core.run_folders import count_start
+
         run = self._set_up(training=True)
+        count_start(self.config, self.iteration)
         run.begin_records(self.output_dir)
         assert self._processes is not None
         run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
@@ -235,6 +239,8 @@ class MegatronWrap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
+            self._forget_starts()
         if isinstance(error, KeyboardInterrupt):
             if self._interrupts is not None:
                 self._interrupts.close()
@@ -650,6 +656,12 @@ class MegatronWrap:
         if self._run is not None:  # else what was known last: the run is set up or closed
             self._last_known = self._run.state.progress.iteration + 1, current_phase()
         return self._last_known
+
+    def _forget_starts(self) -> None:
+        from megatron_wrap.core.run_folders import forget_starts
+
+        if self._run is not None and self._run.training is not None and logger.rank == 0:
+            forget_starts(self.config)
 
     def _interrupted(self) -> str:
         return "interrupted before the run began" if self._run is None else self._run.interrupted()

@@ -4,8 +4,7 @@ whole batch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from megatron_wrap.engine.batches.micro_batch import count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
+from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.step import add_gradients, begin_step, check_size, finish_step
@@ -22,7 +22,6 @@ from megatron_wrap.engine.step_statistics import step_statistics, with_statistic
 from megatron_wrap.errors import DataError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
-from megatron_wrap.model.chunks import restored_on_error, router_biases
 
 
 def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
@@ -84,7 +83,7 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
     if weights.counts.has_weight:
         micro_batches = replica_micro_batches(state, batch, len(step.samples)).training
         local = with_statistics(localized(state, micro_batches), weights.statistics)
-        with deferred_reduction(state, len(local) / weights.num_microbatches):
+        with deferred_reduction(state.chunks, state.transformer_config, len(local) / weights.num_microbatches):
             add_gradients(state, step, local)
     step.samples = [*step.samples, *batch]
     step.parts += 1
@@ -111,45 +110,14 @@ def optimizer_step(state: TrainingState) -> StepReport:
             "wrap.forward_backward for each"
         )
     state.open_step = None
-    with restored_on_error(router_biases(state.chunks)):
-        if step.weights.counts.has_weight:
-            _reduce_gradients(state)
-        return finish_step(state, step)
+    has_weight = step.weights.counts.has_weight
+    return finish_step(state, step, lambda: _reduce_gradients(state) if has_weight else None)
 
 
 def refuse_open_step(state: TrainingState, caller: str) -> None:
     """Raise a TrainingError in the middle of a step in parts."""
     if state.open_step is not None:
         raise TrainingError(f"{caller}: a step in parts is open; call wrap.optimizer_step first")
-
-
-@contextmanager
-def deferred_reduction(state: TrainingState, share: float) -> Iterator[None]:
-    """Runs of the schedule leave the gradients of this rank in its buffers, as between micro-batches.
-
-    Args:
-        share: micro-batches of the run, as a share of those of the step. The schedule divides losses, and those of the
-            routers, by the micro-batches of a run (schedules.py, forward_step_calc_loss).
-    """
-    config = state.transformer_config
-    before = config.finalize_model_grads_func, config.no_sync_func, config.grad_sync_func, config.grad_scale_func
-    scale = config.grad_scale_func
-
-    def scaled(loss: Tensor) -> Tensor:
-        return (loss if scale is None else scale(loss)) * share
-
-    try:
-        config.finalize_model_grads_func = lambda *arguments, **keywords: None
-        config.no_sync_func = config.grad_sync_func = None
-        config.grad_scale_func = scaled
-        with ExitStack() as stack:
-            for chunk in state.chunks:
-                stack.enter_context(chunk.no_sync())
-            yield
-    finally:
-        finalize, no_sync, grad_sync, grad_scale = before
-        config.finalize_model_grads_func = finalize
-        config.no_sync_func, config.grad_sync_func, config.grad_scale_func = no_sync, grad_sync, grad_scale
 
 
 def _reduce_gradients(state: TrainingState) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
@@ -16,10 +17,11 @@ from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
+from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
+from megatron_wrap.engine.state.update import BadUpdate, Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
-from megatron_wrap.errors import DataError, FlowError, TrainingError
+from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
@@ -27,13 +29,7 @@ from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
 
-_MAX_STEPS_WITHOUT_WEIGHT = 10
-"""In a row. A single one is a skipped step, whose loss is nan because it has none."""
 _STOP = "stop_requests"
-_NON_FINITE_HINT = (
-    "lower the learning rate or inspect the batch; megatron_lm.train.common.check_for_nan_in_loss_and_grad: false "
-    "disables this check"
-)
 
 
 @collected_at_end()
@@ -48,8 +44,9 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
 
     Raises:
         DataError, FlowError: the batch or the flow is wrong.
-        TrainingError: on every rank, if the loss or the gradient norm is not finite, or no token of the last batches is
-            trained. Parameters, optimizer, learning rate and counters are unchanged.
+        TrainingError: on every rank, if the loss or the gradient norm is not finite or the loss is a spike, and such
+            steps are not skipped, or no token of the last batches is trained. Parameters, optimizer, learning rate and
+            counters are unchanged.
     """
     started = time.perf_counter()
     with phase(DATA):
@@ -57,11 +54,8 @@ def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     check_size(state, len(batch), "wrap.train takes a batch")
     micro_batches = replica_micro_batches(state, batch)
     weights = step_weights(state, micro_batches)
-    # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
-    with restored_on_error(router_biases(state.chunks)):
-        step = begin_step(state, weights, batch, started)
-        compute_gradients(state, step, micro_batches)
-        return finish_step(state, step)
+    step = begin_step(state, weights, batch, started)
+    return finish_step(state, step, lambda: compute_gradients(state, step, micro_batches))
 
 
 def step_weights(state: TrainingState, micro_batches: ReplicaMicroBatches) -> StepWeights:
@@ -83,7 +77,9 @@ def begin_step(state: TrainingState, weights: StepWeights, samples: Sequence[Any
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    return OpenStep(weights, MetricSums(state.platform.device), started, samples)
+    device = state.platform.device
+    checked = state.config.train.check_for_nan_in_loss_and_grad
+    return OpenStep(weights, MetricSums(device), started, samples, RandomStates.now(device) if checked else None)
 
 
 def compute_gradients(state: TrainingState, step: OpenStep, micro_batches: ReplicaMicroBatches) -> None:
@@ -105,45 +101,46 @@ def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch])
         state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
 
-def finish_step(state: TrainingState, step: OpenStep) -> StepReport:
-    """Reduce the metrics, update the parameters, advance learning rate and counters, and report. Collective.
+def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], None]) -> StepReport:
+    """Complete the gradients, reduce the metrics, update the parameters, advance learning rate and counters, and
+    report. Collective.
 
     Args:
-        step: its gradients are in the buffers, reduced over all ranks.
+        gradients: computes the gradients into the buffers, or what is left to do of it: reduced over all ranks.
 
     Raises:
         TrainingError: as `train_step`.
     """
     progress, parallel, device, counts = state.progress, state.parallel, state.platform.device, step.weights.counts
-    learning_rate, update = state.lr_scheduler.get_lr({}), Update()
-    expected_size = state.global_batch_size
-    state.steps_without_weight = 0 if counts.has_weight else state.steps_without_weight + 1
-    if state.steps_without_weight >= _MAX_STEPS_WITHOUT_WEIGHT:
-        raise TrainingError(
-            f"no token of iteration {progress.iteration + 1} is trained, nor of the {_MAX_STEPS_WITHOUT_WEIGHT - 1} "
-            "before it: all loss weights of their batches are 0, so nothing is learned; megatron-wrap inspect-data "
-            "shows which tokens of the data have a loss"
-        )
-    with phase(OPTIMIZER):
-        square_sums = state.optimizer.prepare(device) if counts.has_weight else []
-    # before the update, which a non-finite loss prevents; the host does not wait for the update
-    local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
-    requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
-    reduced = state.reduction.reduce(step.sums, "train", {**local, _STOP: requests}, copied=square_sums)
-    stop_requested = reduced.sums.pop(_STOP) > 0
-    if counts.has_weight:
-        update = _update(state, reduced)
+    learning_rate, update, expected_size = state.lr_scheduler.get_lr({}), Update(), state.global_batch_size
+    # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
+    with restored_on_error(router_biases(state.chunks)) as restore_biases:
+        gradients()
+        refuse_steps_without_weight(state, counts.has_weight)
+        with phase(OPTIMIZER):
+            square_sums = state.optimizer.prepare(device) if counts.has_weight else []
+        # before the update, which a non-finite loss prevents; the host does not wait for the update
+        local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
+        requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
+        reduced = state.reduction.reduce(step.sums, "train", {**local, _STOP: requests}, copied=square_sums)
+        stop_requested = reduced.sums.pop(_STOP) > 0
+        if counts.has_weight:
+            update = _update(state, reduced)
+        if update.is_bad:
+            refuse_or_skip(state, step, reduced.loss, update.grad_norm)
+            restore_biases()
 
-    progress.iteration += 1
-    progress.consume(state.with_cursor(step.samples))
-    state.offered = None
-    progress.consumed_tokens += counts.tokens
-    progress.skipped_iterations += not update.applied
-    if update.applied:
-        state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
-    metrics = _metrics(state, reduced, step, update, learning_rate)
-    flow_metrics = tuple(reduced.flow_metrics)
-    return StepReport(progress.iteration, metrics, not update.applied, flow_metrics, stop_requested)
+        progress.iteration += 1
+        progress.consume(state.with_cursor(step.samples))
+        state.offered = None
+        progress.consumed_tokens += counts.tokens
+        progress.skipped_iterations += not update.applied
+        if update.applied:
+            record_good_step(state, reduced.loss)
+            state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
+        metrics = _metrics(state, reduced, step, update, learning_rate)
+        flow_metrics = tuple(reduced.flow_metrics)
+        return StepReport(progress.iteration, metrics, not update.applied, flow_metrics, stop_requested)
 
 
 def check_size(state: TrainingState, num_samples: int, rule: str) -> None:
@@ -171,14 +168,9 @@ def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
     loss = reduced.loss if state.config.train.check_for_nan_in_loss_and_grad else None
     try:
         with phase(OPTIMIZER):
-            return state.optimizer.update(loss, reduced.copied)
-    except NonFiniteUpdate as error:
-        values = {"loss": error.loss, "grad_norm": error.grad_norm}
-        non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))
-        raise TrainingError(
-            f"{non_finite} of iteration {state.progress.iteration + 1} not finite (loss {error.loss}, grad_norm "
-            f"{error.grad_norm}); nothing was updated; {_NON_FINITE_HINT}"
-        ) from error
+            return state.optimizer.update(loss, reduced.copied, is_spike=spike(state, reduced.loss) is not None)
+    except BadUpdate as error:
+        return Update(grad_norm=error.grad_norm, is_bad=True)
 
 
 def _metrics(
@@ -210,6 +202,7 @@ def _metrics(
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
         "skipped_iterations": progress.skipped_iterations,
+        "bad_steps": progress.bad_steps,
         "skipped_samples": progress.skipped_samples,
         "elapsed_time": elapsed_seconds,
         "tokens_per_second": counts.tokens / elapsed_seconds,

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from torch import Tensor
+
 from megatron_wrap.engine.batches.localize import NOISE
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
@@ -64,13 +66,21 @@ def loss_micro_batches(
     Returns:
         The micro-batches of each run of the schedule.
     """
+    groups, statistics = local_groups(state, micro_batches, num_samples, equal_rows)
+    return [with_statistics(group, statistics) for group in groups]
+
+
+def local_groups(
+    state: TrainingState, micro_batches: ReplicaMicroBatches, num_samples: int, equal_rows: bool = False
+) -> tuple[list[list[MicroBatch]], dict[str, Tensor]]:
+    """The micro-batches of `loss_micro_batches` before they get the statistics of the whole step, and these. Arguments
+    as there. Collective."""
     runs = equal_runs if equal_rows else _one_run
     groups = [localized(state, run) for run in runs(state, micro_batches.training)]
     if state.flow.step_values_from is None:
-        return groups
+        return groups, {}
     sources = [localized(state, run) for run in runs(state, micro_batches.statistics)] or groups
-    statistics = step_statistics(state, micro_batches.training, sources, num_samples)
-    return [with_statistics(group, statistics) for group in groups]
+    return groups, step_statistics(state, micro_batches.training, sources, num_samples)
 
 
 def normalized_loss(

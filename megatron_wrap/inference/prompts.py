@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import DataError, special_file
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -17,6 +17,8 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
     Raises:
         DataError: the file is missing, or a line is something else; the message contains its number.
     """
+    if reason := special_file(Path(path).expanduser()):
+        raise DataError(reason)
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -28,7 +30,7 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: not JSON ({error})") from error
         row = {"prompt": row} if isinstance(row, str) else row
         prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else None

@@ -198,9 +198,16 @@ _LAST_METRICS = (
     ),
     MetricInfo(
         "skipped_iterations",
-        "without an update since the start of the run: no weight, or an overflow in fp16",
+        "without an update since the start of the run: no weight, an overflow in fp16, or one of `bad_steps`",
         "steps",
         ConsoleFormat(partial(counted, noun="iteration"), 3, "{number} skipped", shown=bool),
+    ),
+    MetricInfo(
+        "bad_steps",
+        "skipped since the start of the run because loss or gradient was not finite, or the loss a spike "
+        "(`megatron_wrap.bad_steps.on_bad_step: skip`)",
+        "steps",
+        ConsoleFormat(partial(counted, noun="bad step"), 3, "{number}", shown=bool),
     ),
     MetricInfo(
         "skipped_samples",

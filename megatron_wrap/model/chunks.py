@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,18 @@ def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the values of the tensors bit for bit if the body raises."""
+def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+    """Restore the values of the tensors bit for bit if the body raises, or calls the function that it gets."""
     saved = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    except BaseException:
+
+    def restore() -> None:
         for tensor, value in zip(tensors, saved, strict=True):
             tensor.copy_(value)
+
+    try:
+        yield restore
+    except BaseException:
+        restore()
         raise
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from megatron_wrap.utils.dist_logger import logger
 
+_SILENT_SECONDS = 5.0
+"""Of waiting, before it is logged."""
+
 
 @contextlib.contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
@@ -28,7 +31,7 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     lock = FileLock(path)
     with contextlib.suppress(OSError):
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_SILENT_SECONDS)  # processes of one run often come at the same time
         except Timeout:
             logger.info_all_ranks(f"another process {doing} beside {path}; waiting for it")
             lock.acquire()

@@ -1,10 +1,13 @@
 """`metrics.jsonl` and `samples.jsonl`: one strict JSON object per line; a resumed run continues the files."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 from megatron_wrap.utils.atomic_write import atomic_file
 from megatron_wrap.utils.dist_logger import logger
@@ -31,7 +34,7 @@ class _JsonLinesFile:
         self.path = Path(output_dir) / self.file_name
         self._resume_from = resume_from
         self._known: set[str] = set()  # keys of the objects of `resume_from` in the file
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         if logger.rank != 0:
             return
         with refuse_unwritable("metrics", self.path):
@@ -41,7 +44,7 @@ class _JsonLinesFile:
                     self.path.rename(_free_name(self.path))
                 else:
                     self._known = _remove_after(self.path, resume_from)
-            self._file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by `close`
+            self._file = FileIO(self.path, "a")  # unbuffered: what a full disk refuses is not written later
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -50,11 +53,23 @@ class _JsonLinesFile:
             self._file = None
 
     def _write(self, iteration: int, values: Mapping[str, Any]) -> None:
-        """Append `{"iteration": iteration, ...values}`, and flush it."""
+        """Append `{"iteration": iteration, ...values}`.
+
+        Raises:
+            OSError: it cannot be written; nothing of the line is in the file, so that later lines can follow.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps({"iteration": iteration, **values}, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"iteration": iteration, **values}, allow_nan=False, ensure_ascii=False) + "\n"
+        left = memoryview(line.encode())
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
 
 
 class JsonLinesLogger(_JsonLinesFile):

@@ -1,4 +1,4 @@
-"""Errors of metric loggers that cannot start."""
+"""Errors of metric loggers: those that cannot start, which end the run, and those of a running one, which do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, MegatronWrapError
+from megatron_wrap.utils.dist_logger import logger
 
 
 @contextlib.contextmanager
@@ -26,6 +27,30 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
             f"{what} cannot be written to {path}: {error.strerror}; "
             "set megatron_wrap.logger.output_dir to a writable folder"
         ) from error
+
+
+class ToleratedErrors:
+    """Errors of running loggers, such as a full disk or a lost connection: the first of each is a warning, training
+    goes on, and each logger is called again in later steps."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Errors of the body are those of the logger `name`; a MegatronWrapError is raised."""
+        try:
+            yield
+        except MegatronWrapError:
+            raise
+        except Exception as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                logger.warning_rank_0(
+                    f"{name} fails: {reason or type(error).__name__}; training goes on, what it cannot write is "
+                    "missing, and later errors of it are not shown"
+                )
 
 
 def missing_package(name: str, package: str) -> ConfigError:

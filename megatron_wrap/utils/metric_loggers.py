@@ -22,6 +22,7 @@ from megatron_wrap.errors import ConfigError
 from megatron_wrap.registry import Registry
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.json_lines_logger import JsonLinesLogger
+from megatron_wrap.utils.logger_errors import ToleratedErrors
 from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
 from megatron_wrap.utils.wandb_logger import WandbLogger
 
@@ -68,23 +69,25 @@ class MetricLoggers:
 
     def __init__(self, loggers: Sequence[MetricLogger]) -> None:
         self.loggers = list(loggers)
+        self._errors = ToleratedErrors()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Pass a copy of the metrics to each logger."""
+        """Pass a copy of the metrics to each logger; the first error of each is a warning."""
         for metric_logger in self.loggers:
-            metric_logger.log(step, dict(metrics))
+            with self._errors.of(_name(metric_logger)):
+                metric_logger.log(step, dict(metrics))
 
     def close(self) -> None:
-        """Close all loggers, even if one fails, then raise the first error; a second call does nothing."""
+        """Close all loggers, even if one fails, which is a warning; a second call does nothing."""
         loggers, self.loggers = self.loggers, []
-        failures = []
         for metric_logger in loggers:
-            try:
+            with self._errors.of(_name(metric_logger)):
                 metric_logger.close()
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+
+
+def _name(metric_logger: MetricLogger) -> str:
+    path = getattr(metric_logger, "path", None)
+    return f"metric logger {type(metric_logger).__name__}" + (f" ({path})" if isinstance(path, Path) else "")
 
 
 def build_metric_loggers(

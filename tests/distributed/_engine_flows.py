@@ -105,12 +105,13 @@ class NotANumber(MegatronWrapGPTModelSFTFlow):
 
 class Poisoned(MegatronWrapGPTModelSFTFlow):
     """A sample with `poison: loss` makes the loss infinite and keeps the gradient finite; one with `poison: gradient`
-    makes the gradient nan and does not change the loss."""
+    makes the gradient nan and does not change the loss; one with `poison: spike` makes the loss of its micro-batch
+    large."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         samples = list(itertools.islice(iterator, self.micro_batch_size))
         model_inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
-        kinds = [["", "loss", "gradient"].index(sample.get("poison", "")) for sample in samples]
+        kinds = [["", "loss", "gradient", "spike"].index(sample.get("poison", "")) for sample in samples]
         return model_inputs, {**loss_inputs, "poison": torch.tensor(kinds)}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
@@ -118,6 +119,8 @@ class Poisoned(MegatronWrapGPTModelSFTFlow):
         kinds = loss_inputs["poison"].tolist()
         if 1 in kinds:
             loss = loss + float("inf")
+        if 3 in kinds:
+            loss = loss * 50.0
         if 2 in kinds:  # the derivative of the square root at 0 is infinite, and is multiplied by 0
             loss = loss + (model_forward_output[0, 0, :1].float().sum() * 0.0).abs().sqrt()
         return LossOutput(loss)

@@ -16,6 +16,7 @@ COUNTS = {
     "config_typos": 100,
     "corrupt_checkpoint": 24,
     "fuzz_config": 400,
+    "malformed_input": 60,
     "grpo": 1,
     "kill_during_save": 12,
 }

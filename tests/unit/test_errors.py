@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_wrap.errors import ConfigError, Mistakes, closest, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes, closest, did_you_mean, missing_path_hint
 
 KEYS = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "clip_grad", "lr", "learning-rate"]
 FURTHER = ["mtp_num_layers", "pin_cpu_grads", "attention_backend"]
@@ -52,3 +52,8 @@ def test_the_first_of_several_mistakes_is_raised_with_the_others():
     assert [str(error) for error in raised.value.further] == ["second", "third"]
     with pytest.raises(ZeroDivisionError), Mistakes().collected():
         raise ZeroDivisionError
+
+
+def test_a_link_that_leads_nowhere_is_no_misspelled_name(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("moved.jsonl")
+    assert missing_path_hint(tmp_path / "rows.jsonl") == "; it is a link to moved.jsonl, which leads to no file"

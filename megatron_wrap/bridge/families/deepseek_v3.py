@@ -6,7 +6,7 @@ The layers for multi-token prediction are not loaded.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import refuse_unless
+from megatron_wrap.bridge.families.decoder import need, refuse_unless
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_table, latent_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -18,7 +18,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if (config.get("n_group") or 1) > 1:
         groups = {
             "moe_router_num_groups": config["n_group"],
-            "moe_router_group_topk": config["topk_group"],
+            "moe_router_group_topk": need(config, "topk_group"),
             "moe_router_group_score_experts": 2,
         }
     return {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from megatron_wrap.bridge.mapping.adapter import (
     task_type,
 )
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.reading.json_file import read_json
+from megatron_wrap.config.reading.yaml_nodes import describe
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
@@ -39,6 +40,19 @@ _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
     *("alpha_pattern", "use_rslora", "bias"),
 )
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
+    "lora_alpha": ("a number", lambda value: _is_integer(value) or isinstance(value, float)),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules"), ("a text or a list of texts", lambda value: _are_texts(value))
+    ),
+    "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
+    "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),
+    "bias": ("a text", lambda value: isinstance(value, str)),
+    "use_rslora": ("true or false", lambda value: isinstance(value, bool)),
+}
+"""Key -> its type in words, and the test of a value other than null."""
 _SAME = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
@@ -49,19 +63,33 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: it is missing, damaged, or not that of a LoRA adapter without further parts.
     """
     path = Path(folder).expanduser() / CONFIG
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); set adapter.path to a folder of peft") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); save the adapter again") from error
+    values = read_json(path, "set adapter.path to a folder of peft, or save the adapter again", CheckpointError)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         kind = values.get("peft_type") if isinstance(values, dict) else None
         raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
+    for key, (kind, holds) in _TYPES.items():
+        if values.get(key) is not None and not holds(values[key]):
+            raise CheckpointError(f"{path}: {key} must be {kind}, not {describe(values[key])}; save the adapter again")
     refused = [name for key, name in _REFUSED.items() if values.get(key)]
     if refused:
         raise CheckpointError(f"{path}: {', '.join(refused)} cannot be loaded; only plain LoRA is supported")
     return values
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _are_integers(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, list) and all(map(_is_integer, value)))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, float) or _is_integer(each) for each in value.values())
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:

@@ -36,8 +36,9 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
         return None
     family = family_of_model(config, read_hugging_face_config(provider.hf_path).family)
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
-    weights = WeightFolder(local_folder(provider.hf_path, patterns), family, provider.hf_allow_pickle)
+    folder = local_folder(provider.hf_path, patterns)
     try:
+        weights = WeightFolder(folder, family, provider.hf_allow_pickle)
         weights.check(config.arch)
     except CheckpointError as error:
         raise CheckpointError(f"{HF_PATH}: {error}") from error

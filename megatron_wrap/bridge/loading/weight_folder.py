@@ -6,7 +6,6 @@ Reading the headers detects a truncated or missing shard before anything starts.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
+from megatron_wrap.config.reading.json_file import MAX_BYTES as JSON_BYTES
+from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, did_you_mean, special_file
 from megatron_wrap.inside_folder import leaves_folder
@@ -36,6 +37,8 @@ _ADAPTER_ADVICE = (
     "set megatron_wrap.adapter.target_modules as in its adapter_config.json and megatron_wrap.model_provider.hf_path "
     "to its base, or save the adapter again"
 )
+_MAX_HEADER = 100_000_000
+"""Bytes of the header of a safetensors file (its specification)."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -48,11 +51,12 @@ def folder_digest(folder: Path) -> str:
             continue
         digest.update(f"{path.name}\0".encode())
         if path.suffix == ".json":
-            digest.update(path.read_bytes())
+            with path.open("rb") as file:
+                digest.update(file.read(JSON_BYTES))
             continue
         with path.open("rb") as file:
-            length = file.read(8)
-            digest.update(f"{path.stat().st_size}\0".encode() + file.read(int.from_bytes(length, "little")))
+            length = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
+            digest.update(f"{path.stat().st_size}\0".encode() + file.read(length))
     return digest.hexdigest()
 
 
@@ -137,7 +141,13 @@ class WeightFolder:
             CheckpointError: a tensor is missing, unexpected, or has another shape; the message names the first one and
                 the number of further ones.
         """
-        expected, family = self.family.shapes(arch), self.family
+        family = self.family
+        if arch.num_layers > len(self.tensors) and not family.is_adapter:
+            raise CheckpointError(
+                f"{self.folder}: contains {len(self.tensors)} tensors, and the model has {arch.num_layers} layers; "
+                f"{_MODEL_ADVICE}"
+            )
+        expected = family.shapes(arch)
         missing = [name for name in expected if name not in self.tensors and name not in family.new_if_missing]
         if missing:
             raise CheckpointError(
@@ -171,9 +181,7 @@ class WeightFolder:
 
     def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
         folder = self.folder
-        if reason := special_file(folder / INDEX):
-            raise CheckpointError(reason)
-        if (folder / INDEX).is_file():
+        if (folder / INDEX).exists():
             return self._indexed(folder / INDEX)
         files = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
         if len(files) > 1:
@@ -193,19 +201,15 @@ class WeightFolder:
         raise CheckpointError(f"{folder}: contains no weights; download {SINGLE}, or {INDEX} and its shards")
 
     def _indexed(self, index: Path) -> dict[str, StoredTensor]:
-        try:
-            files: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            if not all(isinstance(file, str) for file in files.values()):
-                raise TypeError("a file is not named by a string")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{index}: is not an index of safetensors files ({error!r}); download it again"
-            ) from error
+        content = read_json(index, "download it again", CheckpointError)
+        files = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise CheckpointError(f"{index}: is not an index of safetensors files; download it again")
         stored: dict[str, StoredTensor] = {}
         for file in sorted(set(files.values())):
             if os.path.basename(file) != file:
                 raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder; download it again")
-            if not (self.folder / file).exists():
+            if not os.path.exists(self.folder / file):  # Path.exists raises if a name is too long
                 raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; download it")
             stored.update(stored_tensors(self.folder / file))
         for name, file in files.items():
@@ -263,16 +267,19 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     if reason := leaves_folder(file.parent, file.name):
         raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
     try:
+        size = file.stat().st_size
         with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             return {
                 name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()))
                 for name, part in slices.items()
             }
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(
-            f"{file}: is truncated or not a safetensors file: {file.stat().st_size} bytes ({error}); download it again"
+            f"{file}: is truncated or not a safetensors file: {size} bytes ({error}); download it again"
         ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
 
 
 def _required_by(family: Family) -> str:

@@ -25,7 +25,7 @@ def _check_layers(config: RunConfig) -> None:
         refuse(config, key, f"must be at least 1, not {arch.moe_layer_freq}")
     try:
         pattern = derived.moe_layer_pattern(arch)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         refuse(config, key, f"{arch.moe_layer_freq!r} is not a list of 0 and 1 such as ([0]*3+[1]*58)")
     if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
         refuse(

@@ -40,6 +40,10 @@ _INDEXED_ONLY = (
 )
 
 NEEDS = (
+    Need("bad_steps.on_bad_step", "train.check_for_nan_in_loss_and_grad", (True,)),
+    Need("bad_steps.max_in_a_row", "bad_steps.on_bad_step", ("skip",)),
+    Need("bad_steps.spike_threshold", "train.check_for_nan_in_loss_and_grad", (True,)),
+    Need("bad_steps.spike_window", "bad_steps.spike_threshold"),
     Need("arch.group_query_attention", "arch.num_query_groups"),
     Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),

@@ -13,6 +13,7 @@ from megatron_wrap.config.schema.sources import SourceConfig
 
 VALUE_PROVIDER = "gpt_value_model"
 """Key of the provider whose model has a scalar head instead of the output layer."""
+_MAX_LAYERS = 10_000
 
 
 def has_value_head(config: RunConfig) -> bool:
@@ -50,7 +51,8 @@ def moe_ffn_hidden_size(arch: ArchConfig) -> int:
 
 
 def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 if it has experts, else 0; ValueError or SyntaxError for an invalid moe_layer_freq."""
+    """For each layer 1 if it has experts, else 0; ValueError, SyntaxError, or for deep nesting MemoryError or
+    RecursionError for an invalid moe_layer_freq."""
     frequency = arch.moe_layer_freq
     if arch.num_experts is None:
         return (0,) * arch.num_layers
@@ -68,10 +70,13 @@ def _list_of(node: ast.expr) -> list[int]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         repeated, times = (node.left, node.right) if isinstance(node.left, ast.List) else (node.right, node.left)
         count = ast.literal_eval(times)
-        if type(count) is int:
-            return _list_of(repeated) * count
+        items = _list_of(repeated)
+        if type(count) is int and len(items) * count <= _MAX_LAYERS:
+            return items * count
     if isinstance(node, ast.List):
-        return [ast.literal_eval(item) for item in node.elts]
+        items = [ast.literal_eval(item) for item in node.elts]
+        if all(type(item) is int for item in items):
+            return items
     raise ValueError("a sum of lists and of their multiples is expected")
 
 

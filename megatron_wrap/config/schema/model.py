@@ -11,14 +11,14 @@ from megatron_wrap.config.schema.keys import key
 class ArchConfig:
     """`megatron_lm.model.arch`: the architecture of the model; the named architectures inherit these keys."""
 
-    num_layers: int = key(at_least=1)
+    num_layers: int = key(at_least=1, at_most=10_000)
     """Transformer layers of the whole model."""
     hidden_size: int = key(at_least=1)
     """Width of the residual stream."""
     ffn_hidden_size: int | None = key(None, at_least=1)
     """Inner width of the MLP (of one half of it with swiglu); null: 4 * hidden_size, with swiglu 8/3 of it, down to a
     multiple of 64 (Megatron-LM's rule)."""
-    num_attention_heads: int = key(at_least=1)
+    num_attention_heads: int = key(at_least=1, at_most=100_000)
     """Query heads."""
     num_query_groups: int | None = key(None, at_least=1)
     """Key and value heads (grouped-query attention); null: as many as query heads."""
@@ -110,7 +110,7 @@ class ArchConfig:
     """YaRN: strength of the scaling of the rotated parts with the context extension."""
     mscale_all_dim: float = key(0.0, at_least=0)
     """YaRN: strength of the scaling of all attention scores; 0: none."""
-    num_experts: int | None = key(None, at_least=1)
+    num_experts: int | None = key(None, at_least=1, at_most=10_000)
     """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
     moe_layer_freq: int | tuple[int, ...] | str = 1
     """Layers with experts: every N-th, beginning with the first; or a list of 0 (dense) and 1 for each layer, which may

@@ -139,6 +139,9 @@ class CheckpointConfig:
     strict: refuse to start if the newest is damaged. never: refuse to start if there is a checkpoint."""
     keep: int | None = key(None, at_least=1, null_means_off=True)
     """Number of newest checkpoints to keep, in addition to the best by best_metric; null: all."""
+    max_starts_without_progress: int | None = key(10, at_least=1, null_means_off=True)
+    """Refuse to start a run that was started N times from the same iteration, and failed or was killed each time before
+    it saved a later one; null: start it each time."""
     best_metric: str | None = None
     """Metric of an evaluation set, SET/METRIC such as validation/loss, by which `wrap.fit` determines the best
     checkpoint, saves and keeps it; null: none."""
@@ -149,6 +152,27 @@ class CheckpointConfig:
     time."""
     export_hf: bool = False
     """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadStepsConfig:
+    """`megatron_wrap.bad_steps`: steps whose loss or gradient is not finite, spikes of the loss, and batches without a
+    trained token (docs/bad-steps.md)."""
+
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite. stop: end the run with the cause, before the weights change. skip:
+    leave the weights as they are, count the step and warn with the cause. An overflow under fp16's loss scale is none.
+    """
+    max_in_a_row: int = key(5, at_least=1)
+    """Number of such steps in a row that ends the run in spite of skip."""
+    spike_threshold: float | None = key(None, above=0, null_means_off=True)
+    """A loss that is this number of robust standard deviations above the median of the last spike_window losses is a
+    bad step, too, such as 20; null: none is."""
+    spike_window: int = key(100, at_least=10)
+    """Losses that a spike is compared with; before there are so many, none is one."""
+    max_without_loss: int = key(10, at_least=1)
+    """Number of batches in a row without a trained token that ends the run; those before are skipped. 1: the first
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +209,7 @@ class RunConfig:
     flow: FlowConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    bad_steps: BadStepsConfig
     profile: ProfileConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
@@ -224,6 +249,7 @@ SECTION_PATHS: dict[str, str] = {
     "flow": "megatron_wrap.flow",
     "data": "megatron_wrap.data",
     "checkpoint": "megatron_wrap.checkpoint",
+    "bad_steps": "megatron_wrap.bad_steps",
     "profile": "megatron_wrap.profile",
 }
 """Field of `RunConfig` -> dotted path in the tree."""

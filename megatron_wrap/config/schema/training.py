@@ -81,7 +81,8 @@ class TrainConfig:
     """Add uniform noise between -a and a, a = alpha / sqrt(L * hidden_size) for a sequence of L tokens, to the
     embeddings in training (NEFTune, arXiv:2310.05914); 5 is usual. null: none."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Stop with an error if the loss or a gradient is not finite, before the weights change."""
+    """Refuse a step whose loss or gradient is not finite, before the weights change; megatron_wrap.bad_steps has what
+    follows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_wrap.data.chat.assistant_spans import assistant_spans, last_assistant, render
-from megatron_wrap.data.chat.spans import TextTokens, mask_of_spans
+from megatron_wrap.data.chat.spans import TextTokens, encoded_text, mask_of_spans
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.sources.formats import sample_weight
 from megatron_wrap.errors import DataError
@@ -139,7 +139,7 @@ def _encode_text(tokenizer: Any, text: str, loss_from: int) -> ChatTokens:
     ids = tokens.input_ids
     bos, end = tokenizer.bos_token_id, end_token_id(tokenizer)
     # The tokens of an empty text show whether the tokenizer prepends bos (Llama does, GPT-2 does not).
-    if bos is not None and bos in tokenizer("")["input_ids"] and ids[:1] != [bos]:
+    if bos is not None and bos in encoded_text(tokenizer, "")["input_ids"] and ids[:1] != [bos]:
         ids, mask = [bos, *ids], [0, *mask]
     if ids[-1:] != [end]:
         ids, mask = [*ids, end], [*mask, 1]

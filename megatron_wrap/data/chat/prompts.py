@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.data.chat.assistant_spans import render
-from megatron_wrap.data.chat.limits import check_text
+from megatron_wrap.data.chat.spans import encoded_text
 from megatron_wrap.errors import DataError
 
 KINDS = "a text, a list of messages or a list of token ids"
@@ -30,7 +30,8 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
         vocab_size: size of the model's vocabulary.
 
     Raises:
-        DataError: unsupported type, empty prompt, id outside the vocabulary, or no tokenizer or chat template.
+        DataError: unsupported type, empty prompt, id outside the vocabulary, no tokenizer or chat template, or a text
+            that it cannot encode.
     """
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     if is_list and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
@@ -41,12 +42,10 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
                 "wrap.generate: a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer, or give token ids"
             )
         if isinstance(prompt, str):
-            check_text(prompt)
-            ids = tokenizer(prompt)["input_ids"]
+            ids = encoded_text(tokenizer, prompt)["input_ids"]
         else:
             text = render(tokenizer, prompt, add_generation_prompt=True)
-            check_text(text)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = encoded_text(tokenizer, text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(f"wrap.generate: a prompt is {KINDS}, not {str(prompt)[:60]!r}")
     if not ids:

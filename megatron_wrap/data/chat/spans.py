@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_wrap.data.chat.limits import check_text
+from megatron_wrap.data.chat.tokenizer import is_failure
 from megatron_wrap.errors import DataError
 
 Span = tuple[int, int]
@@ -26,13 +27,12 @@ class TextTokens:
         """Tokenize `text`; special tokens in it are recognized, as in apply_chat_template.
 
         Raises:
-            DataError: `tokenizer` is None, or `check_text` refuses the text.
+            DataError: `tokenizer` is None, or as `encoded_text`.
         """
         check_tokenizer(tokenizer)
-        check_text(text)
         if not tokenizer.is_fast:
             return cls(text, _ids(tokenizer, text), None)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = encoded_text(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         if any(before[1] < after[0] for before, after in pairwise([(0, 0), *offsets, (len(text), len(text))])):
             offsets = _untrimmed(offsets, tokenizer.convert_ids_to_tokens(ids), len(text))
@@ -46,6 +46,26 @@ def check_tokenizer(tokenizer: Any) -> None:
             "a sample of text or messages needs a tokenizer; set megatron_wrap.data.tokenizer to a Hugging Face "
             "folder, or give input_ids"
         )
+
+
+def encoded_text(tokenizer: Any, text: str, **options: Any) -> Any:
+    """`tokenizer(text, **options)`.
+
+    Raises:
+        DataError: `check_text` refuses the text, or the tokenizer fails.
+    """
+    check_text(text)
+    try:
+        return tokenizer(text, **options)
+    except BaseException as error:  # a tokenizer is a program that its folder's files define
+        if not is_failure(error):
+            raise
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(
+            f"the tokenizer {name} fails with a text of {len(text):,} characters ({reason}); correct the text or the "
+            "tokenizer's files"
+        ) from error
 
 
 def mask_of_spans(
@@ -72,7 +92,7 @@ def mask_of_spans(
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(encoded_text(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
 def _untrimmed(offsets: list[Span], pieces: list[str], length: int) -> list[Span]:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_wrap.data.chat import limits
 from megatron_wrap.data.chat.limits import LimitExceeded, Result, within_limits
 from megatron_wrap.data.chat.spans import Span
+from megatron_wrap.data.chat.template_calls import FILTERS, bounded_filter, method_of, size_of_result, weight
 from megatron_wrap.errors import DataError
 
 _BLOCK_CHUNKS = 1000
@@ -84,6 +85,7 @@ def _compiled(template: str) -> Any:
         trim_blocks=theirs.trim_blocks, lstrip_blocks=theirs.lstrip_blocks, extensions=extensions
     )
     ours.filters.update(theirs.filters)
+    ours.filters.update({name: bounded_filter(name, ours.filters[name], _check_call) for name in FILTERS})
     ours.globals.update(theirs.globals)
     return ours.from_string(template)
 
@@ -105,11 +107,11 @@ def _environment_class() -> Any:
                 yield chunk
 
     class BoundedEnvironment(ImmutableSandboxedEnvironment):
-        """Its templates end at MAX_CHARACTERS and compute no larger products and powers: these are single instructions
-        that no limit of time can stop."""
+        """Its templates end at MAX_CHARACTERS and compute no larger products, powers and texts: these are single
+        instructions that no limit of time can stop."""
 
         template_class = BoundedTemplate
-        intercepted_binops = frozenset(("*", "**"))
+        intercepted_binops = frozenset(("*", "**", "%"))
 
         @staticmethod
         def concat(chunks: Iterable[str]) -> str:
@@ -118,7 +120,16 @@ def _environment_class() -> Any:
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _is_large(operator, left, right) or _is_large(operator, right, left):
                 raise TemplateLimitError(f"the chat template computes a value that is too large with {operator!r}")
+            if operator == "%" and isinstance(left, str):
+                _check_call("%", size_of_result("%", left, (right,)))
             return super().call_binop(context, operator, left, right)
+
+        def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
+            # as in jinja2, no name of a parameter is one that a template may use
+            if (method := method_of(__function)) is not None:
+                name, text = method
+                _check_call(name, size_of_result(name, text, [*args, *kwargs.values()]))
+            return super().call(__context, __function, *args, **kwargs)
 
     return BoundedEnvironment
 
@@ -140,10 +151,15 @@ def _check_size(size: int) -> None:
         )
 
 
+def _check_call(name: str, size: int) -> None:
+    if size > limits.MAX_CHARACTERS:
+        raise TemplateLimitError(f"the chat template computes a text that is too large with {name!r}")
+
+
 def _is_large(operator: str, left: Any, right: Any) -> bool:
     if not isinstance(right, int):
         return False
     if not isinstance(left, int):
-        return hasattr(left, "__len__") and operator == "*" and len(left) * right > limits.MAX_CHARACTERS
+        return hasattr(left, "__len__") and operator == "*" and weight(left) * right > limits.MAX_CHARACTERS
     bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     return bits > _MAX_BITS

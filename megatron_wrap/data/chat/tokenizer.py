@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_wrap.errors import DataError, missing_path_hint, special_file
+
+MAX_BYTES = 1 << 29
+"""Of a file of a tokenizer; large ones have 40 MB."""
+_TEXT_FILES = (".json", ".txt", ".model", ".jinja")
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -24,14 +29,22 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     text = str(path)
     folder = Path(text).expanduser()
-    if folder.exists():
+    if os.path.exists(folder):  # Path.exists raises if a name is too long
         for path in [folder, *(folder.iterdir() if folder.is_dir() else ())]:
             if reason := special_file(path):
                 raise DataError(reason)
+            if path.suffix in _TEXT_FILES and path.is_file() and (size := path.stat().st_size) > MAX_BYTES:
+                raise DataError(f"{path}: {size:,} bytes, more than the {MAX_BYTES:,} of a tokenizer; is it one?")
         return _load(str(folder.resolve()))
     if _is_hub_id(text):
         return _load(text)
     raise DataError(f"{text}: no such tokenizer folder{missing_path_hint(text)}")
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether a tokenizer failed, rather than the process being interrupted: a panic of its Rust library is no
+    Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def pad_token_id(tokenizer: Any) -> int:
@@ -94,8 +107,13 @@ def _load(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # transformers, the hub and the Rust library raise different types
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if not isinstance(tokenizer.model_max_length, int | float):  # compared with lengths at the first text
+            raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}, which is not a number")
+        return tokenizer
+    except BaseException as error:  # transformers, the hub and the Rust library raise different types
+        if not is_failure(error):
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if Path(path).exists():
             hint = "the folder must contain the files that `save_pretrained` of a tokenizer writes"

@@ -60,6 +60,7 @@ class SampleReader:
         self.checks_rows = skip_bad or needs_lengths or bool(max_lengths)
         """Whether each row is prepared before its batch is known."""
         self._samples: dict[int, Any] = {}
+        self._where: dict[int, str] = {}
         self._prepared: dict[int, Any] = {}
         self._lengths: dict[int, tuple[int, ...]] = {}
 
@@ -72,7 +73,13 @@ class SampleReader:
         """The sample as read. DataError with file and row."""
         if position not in self._samples:
             self._samples[position] = self._stream.read(position)
+            self._where[position] = self._stream.where(position)  # now: a streaming source cannot go back cheaply
         return self._samples[position]
+
+    def where(self, position: int) -> str:
+        """`FILE:ROW` of a sample that is kept."""
+        self.sample(position)
+        return self._where[position]
 
     def prepared(self, position: int) -> Any:
         """The prepared sample. DataError with file and row."""
@@ -107,7 +114,7 @@ class SampleReader:
 
     def forget(self, positions: Sequence[int]) -> None:
         """Release these samples."""
-        for kept in (self._samples, self._prepared, self._lengths):
+        for kept in (self._samples, self._where, self._prepared, self._lengths):
             for position in positions:
                 kept.pop(position, None)
 

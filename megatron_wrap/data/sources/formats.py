@@ -274,5 +274,5 @@ def _listed(value: Any, subject: str) -> list[Any]:
 def _from_json(text: str, subject: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{subject}: not JSON ({error})") from error

@@ -171,6 +171,8 @@ def _read_array(path: str) -> list[Any]:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deep nesting
+        raise DataError(f"{path}: not JSON ({error}); write an array of objects, or one object per line") from error
     return rows
 
 

@@ -72,7 +72,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         if self._offsets is not None:
             return self._offsets
         offsets, position = array("q"), 0
-        with open(self._absolute_path, "rb") as file:
+        with open(self._absolute_path, "rb", _BLOCK_BYTES) as file:
             inside = False  # of a line longer than what is read at once
             for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
                 if not inside and not line.isspace():
@@ -120,6 +120,8 @@ def parse_line(line: bytes, first: bool) -> dict[str, Any]:
         raise DataError(f"not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
     except RecursionError as error:
         raise DataError("not JSON: nested too deeply; every line must be one JSON object") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"not JSON: {error}; every line must be one JSON object") from error
     if not isinstance(sample, dict):
         raise DataError(f'must be a JSON object like {{"messages": []}}, not a {type(sample).__name__}')
     return sample

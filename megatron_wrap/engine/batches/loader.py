@@ -144,6 +144,7 @@ class BatchLoader:
                 statistics=self._localization.shard(micro_batches.statistics),
             ),
             key=batch_key(self._micro_batching, seed, dp),
+            where=tuple(map(reader.where, positions)),
         )
 
 

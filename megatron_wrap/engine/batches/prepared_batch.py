@@ -39,6 +39,7 @@ class BatchParts(NamedTuple):
     bad_rows: tuple[str, ...] = ()
     micro_batches: ReplicaMicroBatches | None = None
     key: Hashable = None
+    where: tuple[str, ...] = ()
 
 
 class PreparedBatch(list[Any]):
@@ -52,6 +53,7 @@ class PreparedBatch(list[Any]):
         bad_rows: the message of each row that was left out on the way.
         micro_batches: this replica's, from `split_batch`.
         key: what they depend on besides the samples.
+        where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all are.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class PreparedBatch(list[Any]):
         bad_rows: tuple[str, ...] = (),
         micro_batches: ReplicaMicroBatches | None = None,
         key: Hashable = None,
+        where: tuple[str, ...] = (),
     ) -> None:
         super().__init__(samples)
         self.before, self.after, self.bad_rows = before, after, bad_rows
+        self._read, self._where = tuple(self), where
         self._micro_batches, self._key = micro_batches, key
         self._snapshot = None if micro_batches is None else _snapshot(list(self))
 
@@ -80,10 +84,16 @@ class PreparedBatch(list[Any]):
         samples = list(samples)
         consumed = self.before.consumed + len(samples)
         after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)
-        return PreparedBatch(samples, self.before, after, self.bad_rows)
+        return PreparedBatch(samples, self.before, after, self.bad_rows, where=self.origins(samples))
+
+    def origins(self, samples: Iterable[Any]) -> tuple[str, ...]:
+        """`FILE:ROW` of each sample that was read for this batch, whatever its order now; empty for others."""
+        known = {id(sample): where for sample, where in zip(self._read, self._where, strict=False)}
+        return tuple(known.get(id(sample), "") for sample in samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedBatch, (list(self), self.before, self.after, self.bad_rows)
+        samples = list(self)
+        return PreparedBatch, (samples, self.before, self.after, self.bad_rows, None, None, self.origins(samples))
 
 
 def _snapshot(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
-from megatron_wrap.engine.state.update import NonFiniteUpdate, Update
+from megatron_wrap.engine.state.update import BadUpdate, Update
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 
@@ -54,23 +54,25 @@ class CheckedOptimizer(ChainedOptimizer):
             return [_square_sum(gradients, parts[0].get_grad_stats_parallel_group(), device)]
         return [_square_sum(gradients_for_norm(part), part.get_grad_stats_parallel_group(), device) for part in parts]
 
-    def update(self, loss: float | None, square_sums: Sequence[float]) -> Update:
+    def update(self, loss: float | None, square_sums: Sequence[float], is_spike: bool = False) -> Update:
         """Clip and apply the gradients that `prepare` made ready.
 
         Args:
             loss: of the step, the same on every rank; None disables the check.
             square_sums: the values of what `prepare` returned.
+            is_spike: the loss is refused although it is finite.
 
         Raises:
-            NonFiniteUpdate: on every rank, if the loss or the gradient norm is not finite. Parameters, optimizer state
-                and loss scale are unchanged, bit for bit. An fp16 overflow does not raise: the step is skipped and the
-                loss scale lowered, as usual.
+            BadUpdate: on every rank, if the loss or the gradient norm is not finite, or is_spike. Parameters,
+                optimizer state and loss scale are unchanged, bit for bit. An fp16 overflow does not raise: the step is
+                skipped and the loss scale lowered, as usual.
         """
         self._grad_norm = math.sqrt(math.fsum(square_sums))
-        if loss is not None and not self._overflow and not (math.isfinite(loss) and math.isfinite(self._grad_norm)):
+        is_finite = loss is None or (math.isfinite(loss) and math.isfinite(self._grad_norm))
+        if loss is not None and not self._overflow and (is_spike or not is_finite):
             for scaler, state in zip(self._grad_scalers(), self._scaler_states, strict=True):
                 scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
-            raise NonFiniteUpdate(loss, self._grad_norm)
+            raise BadUpdate(loss, self._grad_norm)
         applied, grad_norm, num_zeros = self.step()
         return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_wrap.engine.batches.micro_batch import StepCounts
+    from megatron_wrap.engine.state.random_states import RandomStates
     from megatron_wrap.metrics.metric import MetricSums
 
 
@@ -45,5 +46,7 @@ class OpenStep:
     """time.perf_counter() at its beginning."""
     samples: Sequence[Any]
     """Of the global batch, as far as they have been passed."""
+    random_states: RandomStates | None = None
+    """Of this process at its beginning, to repeat it; None: a non-finite loss is not refused."""
     parts: int = 0
     """Parts that have been passed, of a step in parts."""

@@ -79,7 +79,12 @@ class Progress:
     consumed_tokens: int = 0
     """Tokens trained on, without padding."""
     skipped_iterations: int = 0
-    """Steps without an update: loss-scale overflow, or no loss weight in the whole batch."""
+    """Steps without an update: loss-scale overflow, no loss weight in the whole batch, or a bad step."""
+    bad_steps: int = 0
+    """Steps that were skipped because their loss or gradient was not finite, or their loss was a spike."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps with an update, as many as `megatron_wrap.bad_steps.spike_window`; [] without a
+    spike_threshold."""
     skipped_samples: int = 0
     """Rows of the data that were left out because they cannot be used."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +149,8 @@ class TrainingState:
     """Whether this process knows of a request to end the run."""
     steps_without_weight: int = 0
     """The last steps in a row whose batch had no loss weight; not saved."""
+    bad_steps_in_a_row: int = 0
+    """The last steps in a row that were bad; not saved."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
 

@@ -15,10 +15,12 @@ class Update:
     """Norm of the gradient over all parameters before clipping; 0 on an overflow."""
     num_zeros: int = 0
     """Number of zeros in the gradient, if they are counted."""
+    is_bad: bool = False
+    """Not applied, because the loss or the norm of the gradient is nan or infinite, or the loss is a spike."""
 
 
-class NonFiniteUpdate(Exception):
-    """The loss or the gradient norm of a step is nan or infinite; no state was changed."""
+class BadUpdate(Exception):
+    """The loss or the gradient norm of a step is nan or infinite, or the loss is a spike; no state was changed."""
 
     def __init__(self, loss: float, grad_norm: float) -> None:
         super().__init__(f"loss {loss}, grad_norm {grad_norm}")

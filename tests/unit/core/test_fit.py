@@ -5,8 +5,10 @@ Each test with a run has a forked process with a group of its own.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.metric_loggers import MetricLoggerEntry
 
 pytestmark = pytest.mark.process_group
 
@@ -103,6 +106,31 @@ def test_without_evaluation_sets_the_metrics_are_those_of_the_last_step(data):
         assert actual["iteration"] == 2
         assert not Path("checkpoints").exists()
         assert wrap.fit() == {}  # took no step
+
+
+class FullDisk:
+    """A metric logger whose disk is full from the second step on."""
+
+    def __init__(self, context: Any) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_logger_that_fails_ends_neither_training_nor_saving(data, capfd):
+    MetricLoggerEntry.register("full_disk")(FullDisk)
+    keys = (f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2")
+    loggers = "megatron_wrap.logger.metric_loggers=[full_disk]"
+    with ready(MegatronWrap("run.yaml", overrides=[*data[:2], *keys, loggers])) as wrap:
+        wrap.fit()
+        output = wrap.output_dir
+    assert CheckpointStore("saved").iterations() == [2, 4]
+    assert [line["iteration"] for line in records(str(output))] == [1, 2, 3, 4]
+    assert capfd.readouterr().err.count("FullDisk fails: No space left on device; training goes on") == 1
 
 
 @pytest.mark.parametrize(("answer", "until"), [(False, 3), (None, 4), (0, 4)])

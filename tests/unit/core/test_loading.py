@@ -22,7 +22,7 @@ from megatron_wrap.core import MegatronWrap
 from megatron_wrap.data.order.workers import Workers
 from megatron_wrap.engine.batches import loader
 from megatron_wrap.errors import ConfigError, DataError, MegatronWrapError, TrainingError
-from megatron_wrap.flow import MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
+from megatron_wrap.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
 pytestmark = pytest.mark.process_group
 
@@ -202,6 +202,47 @@ def test_ten_batches_in_a_row_without_a_trained_token_are_one_error():
         after = [parameter for chunk in wrap.state.chunks for parameter in chunk.parameters()]
         assert all(map(torch.equal, weights, after))
         assert math.isfinite(wrap.train(batch)["loss"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_error_of_a_non_finite_loss_names_file_and_row(workers: int):
+    @MegatronWrapFlowEntry.register(f"overflowing{workers}")
+    class Overflowing(MegatronWrapGPTModelSFTFlow):
+        """The row that ends with 59, 59, 59 has an infinite loss."""
+
+        def calculate_loss(self, loss_inputs: Any, model_forward_output: torch.Tensor) -> LossOutput:
+            bad = (loss_inputs["labels"] == 59).sum(dim=1).amax() >= 3
+            loss = super().calculate_loss(loss_inputs, model_forward_output).loss_sum
+            return LossOutput(loss * float("inf") if bad else loss)
+
+    write(22)
+    lines = Path("train.jsonl").read_text().splitlines()
+    lines[13] = json.dumps({"input_ids": [1, 2, 59, 59, 59], "loss_mask": [1] * 5})
+    Path("train.jsonl").write_text("\n".join(lines) + "\n")
+    keys = (f"{DATA}.num_workers={workers}", f"megatron_wrap.flow.flow_key=overflowing{workers}")
+    with (
+        started(f"{TRAIN}.train_iters=6", *keys) as wrap,
+        pytest.raises(TrainingError, match=r"sample \d of a batch of 4 \(train\.jsonl:14\), .* is the loss"),
+    ):
+        [wrap.train(batch) for batch in wrap.batches()]
+
+
+def test_the_first_batch_without_a_trained_token_can_be_refused():
+    write(22)
+    with started("megatron_wrap.bad_steps.max_without_loss=1") as wrap:
+        batch = next(wrap.batches())
+        with pytest.raises(TrainingError, match=r"no token of iteration 1 is trained: all loss weights of its batch"):
+            wrap.train([{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch])
+
+
+def test_the_losses_that_spikes_are_compared_with_are_resumed():
+    write(22)
+    keys = (f"{TRAIN}.train_iters=14", f"{TRAIN}.save=saved", "megatron_wrap.bad_steps.spike_threshold=50")
+    with started(*keys, "megatron_wrap.bad_steps.spike_window=10") as wrap:
+        taken = [wrap.train(batch)["loss"] for batch in wrap.batches()]
+        wrap.save()
+    with started(*keys, "megatron_wrap.bad_steps.spike_window=10") as wrap:
+        assert wrap.state.progress.recent_losses == taken[4:]
 
 
 def test_batches_go_on_behind_steps_on_samples_of_the_caller():

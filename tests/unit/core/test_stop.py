@@ -26,6 +26,14 @@ SAVE = f"{TRAIN}.save=checkpoints"
 STOP_FILE = Path("outputs/run/STOP")
 
 
+@pytest.fixture(autouse=True)
+def default_handlers() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def started(*overrides: str) -> Iterator[MegatronWrap]:
     with MegatronWrap("run.yaml", overrides=overrides) as wrap:
@@ -154,3 +162,29 @@ def test_the_message_names_the_key(monkeypatch):
         started(),
     ):
         pass
+
+
+def test_a_run_that_fails_again_and_again_without_a_checkpoint_is_refused():
+    limit = "megatron_wrap.checkpoint.max_starts_without_progress=2"
+
+    def fail(after: int) -> None:
+        with started(SAVE, limit, f"{TRAIN}.save_interval=2") as wrap:
+            for batch in wrap.batches(samples()):
+                wrap.train(batch)
+                if wrap.iteration == after:
+                    raise ValueError("a kernel failed")
+
+    for after in (1, 3, 3):  # the first saves nothing
+        with pytest.raises(ValueError, match="a kernel failed"):
+            fail(after)
+    with pytest.raises(KeyboardInterrupt), started(SAVE, limit):  # the user looks at it: this counts for nothing
+        raise KeyboardInterrupt
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a kernel failed"):
+            fail(3)
+    with pytest.raises(
+        CheckpointError, match=r"has started 2 times from iteration 2, .* delete checkpoints/\.starts\.json, or"
+    ):
+        fail(3)
+    Path("checkpoints/.starts.json").unlink()
+    assert len(train(SAVE)) == 4

@@ -167,8 +167,8 @@ def test_a_failed_initialize_leaves_nothing_changed(monkeypatch):
 
 STEP_NAMES = (
     "iteration loss grad_norm learning_rate loss_scale global_batch_size consumed_samples consumed_tokens num_tokens "
-    "skipped_iterations skipped_samples elapsed_time tokens_per_second tokens_per_second_per_device tflops throughput "
-    "memory_allocated memory_reserved memory_max"
+    "skipped_iterations bad_steps skipped_samples elapsed_time tokens_per_second tokens_per_second_per_device tflops "
+    "throughput memory_allocated memory_reserved memory_max"
 )
 
 

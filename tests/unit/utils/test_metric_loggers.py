@@ -1,7 +1,9 @@
 import json
 import os
+import resource
 import sys
 
+import loguru
 import pytest
 
 from megatron_wrap.errors import ConfigError
@@ -159,6 +161,15 @@ def test_missing_tensorboard_package_is_reported_with_its_install_command(tmp_pa
         TensorBoardLogger(tmp_path)
 
 
+@pytest.fixture
+def messages():
+    """What is logged."""
+    texts = []
+    sink = loguru.logger.add(lambda message: texts.append(message.record["message"]))
+    yield texts
+    loguru.logger.remove(sink)
+
+
 class UserLogger:
     """A user's metric logger, registered as `module:Attribute`."""
 
@@ -175,7 +186,7 @@ class UserLogger:
             raise RuntimeError("cannot close")
 
 
-def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch):
+def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch, messages):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
     context = MetricLoggerContext(tmp_path, run_config={"seed": 1})
@@ -185,12 +196,35 @@ def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch):
     user, shipped = loggers.loggers
     assert user.context is context
     assert user.seen == [(1, {"bad/loss": 1.0})]
-    with pytest.raises(RuntimeError, match="cannot close"):
-        loggers.close()
     loggers.close()
+    loggers.close()
+    assert ["UserLogger fails: cannot close; training goes on" in message for message in messages] == [True]
     assert user.closed == 1
     assert shipped._file is None
     assert read(tmp_path / "metrics.jsonl") == [{"iteration": 1, "loss": 1.0}]
+
+
+@pytest.fixture
+def limited_files(monkeypatch):
+    """limit(size): files of this process can grow to this size, as on a disk that is full then; None: to any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_warning_and_later_steps_are_whole_lines(tmp_path, monkeypatch, messages, limited_files):
+    monkeypatch.delenv("RANK", raising=False)
+    loggers = build_metric_loggers({"json_lines": None}, MetricLoggerContext(tmp_path))
+    loggers.log(1, {"loss": 1.0})
+    limited_files(loggers.loggers[0].path.stat().st_size + 9)
+    for step in (2, 3):
+        loggers.log(step, {"loss": 1.0})
+    limited_files(None)
+    loggers.log(4, {"loss": 1.0})
+    loggers.close()
+    assert [line["iteration"] for line in read(tmp_path / "metrics.jsonl")] == [1, 4]
+    assert len(messages) == 1
+    assert f"JsonLinesLogger ({tmp_path / 'metrics.jsonl'}) fails: File too large; training goes on" in messages[0]
 
 
 def test_unknown_loggers_and_options_are_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.loading.adapter_folder import read_adapter_config
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face, starting_weights, weights_left_out
-from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
+from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError
@@ -141,10 +143,68 @@ def test_a_pipe_instead_of_weights(folder, pickled):
         checked_weights(folder, *(["megatron_wrap.model_provider.hf_allow_pickle=true"] if pickled else []))
 
 
-@pytest.mark.parametrize("content", [{}, {"weight_map": 3}, {"weight_map": ["a"]}, {"weight_map": {"a": ["b"]}}, []])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1, "b": "x"}}', "[" * 10**5]
+)
 def test_an_invalid_index(folder, content):
-    (folder / INDEX).write_text(json.dumps(content))
-    assert f"{INDEX}: is not an index" in refusal(folder)
+    (folder / INDEX).write_text(content)
+    assert re.search(rf"{INDEX}: (is not an index|not JSON \(nested too deeply)", refusal(folder))
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b", "\ud800", "x" * 5000, "itself"])
+def test_an_index_that_names_no_file(folder, name):
+    (folder / "itself").symlink_to("itself")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert any(part in refusal(folder) for part in (INDEX, "names", "missing"))
+
+
+def test_a_model_of_more_layers_than_tensors(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10_000}))
+    assert "21 tensors, and the model has 10000 layers" in refusal(folder)
+
+
+def test_the_digest_of_a_damaged_header_reads_no_more_than_a_header(folder):
+    digest = folder_digest(folder)
+    first = shards(folder)[0]
+    first.write_bytes(b"\xff" * 8 + first.read_bytes()[8:])
+    assert folder_digest(folder) != digest
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "itself", "device"])
+def test_no_file_of_an_adapter(tmp_path, name, kind):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(name if kind == "itself" else "/dev/zero")
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        read_adapter_config(tmp_path) if name.endswith(".json") else stored_tensors(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("r", value) for value in (0, 1.5, "8", True, [8])],
+        *[
+            ("lora_alpha", "8"),
+            ("target_modules", [1]),
+            ("target_modules", {"q_proj": 1}),
+            ("modules_to_save", "score"),
+        ],
+        *[("layers_to_transform", "1"), ("rank_pattern", {"q_proj": "8"}), ("alpha_pattern", [1]), ("bias", [])],
+        ("use_rslora", "yes"),
+    ],
+)
+def test_a_value_of_another_type_in_adapter_config(tmp_path, key, value):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, key: value}))
+    with pytest.raises(CheckpointError, match=rf"adapter_config\.json: {key} must be "):
+        read_adapter_config(tmp_path)
 
 
 def test_an_index_that_names_another_folder(folder):
@@ -179,10 +239,13 @@ def test_a_weight_of_another_shape(folder):
     assert all(part in message for part in ("lm_head.weight", "38 x 16", "config.json", "37 x 16"))
 
 
-def test_a_weight_of_another_dtype(folder):
-    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}))
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.bool, "BOOL")]
+)
+def test_a_weight_of_another_dtype(folder, dtype, name):
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=dtype)}))
     message = refusal(folder)
-    assert all(part in message for part in ("model.norm.weight", "I8", "bf16, fp16 or fp32"))
+    assert all(part in message for part in ("model.norm.weight", name, "bf16, fp16 or fp32"))
 
 
 def test_a_folder_without_weights(folder):

@@ -328,6 +328,9 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
             "at least one 1",
         ),
         (["arch.num_experts=4", "arch.moe_layer_freq=open()"], "'open()' is no list of 0 and 1 such as ([0]*3+[1]*58)"),
+        (["arch.num_experts=4", "arch.moe_layer_freq=([0]*9999)*9999"], "is no list of 0 and 1"),
+        (["arch.num_experts=4", "arch.moe_layer_freq=([[1]]*5)"], "is no list of 0 and 1"),
+        (["arch.num_experts=4", "arch.moe_layer_freq=" + "(" * 5000], "is no list of 0 and 1"),
         (["arch.num_experts=4", "arch.moe_layer_freq=0"], "must be at least 1, not 0"),
         (
             ["arch.moe_ffn_hidden_size=64"],

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.chat import limits
+from megatron_wrap.data.chat.assistant_spans import render
 from megatron_wrap.data.chat.encode import encode_sample
 from megatron_wrap.data.chat.prompts import prompt_token_ids
 from megatron_wrap.data.order.sample_sets import training_stream
@@ -26,6 +27,24 @@ ENDLESS = {
     "a text around a generation block": "{% generation %}{% endgeneration %}" + _TWICE.replace("BODY", "some text"),
     "a product": "{{ 'a' * 10000000000 }}",
     "a power": "{{ 10 ** 10 ** 10 }}",
+    "a product of a list": "{% set text = 'a' * 1000000 %}{{ [text] * 1000000 }}",
+    "ljust": "{{ 'a'.ljust(10 ** 11) }}",
+    "zfill": "{{ '1'.zfill(10 ** 11) }}",
+    "expandtabs": "{% set text = '\t' * 100000 %}{{ text.expandtabs(1000000) }}",
+    "replace": "{% set text = 'a' * 1000000 %}{{ text.replace('a', text) }}",
+    "translate": "{% set text = 'a' * 1000000 %}{{ text.translate({97: text}) }}",
+    "join": "{% set text = 'a' * 1000000 %}{{ text.join(text | list) }}",
+    "format": "{{ '{:>9999999999}'.format(1) }}",
+    "format with a width": "{{ '{:>{}}'.format(1, 10 ** 10) }}",
+    "percent": "{{ '%9999999999d' % 1 }}",
+    "percent with a width": "{{ '%*d' % (10 ** 10, 1) }}",
+    "filter center": "{{ 'a' | center(10 ** 11) }}",
+    "filter indent": "{{ 'a' | indent(width=10 ** 11, first=true) }}",
+    "filter batch": "{{ [1] | batch(10 ** 11, 'x') | list }}",
+    "filter tojson": "{{ messages | tojson(indent=10 ** 11) }}",
+    "filter format": "{{ '%9999999999d' | format(1) }}",
+    "filter replace": "{% set text = 'a' * 1000000 %}{{ text | replace('a', text) }}",
+    "filter join": "{% set text = 'a' * 1000000 %}{{ text | list | join(text) }}",
     "doubled by +": _DOUBLED.replace("OP", "+"),
     "doubled by ~": _DOUBLED.replace("OP", "~"),
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -46,6 +65,20 @@ def test_a_template_that_does_not_end_is_a_bad_row(case: str, small: None, make_
         encode_sample(make_tokenizer(ENDLESS[case]), CHAT)
     expected = make_tokenizer(chat_templates.CHATML)
     assert encode_sample(expected, CHAT).input_ids == expected.apply_chat_template(CHAT["messages"])["input_ids"]
+
+
+def test_calls_with_ordinary_arguments_are_those_of_jinja2(small: None, make_tokenizer) -> None:
+    template = (
+        "{{ 'a'.ljust(9) }}{{ '7'.zfill(4) }}{{ 'a\tb'.expandtabs(4) }}{{ 'abc'.replace('b', 'xy') }}"
+        "{{ ', '.join(['a', 'b']) }}{{ '{:>6}'.format(1) }}"
+        "{{ '%5d %s %d' % (3, 'x', 1700000000) }}{{ '1700000000 {}'.format(1700000000) }}"
+        "{{ 'a' | center(9) }}{{ 'a\nb' | indent(4) }}{{ [1, 2, 3] | batch(2, 0) | list }}"
+        "{{ messages | tojson(indent=2) }}{{ 'abc' | replace('b', 'xy') }}{{ ['a', 'b'] | join(', ') }}{{ 7 % 4 }}"
+        "{{ messages | map(attribute='role') | join('-') }}{{ 1700000000 | string }}{{ ([1] * 3) | length }}"
+    )
+    tokenizer = make_tokenizer(template)
+    expected = tokenizer.apply_chat_template(CHAT["messages"], tokenize=False)
+    assert render(tokenizer, CHAT["messages"]) == expected
 
 
 def test_the_limit_of_time_holds_in_every_thread(small: None, make_tokenizer) -> None:
@@ -93,6 +126,33 @@ def test_a_text_that_no_tokenizer_encodes_is_a_bad_row(
     assert problems[1].startswith(f"{path}:2: ")
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*({message}|characters)"):
         reader(skip_bad=False).problem(1)
+
+
+class _Panic(BaseException):
+    """As of the tokenizers library, which is no Exception."""
+
+
+_Panic.__name__ = "PanicException"
+
+
+@pytest.mark.parametrize("error", [TypeError("no such type"), _Panic("no such type")])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_tokenizer_that_fails_is_a_bad_row(error: BaseException, is_fast: bool) -> None:
+    def fail(text: str, **options: object) -> None:
+        raise error
+
+    fail.is_fast, fail.bos_token_id = is_fast, None  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"fails with a text of 5 characters \(no such type\)"):
+        encode_sample(fail, {"text": "Hello"})
+
+
+def test_an_interrupt_of_a_tokenizer_is_no_bad_row() -> None:
+    def interrupt(text: str, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    interrupt.is_fast = True  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        encode_sample(interrupt, {"text": "Hello"})
 
 
 @pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])

@@ -1,5 +1,6 @@
 """Loading tokenizers; their pad and eos ids."""
 
+import json
 import os
 
 import pytest
@@ -89,4 +90,15 @@ def test_fingerprints_are_those_that_files_of_earlier_versions_record():
 def test_a_pipe_in_the_folder_is_refused(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer\.json: is a pipe"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_huge_file_and_a_length_that_is_no_number_are_refused(tmp_path, make_tokenizer, monkeypatch):
+    make_tokenizer(None).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "many"}))
+    with pytest.raises(DataError, match="model_max_length is 'many'"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr("megatron_wrap.data.chat.tokenizer.MAX_BYTES", 100)
+    with pytest.raises(DataError, match=r"tokenizer\.json: .* bytes, more than the 100"):
         load_tokenizer(tmp_path)

@@ -95,6 +95,8 @@ def test_file_descriptor_is_closed_with_the_object(path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (b'{"a": ' + b"9" * 5000 + b"}", r"train.jsonl:4: not JSON: .*4300 digits"),
+        (b"[" * 100_000, r"train.jsonl:4: not JSON: nested too deeply"),
         (b'{"a": 1', r"train.jsonl:4: not JSON: .*column 8.*; every line must be one JSON object"),
         (b"[1, 2]", r"train.jsonl:4: must be a JSON object like .*, not a list"),
         (b'{"a": "\xff"}', r"train.jsonl:4: not UTF-8 \(byte 8 of the line\)"),

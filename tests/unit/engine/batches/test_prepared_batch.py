@@ -80,6 +80,18 @@ def test_a_pickled_copy_has_samples_and_cursors_alone():
     assert copy.micro_batches("key") is None
 
 
+def test_samples_keep_their_origin_in_another_order_and_in_a_copy():
+    samples = [{"ids": [row]} for row in range(3)]
+    made = PreparedBatch(samples, BEFORE, AFTER, where=("f:1", "f:2", "f:3"))
+    made.reverse()
+    made[0]["ids"].append(9)
+    assert made.origins(made) == ("f:3", "f:2", "f:1")
+    copy = pickle.loads(pickle.dumps(made))
+    assert copy.origins(copy) == ("f:3", "f:2", "f:1")
+    own = made.with_samples([samples[1], {"ids": [1]}])
+    assert own.origins(own) == ("f:2", "")
+
+
 def at(cursor: Cursor) -> Progress:
     return Progress(consumed_samples=cursor.consumed, data=cursor.saved())
 

@@ -1,0 +1,122 @@
+"""What happens to a step whose loss or gradient is not finite, or whose loss is a spike, and to batches without a
+trained token."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import NamedTuple
+
+from megatron_wrap.engine.replay import cause_of_non_finite, sample_of_largest_loss
+from megatron_wrap.engine.state.open_step import OpenStep
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.errors import TrainingError
+from megatron_wrap.utils.dist_logger import logger
+
+_SIGMA = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
+_LEAST_SPREAD = 1e-3
+"""Of the median: losses that hardly differ are no measure of a spike."""
+_SKIP = "megatron_wrap.bad_steps.on_bad_step: skip leaves such steps out"
+_NON_FINITE_HINT = (
+    f"lower the learning rate or inspect the batch; {_SKIP}, megatron_lm.train.common.check_for_nan_in_loss_and_grad: "
+    "false disables this check"
+)
+_SPIKE_HINT = (
+    f"lower the learning rate or inspect the batch; {_SKIP}, and a larger megatron_wrap.bad_steps.spike_threshold "
+    "allows this loss"
+)
+
+
+class Spike(NamedTuple):
+    """A loss far above those before it."""
+
+    median: float
+    """Of the losses before."""
+    deviations: float
+    """By how many robust standard deviations it is larger."""
+
+
+def spike(state: TrainingState, loss: float) -> Spike | None:
+    """Whether the loss of a step is a spike, by `megatron_wrap.bad_steps`: its distance from the median of the losses
+    before, in units of 1.4826 times their median absolute deviation, at least a thousandth of the median. The same on
+    every rank."""
+    settings, recent = state.config.bad_steps, state.progress.recent_losses
+    if settings.spike_threshold is None or len(recent) < settings.spike_window or not math.isfinite(loss):
+        return None
+    middle = median(recent)
+    spread = max(_SIGMA * median(abs(value - middle) for value in recent), _LEAST_SPREAD * abs(middle))
+    deviations = (loss - middle) / spread if spread else 0.0
+    return Spike(middle, deviations) if deviations > settings.spike_threshold else None
+
+
+def record_good_step(state: TrainingState, loss: float) -> None:
+    """The step's update was made."""
+    state.bad_steps_in_a_row = 0
+    settings, recent = state.config.bad_steps, state.progress.recent_losses
+    if settings.spike_threshold is not None:
+        recent.append(loss)
+        del recent[: -settings.spike_window]
+
+
+def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm: float) -> None:
+    """Find the cause of a non-finite loss or gradient, or of a spike; refuse the step, or count it and warn, as
+    `megatron_wrap.bad_steps` says. Collective; all ranks decide alike.
+
+    Args:
+        step: its parameters are not updated.
+        loss, grad_norm: the same on every rank; at least one is not finite, or the loss is a spike.
+
+    Raises:
+        TrainingError: on every rank, with the cause; nothing has changed.
+    """
+    settings, in_a_row = state.config.bad_steps, state.bad_steps_in_a_row + 1
+    problem, hint = _problem(state, step, loss, grad_norm)
+    if settings.on_bad_step == "stop":
+        raise TrainingError(f"{problem}; nothing was updated; {hint}")
+    if in_a_row >= settings.max_in_a_row:
+        raise TrainingError(
+            f"{problem}; nothing was updated; it is number {in_a_row} of such steps in a row, as many as end the run "
+            "(megatron_wrap.bad_steps.max_in_a_row); lower the learning rate, or inspect the batches"
+        )
+    logger.warning_rank_0(
+        f"{problem}; the step is skipped, {in_a_row} in a row (megatron_wrap.bad_steps.on_bad_step: skip)"
+    )
+    state.bad_steps_in_a_row = in_a_row
+    state.progress.bad_steps += 1
+
+
+def _problem(state: TrainingState, step: OpenStep, loss: float, grad_norm: float) -> tuple[str, str]:
+    """What is wrong with the step and its cause; and what to do. Collective."""
+    number, values = state.progress.iteration + 1, {"loss": loss, "grad_norm": grad_norm}
+    non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))
+    if non_finite:
+        cause = cause_of_non_finite(state, step)
+        problem = f"{non_finite} of iteration {number} not finite (loss {loss}, grad_norm {grad_norm}): {cause}"
+        return problem, _NON_FINITE_HINT
+    found = spike(state, loss)
+    assert found is not None
+    return (
+        f"loss {loss:.4g} of iteration {number} is a spike: {found.deviations:.1f} robust standard deviations above "
+        f"{found.median:.4g}, the median of the last {state.config.bad_steps.spike_window}; the largest loss is in "
+        f"{sample_of_largest_loss(state, step)}",
+        _SPIKE_HINT,
+    )
+
+
+def refuse_steps_without_weight(state: TrainingState, has_weight: bool) -> None:
+    """Count the steps in a row whose batch has no loss weight; the same on every rank.
+
+    Raises:
+        TrainingError: there are `max_without_loss`.
+    """
+    state.steps_without_weight = 0 if has_weight else state.steps_without_weight + 1
+    most = state.config.bad_steps.max_without_loss
+    if state.steps_without_weight < most:
+        return
+    before, batches = (f", nor of the {most - 1} before it", "their batches") if most > 1 else ("", "its batch")
+    raise TrainingError(
+        f"no token of iteration {state.progress.iteration + 1} is trained{before}: all loss weights of {batches} are "
+        "0, so nothing is learned; megatron-wrap inspect-data shows which tokens of the data have a loss; "
+        f"megatron_wrap.bad_steps.max_without_loss: {most} is the number of such batches in a row that ends the run"
+    )

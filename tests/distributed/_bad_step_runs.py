@@ -1,0 +1,147 @@
+"""Functions that the tests of non-finite steps run on each rank: values that become nan in one place of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import _engine_runs as runs
+import torch
+from torch import Tensor
+
+MARK, BAD = 499, 5
+"""Token that only the bad sample has, and the index of this sample in its batch."""
+MODULE, PARAMETER = "decoder.layers.2.mlp.linear_fc2", "decoder.layers.3.self_attention.linear_qkv.weight"
+POISONS = ("loss", "gradient", "spike")
+"""Kinds that the flow `_engine_flows.Poisoned` does itself."""
+
+
+def samples(count: int = 2 * runs.BATCH) -> list[dict[str, Any]]:
+    """`weighted_samples` without MARK."""
+    return [
+        {**sample, "input_ids": [min(token, MARK - 1) for token in sample["input_ids"]]}
+        for sample in runs.weighted_samples(count)
+    ]
+
+
+def bad_batch(kind: str) -> list[dict[str, Any]]:
+    """A batch in which the sample BAD has the mark, or the poison of the flow."""
+    batch = samples()[: runs.BATCH]
+    ids = batch[BAD]["input_ids"]
+    changed = {"poison": kind} if kind in POISONS else {"input_ids": [*ids[:3], MARK, *ids[4:]]}
+    batch[BAD] = {**batch[BAD], **changed, "loss_mask": [1] * len(ids)}
+    return batch
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * float("nan")
+
+
+@contextmanager
+def injected(wrap: Any, kind: str) -> Iterator[None]:
+    """A step makes nan in one place. activation: MODULE's output in a micro-batch with MARK. backward: the same of its
+    backward pass. weight: one value of PARAMETER. once: as activation, the first time only."""
+    from megatron_wrap.model.chunks import bare_model
+    from megatron_wrap.model.initial_weights import global_names
+    from megatron_wrap.model.module_names import global_module_names
+
+    handles, marked, left = [], [False], [1 if kind == "once" else 10**6]
+
+    def see(module: Any, arguments: Any, keywords: Any) -> None:
+        marked[0] = bool((keywords["input_ids"] == MARK).any())
+
+    def spoil(module: Any, arguments: Any, output: Any) -> Any:
+        if not marked[0] or not left[0]:
+            return output
+        left[0] -= 1
+        first = output[0] if isinstance(output, tuple) else output
+        spoiled = _NanBackward.apply(first) if kind == "backward" else first * float("nan")
+        return (spoiled, *output[1:]) if isinstance(output, tuple) else spoiled
+
+    with torch.no_grad():
+        for model in map(bare_model, wrap.state.chunks):
+            if kind == "weight":
+                for named in global_names(model, tied=False):
+                    if named.name == PARAMETER:
+                        named.tensor.flatten()[7] = float("nan")
+            elif kind not in POISONS:
+                handles.append(model.register_forward_pre_hook(see, with_kwargs=True))
+                found = [module for module, name in global_module_names(model).items() if name == MODULE]
+                handles += [module.register_forward_hook(spoil) for module in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refused(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, list[Any]]:
+    """For each kind, the error of a step with it after a good step, and whether the state is as before it."""
+    errors, unchanged = [], []
+    with runs.started((*runs.options("Poisoned"), *overrides)) as wrap:
+        wrap.train(samples()[: runs.BATCH])
+        for kind in kinds:
+            before = runs.everything(wrap)
+            with injected(wrap, kind):
+                try:
+                    wrap.train(bad_batch(kind))
+                    errors.append("no error")
+                except Exception as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+            unchanged.append(runs.everything(wrap) == before)
+    return {"errors": errors, "unchanged": unchanged}
+
+
+def skipped(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
+    """A good step, skipped ones of each kind, and a good step; and the same with batches without a trained token in
+    their place. The metrics, and whether weights, buffers and optimizer are equal at both ends."""
+    batch = samples()
+    untrained = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch[: runs.BATCH]]
+    metrics, ends = [], []
+    keys = (*runs.options("Poisoned"), "megatron_wrap.bad_steps.on_bad_step=skip")
+    for with_bad_steps in (True, False):
+        with runs.started((*keys, *overrides)) as wrap:
+            steps = [wrap.train(batch[: runs.BATCH])]
+            for kind in kinds:
+                with injected(wrap, kind if with_bad_steps else "loss"):
+                    steps.append(wrap.train(bad_batch(kind) if with_bad_steps else untrained))
+            steps.append(wrap.train(batch[runs.BATCH :]))
+            wrap.state.progress.bad_steps = wrap.state.progress.consumed_tokens = 0
+            ends.append((runs.everything(wrap), steps[-1]["loss"], steps[-1]["grad_norm"]))
+        metrics.append(steps)
+    return {"metrics": metrics[0], "equal": ends[0] == ends[1]}
+
+
+def in_a_row(overrides: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """What becomes of steps of these kinds, "" a good one: the number of bad steps so far, or the error."""
+    results = []
+    with runs.started((*runs.options("Poisoned"), *overrides)) as wrap:
+        for kind in kinds:
+            try:
+                step = wrap.train(bad_batch(kind) if kind else samples()[: runs.BATCH])
+                results.append(f"{step['bad_steps']:.0f} of {step['iteration']:.0f}")
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def refused_in_parts(overrides: Sequence[str]) -> str:
+    """The error of a step in two parts whose second part has the bad sample."""
+    batch = bad_batch("loss")
+    parts = [batch[: runs.BATCH // 2], batch[runs.BATCH // 2 :]]
+    with runs.started((*runs.options("Poisoned"), *overrides)) as wrap:
+        weights = wrap.count_weights(parts)
+        for part in parts:
+            wrap.forward_backward(part, step_weights=weights)
+        try:
+            wrap.optimizer_step()
+        except Exception as error:
+            return str(error)
+    return "no error"
