@@ -32,8 +32,8 @@ from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
 from megatron_wrap.utils.dist_logger import logger
 
 _POLL_SECONDS = 0.02
-_LOST_SECONDS = 30.0
-"""After which an ending rank 0 no longer waits for ranks whose files do not grow: they were killed."""
+_LOST_SECONDS = 10.0
+"""After which a rank that ends no longer waits for others whose files do not change: they were killed."""
 _KEY = "megatron_wrap/save"
 
 
@@ -150,7 +150,7 @@ class BackgroundSaves:
         if save is None or os.getpid() != self._process:
             return
         self._save = None
-        failure = self._own_failure(save, timeout=None) or _wait_while_files_grow(save)
+        failure = self._own_failure(save, timeout=None) or _wait_while_files_change(save)
         if failure and save.publication is not None:
             failure = save.publication.abort(failure)
         if failure:
@@ -286,16 +286,16 @@ class _Publication(threading.Thread):
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def _wait_while_files_grow(save: _Save) -> str | None:
+def _wait_while_files_change(save: _Save) -> str | None:
     """Wait for the end of a save without communication; returns the failure, also if ranks no longer write.
 
     All ranks wait: when one has ended, torchrun ends the others.
     """
-    size, since = -1, time.monotonic()
+    last, since = None, time.monotonic()
     while not save.has_ended:
         time.sleep(_POLL_SECONDS)
-        if (now := _size(save.partial)) != size:
-            size, since = now, time.monotonic()
+        if (now := _activity(save.partial)) != last:
+            last, since = now, time.monotonic()
         elif time.monotonic() - since > _LOST_SECONDS:
             return f"other ranks wrote nothing for {_LOST_SECONDS:.0f} s"
     return None if save.publication is None else save.publication.failure
@@ -305,12 +305,12 @@ def _record(rank: int) -> str:
     return f"rank_{rank}.written"
 
 
-def _size(folder: Path) -> int:
-    total = 0
+def _activity(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file."""
     with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            total += entry.stat().st_size
-    return total
+        found = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        return sorted((name, status.st_size, status.st_mtime_ns) for name, status in found)
+    return []
 
 
 def _message(save: _Save, failure: str) -> str:

@@ -6,6 +6,7 @@ under `digest` the hash of its own content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -70,10 +71,10 @@ def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
 
 def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(blocks))
-    if threads <= 1:
-        return [_hash_block(folder / name, index) for name, index in blocks]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda block: _hash_block(folder / block[0], block[1]), blocks))
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool, contextlib.suppress(RuntimeError):  # a program that ends has no pools
+            return list(pool.map(lambda block: _hash_block(folder / block[0], block[1]), blocks))
+    return [_hash_block(folder / name, index) for name, index in blocks]
 
 
 def _hash_block(path: Path, index: int) -> str:

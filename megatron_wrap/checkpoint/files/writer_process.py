@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import pickle
 import queue
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_wrap.checkpoint.files.hashes import hash_files
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob
 
-_PARENT_SECONDS = 0.5
+_PARENT_SECONDS, _ALIVE_SECONDS = 0.5, 1.0
 
 
 def main(connection: int, memory: int, rank_process: int) -> None:
@@ -36,7 +39,9 @@ def main(connection: int, memory: int, rank_process: int) -> None:
     threading.Thread(target=_receive, args=(pipe, jobs, rank_process), daemon=True).start()
     while True:
         job: WriteJob = pickle.loads(jobs.get())
-        pipe.send(_result(job, memory))
+        with _alive(job.folder / f"{job.record}.part"):  # which becomes the record
+            result = _result(job, memory)
+        pipe.send(result)
 
 
 def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int) -> None:
@@ -51,6 +56,27 @@ def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int
         except (OSError, EOFError):
             break
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _alive(file: Path) -> Iterator[None]:
+    """In the block, the time of the file advances: an ending rank 0 waits for this process as long as it does."""
+    ends = threading.Event()
+
+    def touch() -> None:
+        while not ends.wait(_ALIVE_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(file)
+
+    with contextlib.suppress(OSError):
+        file.touch()
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
 
 
 def _result(job: WriteJob, memory: int) -> str:

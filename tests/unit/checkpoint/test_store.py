@@ -270,3 +270,16 @@ def test_the_hashes_are_those_of_the_blocks(store: CheckpointStore, monkeypatch:
     flip_a_bit(checkpoint / "__0_0.distcp")
     assert "__0_0.distcp differs" in str(hashes.find_damage(checkpoint, recorded))
     assert [hashes.find_damage(checkpoint, recorded, part, 5) is None for part in range(5)].count(False) == 1
+
+
+def test_files_are_hashed_while_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python starts no further threads then."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    expected = hashes.hash_files(tmp_path, ["a", "b"])
+
+    def submit(*arguments: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(hashes.ThreadPoolExecutor, "submit", submit)
+    assert hashes.hash_files(tmp_path, ["a", "b"]) == expected
