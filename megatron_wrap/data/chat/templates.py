@@ -124,7 +124,7 @@ def _environment_class() -> Any:
                 _check_call("%", size_of_result("%", left, (right,)))
             return super().call_binop(context, operator, left, right)
 
-        def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:
             # as in jinja2, no name of a parameter is one that a template may use
             if (method := method_of(__function)) is not None:
                 name, text = method
