@@ -2,15 +2,16 @@
 
 python scripts/drill/malformed_input.py --count 500 [--seed 0]
 
-A trial damages one file of a small run with a Hugging Face model, a tokenizer, rows of every format and a peft adapter,
-and starts what reads it: `megatron-wrap check`, `inspect-data`, every tensor of the folder, every row. Exits with 1
-after an exception that is not an error of the user, or a trial that does not end.
+A trial damages one file of a small run with a Hugging Face model, a tokenizer, rows in every kind of file and a peft
+adapter, and starts what reads it: `megatron-wrap check`, `inspect-data`, every tensor of the folder, every row. Exits
+with 1 after an exception that is not an error of the user, or a trial that does not end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import io
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ import random
 import resource
 import shutil
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -191,7 +193,36 @@ def damage_rows(folder: Path, generator: random.Random) -> str:
     if generator.random() < 0.1:
         lines.append(generator.choice(TEXTS).encode())
     path.write_bytes(b"\n".join(lines) + b"\n" * generator.randrange(2))
-    return generator.choice(("inspect-data", "rows", "inspect-data:error"))
+    return generator.choice(("inspect-data", "rows:rows.jsonl", "inspect-data:error"))
+
+
+def damage_table(folder: Path, generator: random.Random) -> str:
+    """The rows as another file: compressed, one JSON array, parquet or Arrow."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": f"text {number}", "messages": None} for number in range(20)] + [{"text": None, "messages": CHAT}]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = folder / f"rows{generator.choice(('.jsonl.gz', '.jsonl.zst', '.json', '.parquet', '.arrow'))}"
+    if path.suffix == ".parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, path, compression=generator.choice(("none", "snappy", "zstd")))
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(rows)
+        make = generator.choice((pyarrow.ipc.new_file, pyarrow.ipc.new_stream))
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        content = json.dumps(rows).encode() if path.suffix == ".json" else text
+        compressed = {".gz": gzip.compress, ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True)}
+        path.write_bytes(compressed.get(path.suffix, bytes)(content))
+    if generator.random() < 0.15:
+        damage_special(path, generator)
+    elif generator.random() < 0.1:
+        path.write_text(generator.choice(TEXTS), encoding="utf-8")
+    else:
+        path.write_bytes(other_bytes(path.read_bytes(), generator))
+    return f"rows:{path.name}"
 
 
 def damage_tokenizer(folder: Path, generator: random.Random) -> str:
@@ -267,6 +298,7 @@ def damage_adapter(folder: Path, generator: random.Random) -> str:
 DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
     "yaml": damage_yaml,
     "rows": damage_rows,
+    "tables": damage_table,
     "tokenizer": damage_tokenizer,
     "config": damage_config,
     "weights": damage_weights,
@@ -312,12 +344,12 @@ def read_input(reader: str) -> str:
     from megatron_wrap.cli.main import main
     from megatron_wrap.errors import MegatronWrapError
 
-    command, _, policy = reader.partition(":")
+    command, _, option = reader.partition(":")
     if command in ("check", "inspect-data"):
-        overrides = [f"megatron_wrap.data.on_bad_sample={policy}"] if policy else []
+        overrides = [f"megatron_wrap.data.on_bad_sample={option}"] if option else []
         return "refused" if main([command, "run.yaml", *overrides]) else "read"
     try:
-        {"tensors": read_tensors, "rows": read_rows, "adapter": read_adapter}[command]()
+        {"tensors": read_tensors, "rows": lambda: read_rows(option), "adapter": read_adapter}[command]()
     except MegatronWrapError as error:
         if not str(error).strip() or "\n" in str(error):
             raise RuntimeError(f"not one line: {error!r}") from error
@@ -339,8 +371,8 @@ def read_tensors() -> None:
         weights.read(name, tuple((0, size) for size in tensor.shape))
 
 
-def read_rows() -> None:
-    """Every row that is not skipped, of the file as a stream, too."""
+def read_rows(path: str) -> None:
+    """The rows of a file that are not skipped, by random access and as a stream."""
     from megatron_wrap.config.schema.sources import SourceConfig
     from megatron_wrap.data.chat.encode import encode_sample
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -349,10 +381,10 @@ def read_rows() -> None:
 
     tokenizer = load_tokenizer("tokenizer")
     for streaming in (False, True):
-        stream = training_stream([SourceConfig(path="rows.jsonl", streaming=streaming)], 1, shuffle=False)
+        stream = training_stream([SourceConfig(path=path, streaming=streaming)], 1, shuffle=False)
         preparation = Preparation(lambda row: encode_sample(tokenizer, row), len)
         reader = SampleReader(stream, preparation, skip_bad=True)
-        for position in range(8):
+        for position in range(24):
             reader.problem(position)
 
 
@@ -457,4 +489,7 @@ def drill(count: int, seed: int, folder: Path) -> list[str]:
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(run(drill, __doc__, count=500, trials="trials"))
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["HF_DATASETS_CACHE"] = cache
+        status = run(drill, __doc__, count=500, trials="trials")
+    sys.exit(status)

@@ -19,6 +19,8 @@ MAX_RENDER_SECONDS = 30.0
 """Computing time of all renderings of one row, each of its turns included."""
 MAX_RENDER_BYTES = 1 << 29
 """By which the process may grow meanwhile."""
+MAX_STOPPED_IN_A_ROW = 5
+"""Renderings of a process that are stopped one after the other before the template is blamed instead of the rows."""
 _POLL_SECONDS = 0.1
 _IDLE_POLLS = 50
 _GROWTH_SECONDS = 0.05
@@ -64,6 +66,11 @@ def within_limits(function: Callable[[], Result]) -> Result:
     return _watch(os.getpid()).run(function)
 
 
+def stopped_in_a_row() -> int:
+    """Calls of `within_limits` that were stopped in this process since the last one that was not."""
+    return _watch(os.getpid()).stopped_in_a_row
+
+
 @dataclass(eq=False)
 class _Call:
     thread: int
@@ -97,6 +104,7 @@ class _Watch:
         self._calls: dict[int, _Call] = {}
         self._count = 0
         self._is_running = False
+        self.stopped_in_a_row = 0
 
     def run(self, function: Callable[[], Result]) -> Result:
         """See `within_limits`."""
@@ -114,6 +122,7 @@ class _Watch:
                 with self._lock:
                     self._calls.pop(call.thread, None)
         finally:
+            self.stopped_in_a_row = self.stopped_in_a_row + 1 if call.is_stopped else 0
             if call.is_stopped:
                 _raise_in(call.thread, None)  # one that has not been raised yet
 

@@ -1,5 +1,5 @@
-"""Calls of a chat template whose result is much larger than their arguments. Each is a single function written in C, which
-no limit of time can stop, so it is estimated before it is called."""
+"""Calls of a chat template whose result is much larger than their arguments. Each is a single function written in C,
+which no limit of time can stop, so it is estimated before it is called."""
 
 from __future__ import annotations
 

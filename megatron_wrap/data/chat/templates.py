@@ -13,7 +13,7 @@ from megatron_wrap.data.chat import limits
 from megatron_wrap.data.chat.limits import LimitExceeded, Result, within_limits
 from megatron_wrap.data.chat.spans import Span
 from megatron_wrap.data.chat.template_calls import FILTERS, bounded_filter, method_of, size_of_result, weight
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import ConfigError, DataError
 
 _BLOCK_CHUNKS = 1000
 _MAX_BITS = 4096
@@ -51,16 +51,20 @@ def bounded(work: Callable[[], Result]) -> Result:
     Raises:
         TemplateLimitError: it takes longer than MAX_RENDER_SECONDS of computing time, or more memory than
             MAX_RENDER_BYTES.
+        ConfigError: MAX_STOPPED_IN_A_ROW calls did so one after the other, so no row is at fault.
     """
     try:
         return within_limits(work)
     except LimitExceeded:
         _compiled.cache_clear()  # a block may have been left open
-        raise TemplateLimitError(
+        taken = (
             f"the chat template takes more than {limits.MAX_RENDER_SECONDS:g} s of computing time or "
-            f"{limits.MAX_RENDER_BYTES >> 20} MiB of memory for this conversation; correct the template or the "
-            "conversation"
-        ) from None
+            f"{limits.MAX_RENDER_BYTES >> 20} MiB of memory for"
+        )
+        count = limits.stopped_in_a_row()
+        if count >= limits.MAX_STOPPED_IN_A_ROW:
+            raise ConfigError(f"{taken} each of {count} conversations, one after the other; correct it") from None
+        raise TemplateLimitError(f"{taken} this conversation; correct the template or the conversation") from None
 
 
 @lru_cache(maxsize=1)

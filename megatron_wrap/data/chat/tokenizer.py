@@ -30,11 +30,11 @@ def load_tokenizer(path: str | Path) -> Any:
     text = str(path)
     folder = Path(text).expanduser()
     if os.path.exists(folder):  # Path.exists raises if a name is too long
-        for path in [folder, *(folder.iterdir() if folder.is_dir() else ())]:
-            if reason := special_file(path):
+        for file in [folder, *(folder.iterdir() if folder.is_dir() else ())]:
+            if reason := special_file(file):
                 raise DataError(reason)
-            if path.suffix in _TEXT_FILES and path.is_file() and (size := path.stat().st_size) > MAX_BYTES:
-                raise DataError(f"{path}: {size:,} bytes, more than the {MAX_BYTES:,} of a tokenizer; is it one?")
+            if file.suffix in _TEXT_FILES and file.is_file() and (size := file.stat().st_size) > MAX_BYTES:
+                raise DataError(f"{file}: {size:,} bytes, more than the {MAX_BYTES:,} of a tokenizer; is it one?")
         return _load(str(folder.resolve()))
     if _is_hub_id(text):
         return _load(text)

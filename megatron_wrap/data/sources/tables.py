@@ -10,11 +10,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_wrap.data.sources.parquet_size import check_decoded_size
 from megatron_wrap.data.sources.rows import Rows
 from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint, special_file
 from megatron_wrap.metrics.number_format import counted
 
 DEFAULT_SPLIT = "train"
+_BATCH_ROWS = 1024
+_BATCH_BYTES = 1 << 28
+"""Of the rows of a parquet file that are decoded at once, on average."""
 
 
 class TableRows:
@@ -63,7 +67,7 @@ class TableStream:
                 first = max(0, index - begin)
                 for number, row in enumerate(batch.slice(first).to_pylist(), begin + first + 1):
                     yield f"{self._name}:{number}", without_nulls(row)
-        except (OSError, ValueError) as error:  # Arrow's errors are subclasses of these
+        except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses of these
             raise DataError(
                 f"{self._name}:{end + 1}: cannot be read ({_reason(error)}); write the file again"
             ) from error
@@ -117,11 +121,15 @@ def open_parquet(path: str) -> Rows:
     """Random access to a parquet file, converted once to Arrow in the cache folder of `datasets`.
 
     Raises:
-        DataError: the file is missing, truncated or no parquet.
+        DataError: the file is missing, truncated or no parquet, or its content is far larger than the file.
     """
     import datasets
 
-    return TableRows(_read(path, "parquet", lambda file: datasets.Dataset.from_parquet(file)), path)
+    def converted(file: str) -> Any:
+        check_decoded_size(file, path)
+        return datasets.Dataset.from_parquet(file)
+
+    return TableRows(_read(path, "parquet", converted), path)
 
 
 def open_arrow(path: str) -> Rows:
@@ -155,7 +163,9 @@ def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStre
     def batches(index: int) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet
 
-        file = pyarrow.parquet.ParquetFile(_existing(path))
+        existing = _existing(path)
+        check_decoded_size(existing, path)
+        file = pyarrow.parquet.ParquetFile(existing)
         present = file.schema_arrow.names
         for column in columns or ():
             if column not in present:
@@ -163,12 +173,13 @@ def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStre
                 raise DataError(f"{path}: has no column {column!r}, but {', '.join(map(repr, present))}{hint}")
         begin = 0
         for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
+            rows, stored = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
             if begin + rows <= index:
                 begin += rows
                 yield begin, file.schema_arrow.empty_table()
                 continue
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
+            for batch in file.iter_batches(batch_size=batch_rows, row_groups=[group], columns=columns):
                 yield begin, batch
                 begin += batch.num_rows
 

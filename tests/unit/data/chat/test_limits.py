@@ -1,6 +1,7 @@
 """One row that cannot be tokenized or rendered is a bad row: with file and row, left out where bad rows are."""
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import chat_templates
@@ -13,7 +14,7 @@ from megatron_wrap.data.chat.encode import encode_sample
 from megatron_wrap.data.chat.prompts import prompt_token_ids
 from megatron_wrap.data.order.sample_sets import training_stream
 from megatron_wrap.data.order.usable_rows import Preparation, SampleReader
-from megatron_wrap.errors import DataError
+from megatron_wrap.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers
 
@@ -57,6 +58,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.2)
     monkeypatch.setattr(limits, "MAX_RENDER_BYTES", 1 << 26)
     monkeypatch.setattr(limits, "MAX_CHARACTERS", 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _none_stopped_before() -> None:
+    limits.within_limits(lambda: None)
+
+
+def test_a_template_that_never_ends_is_blamed_after_a_few_rows(
+    small: None, make_tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.05)
+    endless, good = make_tokenizer(ENDLESS["a loop"]), make_tokenizer(chat_templates.CHATML)
+    for tokenizer in (*[endless] * 4, good, *[endless] * 4):
+        with suppress(DataError):
+            encode_sample(tokenizer, CHAT)
+    with pytest.raises(ConfigError, match="for each of 5 conversations, one after the other"):
+        encode_sample(endless, CHAT)
 
 
 @pytest.mark.parametrize("case", ENDLESS)

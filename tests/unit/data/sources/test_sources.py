@@ -29,6 +29,7 @@ from megatron_wrap.data.order.sample_sets import (
 )
 from megatron_wrap.data.order.samplers import EpochSampler
 from megatron_wrap.data.sources.files import stream_rows
+from megatron_wrap.data.sources.parquet_size import check_decoded_size
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import ConfigError, DataError
 
@@ -498,6 +499,42 @@ def test_a_file_that_expands_without_end_is_refused(
         _read_every_row(SourceConfig(path=path, streaming=streaming))
     assert not isinstance(raised.value, BadSample)
     assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "after rows without a value", "pages"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_parquet_file_that_expands_without_end_is_refused(
+    form: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 24)
+    rows, text = 1000, "a" * (1 << 16)
+    if form == "messages":
+        columns: dict[str, Any] = {"messages": [[], *([[{"role": "user", "content": text}]] * rows)]}
+    elif form == "pages":
+        columns = {"text": [text] * rows}
+    else:
+        columns = {"text": [*([None] * (600 if form.startswith("after") else 0)), *([text] * rows)]}
+    table = pyarrow.table(columns)
+    pyarrow.parquet.write_table(table, "bomb.parquet", compression="zstd", use_dictionary=form != "pages")
+    with pytest.raises(DataError, match=r"bomb\.parquet: .*1,000 times") as raised:
+        _read_every_row(SourceConfig(path="bomb.parquet", streaming=streaming))
+    assert not isinstance(raised.value, BadSample)
+    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 28)
+    check_decoded_size("bomb.parquet", "bomb.parquet")
+
+
+def test_one_long_text_beside_many_short_ones_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 18)
+    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.MAX_EXPANSION", 2)
+    table = pyarrow.table({"text": ["a" * (1 << 16), *["b"] * 1000, *map(str, range(1000))]})
+    pyarrow.parquet.write_table(table, "long.parquet")
+    check_decoded_size("long.parquet", "long.parquet")
 
 
 def _read_every_row(source: SourceConfig) -> None:
