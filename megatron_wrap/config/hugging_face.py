@@ -156,6 +156,25 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     return HuggingFaceConfig(folder, values, family, arch)
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Content of generation_config.json; empty if a folder has none.
+
+    Raises:
+        ConfigError: it is damaged, or its end tokens are no ids.
+    """
+    path = folder / "generation_config.json"
+    if not os.path.exists(path):
+        return {}
+    values = read_json(path, "download the file again, or delete it")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{shown_path(path)}: must be a mapping, not {describe(values)}; download it again")
+    ends = values.get("eos_token_id")
+    each = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(isinstance(end, bool) or not isinstance(end, int) for end in each):
+        raise ConfigError(f"{shown_path(path)}: eos_token_id must be one or several ids, not {describe(ends)}")
+    return values
+
+
 def family_of(model_type: str, where: str = "") -> Any:
     """The family of a model_type.
 

@@ -242,8 +242,8 @@ def damage_tokenizer(folder: Path, generator: random.Random) -> str:
 
 
 def damage_config(folder: Path, generator: random.Random) -> str:
-    """config.json of the model."""
-    path = folder / "model" / "config.json"
+    """config.json or generation_config.json of the model."""
+    path = folder / "model" / generator.choice(("config.json", "config.json", "generation_config.json"))
     (damage_special if generator.random() < 0.1 else damage_json)(path, generator)
     return "check"
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_wrap.bridge.export.export_format import ExportFormat
 from megatron_wrap.bridge.export.weight_stream import WeightStream, WholeTensor, dtype_name
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
+from megatron_wrap.config.hugging_face import read_generation_config
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.parallel.agreement import agreed
 from megatron_wrap.utils.atomic_write import atomic_file, write_atomically
@@ -160,11 +161,9 @@ def _finish(target: Path, split: Any, values: dict[str, Any], tokenizer: Any, or
 def generation_config(original: Path | None, values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Content of generation_config.json: that of the original folder, else the special tokens of config.json or the
     tokenizer."""
-    file = None if original is None else original / "generation_config.json"
-    if file is not None and file.is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
+    content = {} if original is None else read_generation_config(original)
+    if content:
+        return content
     special: dict[str, Any] = {"_from_model_config": True}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import local_folder
 from megatron_wrap.bridge.loading.weight_folder import PICKLE_FILES, WEIGHT_FILES, WeightFolder
 from megatron_wrap.bridge.mapping.value_model import family_of_model
-from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_hugging_face_config
+from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import CheckpointError
 
 
 def check_hugging_face(config: RunConfig) -> None:
     """Validate the weights of a local folder from their headers, before any process starts. Weights of a hub id are
-    downloaded and validated when the model is built.
+    downloaded and validated when the model is built. generation_config.json, which generation and exports read, is
+    validated as well.
 
     Raises:
         ConfigError, CheckpointError: as `starting_weights`.
@@ -22,6 +24,7 @@ def check_hugging_face(config: RunConfig) -> None:
     path = config.model_provider.hf_path
     if path is not None and os.path.isdir(os.path.expanduser(path)):
         starting_weights(config)
+        read_generation_config(Path(path).expanduser())
 
 
 def starting_weights(config: RunConfig) -> WeightFolder | None:

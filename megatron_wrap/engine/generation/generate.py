@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from megatron_wrap.config.hugging_face import resolve_folder
+from megatron_wrap.config.hugging_face import read_generation_config, resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.data.chat.prompts import prompt_text, prompt_token_ids
@@ -279,9 +278,8 @@ def _stops(hf_path: str | None, tokenizer: Any, stop: Sequence[str | int]) -> tu
     ids = {token for token in stops if isinstance(token, int)}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
-    config_file = resolve_folder(hf_path) / "generation_config.json" if hf_path is not None else None
-    if config_file is not None and config_file.is_file():
-        end_tokens = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token_id")
+    if hf_path is not None:
+        end_tokens = read_generation_config(resolve_folder(hf_path)).get("eos_token_id")
         ids.update(end_tokens if isinstance(end_tokens, list) else [] if end_tokens is None else [end_tokens])
     return frozenset(ids), texts
 

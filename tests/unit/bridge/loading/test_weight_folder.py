@@ -21,7 +21,7 @@ from megatron_wrap.bridge.loading.hf_path import check_hugging_face, starting_we
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.transformers
 
@@ -219,6 +219,14 @@ def test_an_index_that_names_another_folder(folder):
 def test_shards_without_an_index(folder):
     (folder / INDEX).unlink()
     assert f"safetensors files and no {INDEX}" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}'])
+def test_a_damaged_generation_config_is_refused_before_training(folder, content):
+    checked_weights(folder)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+        checked_weights(folder)
 
 
 def test_a_weight_that_is_missing(folder):
