@@ -98,7 +98,7 @@ FAULTS: list[tuple[str, list[str], str, Callable[[], object]]] = [
     ("flow", [f"{FLOW}.flow_key=gpt_stf"], "gpt_stf", lambda: None),
     ("flow", [f"{FLOW}.loss_on=user"], "must be one of assistant", lambda: None),
     ("adapter", [LORA, f"{ADAPTER}.target_modules=[q_prj]"], "did you mean q_proj?", lambda: None),
-    ("adapter", [LORA, f"{ADAPTER}.path=here"], "here/adapter_config.json cannot be read", lambda: None),
+    ("adapter", [LORA, f"{ADAPTER}.path=here"], "here/adapter_config.json: cannot be read", lambda: None),
     (
         "sample lengths",
         [f"{FLOW}.truncation=refuse", f"{TRAIN}.seq_length=2"],
