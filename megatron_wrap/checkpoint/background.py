@@ -42,9 +42,11 @@ class BackgroundSaves:
 
     Args:
         device: of the state.
+        succeeded: called on every rank when it learns that a save is complete.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, succeeded: Callable[[], None]) -> None:
+        self._succeeded = succeeded
         self.copy = HostCopy(device, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
         self._writer = Writer(self.copy.descriptor)
         self._logged_bytes = 0
@@ -179,8 +181,10 @@ class BackgroundSaves:
     def _end(self, save: _Save, failure: str) -> None:
         self._save = None
         if failure:
-            self._writer.close()  # of other ranks it may still write
+            if self._own_failure(save, timeout=0) is None:  # another rank has failed
+                self._writer.close()
             raise CheckpointError(_message(save, failure))
+        self._succeeded()
         logger.info_rank_0(_published(save))
 
     def _log_size(self) -> None:

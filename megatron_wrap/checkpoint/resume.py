@@ -28,6 +28,9 @@ from megatron_wrap.metrics.phases import SAVE, doing
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
+_MAX_FAILED_SAVES = 3
+"""In a row, after which a run with `on_save_error: continue` ends."""
+
 
 class RunCheckpoints:
     """The checkpoints of one run. All methods but `ended`, `finish_alone` and `close` are collective over all ranks.
@@ -48,6 +51,8 @@ class RunCheckpoints:
         """Checkpoint folder that contains this reference model, and its iteration there."""
         self._background: BackgroundSaves | None = None
         """With `async_save`, from the first save."""
+        self._failed_saves = 0
+        """In a row."""
 
     def restore(self, weights_only: bool = False) -> int | None:
         """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
@@ -209,13 +214,14 @@ class RunCheckpoints:
         folder = self._folder()
         checkpoint = self.saved()
         if checkpoint is None:
-            self.wait()
+            self.tolerate(self.wait)
             self._saved = None
             self._save_reference(folder)
             background = self._background_saves()
             checkpoint = save_checkpoint(state, folder, keep, background, self._prune_references(folder, keep))
             self._saved = (checkpoint, iteration)
             if background is None:
+                self._save_succeeded()
                 logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
         else:
             self._save_reference(folder)
@@ -225,8 +231,29 @@ class RunCheckpoints:
 
     def _background_saves(self) -> BackgroundSaves | None:
         if self._background is None and self._state.config.checkpoint.async_save:
-            self._background = BackgroundSaves(self._state.platform.device)
+            self._background = BackgroundSaves(self._state.platform.device, self._save_succeeded)
         return self._background
+
+    def _save_succeeded(self) -> None:
+        self._failed_saves = 0
+
+    def tolerate(self, action: Callable[[], object]) -> None:
+        """Call what saves or waits for a save; with `on_save_error: continue` a failure is only logged.
+
+        Raises:
+            CheckpointError: the save failed, and `on_save_error` is stop or too many in a row have failed.
+        """
+        try:
+            action()
+        except CheckpointError as error:
+            if self._state.config.checkpoint.on_save_error == "stop" or self._failed_saves == _MAX_FAILED_SAVES:
+                raise
+            self._failed_saves += 1
+            if self._failed_saves == _MAX_FAILED_SAVES:
+                raise CheckpointError(f"{error}; this is the last of {_MAX_FAILED_SAVES} in a row") from error
+            logger.warning_rank_0(
+                f"{error}; the run goes on, this is failure {self._failed_saves} of {_MAX_FAILED_SAVES} in a row"
+            )
 
     def _prune_references(self, folder: str, keep: int | None) -> Callable[[], None] | None:
         """What removes the reference models of checkpoints that were removed, on rank 0; None if these have none."""
@@ -242,8 +269,9 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, after the same step.
         """
-        if self._background is not None:
-            self._background.poll(self._state.progress.iteration)
+        background, iteration = self._background, self._state.progress.iteration
+        if background is not None:
+            self.tolerate(lambda: background.poll(iteration))
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete.

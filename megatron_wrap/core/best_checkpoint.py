@@ -44,8 +44,9 @@ class BestCheckpoint:
             return
         if state.config.train.save is not None:
             if self._checkpoints.saved() is None:  # train() may have saved this iteration
-                self._save()
-            self._checkpoints.record_best()
+                self._checkpoints.tolerate(self._save)
+            if self._checkpoints.saved() is not None:
+                self._checkpoints.record_best()
         logger.info_rank_0(f"iteration {iteration}: the best {name} so far, {value:.6g}")
 
     def is_out_of_patience(self) -> bool:

@@ -115,7 +115,7 @@ class RunTraining:
         if train.save_interval and train.save and iteration % train.save_interval == 0:
             # metrics first: a run killed in between repeats the step, and the duplicate line is dropped
             self._records.write_last()
-            self._save()
+            self._checkpoints.tolerate(self._save)
         if report.stop_requested and self._stop is not None:
             self._end(self._stop)
         return dict(report.metrics)

@@ -126,7 +126,8 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
         wrap.train(_batch(wrap))
         fails = wrap.dp_rank == failing_rank
         if fails and kind == "full disk":
-            resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE, (100_000, 100_000))
+            unlimited = resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE)
+            resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
         elif fails:
             os.kill(_writer(wrap), signal.SIGSTOP)
         wrap.save()
@@ -143,6 +144,8 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
         except CheckpointError as error:
             message = str(error)
         failed_at, left = wrap.iteration, store.iterations()
+        if fails and kind == "full disk":
+            resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE, unlimited)
         wrap.train(_batch(wrap))
         wrap.save()
     return message, failed_at, left, store.iterations()
@@ -163,6 +166,40 @@ def test_a_writer_that_fails_is_one_error_on_all_ranks(failing_rank, kind, at_sa
     assert left == [1]
     assert after == [1, failed_at + 1]
     assert not list(tmp_path.glob(".iter_*"))
+
+
+def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]]:
+    """The error of a run on whose second rank the saves 2, 4, 5 and 6 of 6 fail, and its checkpoints."""
+    from megatron_wrap.errors import CheckpointError
+
+    settings = (f"{TRAIN}.save_interval=1", "megatron_wrap.checkpoint.on_save_error=continue", *DISTRIBUTED)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with runs.started(folder, (*settings, *overrides)) as wrap:
+            while wrap.iteration < runs.STEPS:
+                if wrap.dp_rank == 1:
+                    largest = unlimited[0] if wrap.iteration in (0, 2) else 100_000
+                    background = wrap._run.checkpoints._background
+                    writer = None if background is None else background.writer_process
+                    for process in filter(None, (os.getpid(), writer)):
+                        resource.prlimit(process, resource.RLIMIT_FSIZE, (largest, unlimited[1]))
+                wrap.train(_batch(wrap))
+                wrap._run.checkpoints.tolerate(wrap._run.checkpoints.wait)  # so that the limit is of this save
+    except CheckpointError as error:
+        return str(error), CheckpointStore(folder).iterations()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return "no error", CheckpointStore(folder).iterations()
+
+
+@pytest.mark.parametrize("overrides", [(), ASYNC], ids=["plain", "asynchronous"])
+def test_with_continue_the_third_failed_save_in_a_row_ends_the_run(overrides, ranks, tmp_path):
+    results = ranks(2).run(_tolerated, tmp_path, overrides)
+    assert results[0] == results[1]
+    message, left = results[0]
+    assert "this is the last of 3 in a row" in message
+    assert str(tmp_path) in message
+    assert left == [1, 3]
 
 
 def _ends(folder: Path, how: str) -> list[int]:

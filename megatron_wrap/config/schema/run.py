@@ -150,6 +150,9 @@ class CheckpointConfig:
     async_save: bool = False
     """Copy the state to host memory, train on, and write the checkpoint by other processes meanwhile; at most one at a
     time."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """stop: a save that fails ends the run. continue: a failed save of save_interval or best_metric is logged and the
+    run goes on, until the third in a row fails."""
     export_hf: bool = False
     """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
 
