@@ -95,6 +95,7 @@ def _save_into_a_file(folder: Path) -> str:
 
     with runs.started(folder / "checkpoints", (f"megatron_wrap.logger.output_dir={folder}",)) as wrap:
         if wrap.dp_rank == 0:
+            shutil.rmtree(folder / "checkpoints")  # which the run holds
             (folder / "checkpoints").write_text("a file instead of a folder")
         try:
             wrap.save()
