@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from megatron_wrap.parallel.heartbeat import Heartbeat
 import time
-heartbeat = Heartbeat(Path(sys.argv[1]), 1, lambda: (7, "save"))
-time.sleep(60)
+heartbeat = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]), lambda: (7, "save"))
+exec(compile("time.sleep(120)", "main thread waits here", "exec"))
 """
 
 
@@ -47,15 +47,19 @@ def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) 
 
 
 def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(tmp_path: Path) -> None:
-    stopped = subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path)])
-    while not (tmp_path / "rank_1.json").exists():
-        time.sleep(0.05)
-    heartbeat = Heartbeat(tmp_path, 0, lambda: (7, "forward and backward"))
-    watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", 3)
-    os.kill(stopped.pid, signal.SIGSTOP)
-    assert stopped.wait(30) == -signal.SIGKILL
-    sentence = watch.failed({0: 1, 1: -9}, 0, "")
-    heartbeat.close()
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(rank)]) for rank in range(2)]
+    stopped = processes[1]
+    try:
+        while not all((tmp_path / f"rank_{rank}.json").exists() for rank in range(2)):
+            time.sleep(0.05)
+        watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", 5)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert stopped.wait(60) == -signal.SIGKILL
+        sentence = watch.failed({0: 1, 1: -9}, 0, "")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     assert f"rank 1 (process {stopped.pid} on " in sentence
     assert ", iteration 7, save) is stopped: no sign of life for " in sentence
-    assert "test_process_watch.py" in json.loads((tmp_path / "failure.json").read_text())["stacks"]["0"]
+    assert "main thread waits here" in json.loads((tmp_path / "failure.json").read_text())["stacks"]["0"]
