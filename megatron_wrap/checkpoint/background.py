@@ -312,8 +312,8 @@ def _record(rank: int) -> str:
 def _activity(folder: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of each file."""
     with contextlib.suppress(OSError):
-        found = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
-        return sorted((name, status.st_size, status.st_mtime_ns) for name, status in found)
+        files = [(entry.name, entry.stat()) for entry in os.scandir(folder)]
+        return sorted((name, status.st_size, status.st_mtime_ns) for name, status in files)
     return []
 
 

@@ -225,8 +225,8 @@ def _optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is
 def _hash_written(partial: Path, rank: int, message: str) -> dict[str, Any]:
     """Hashes of all ranks' tensor files, each computed by the rank that wrote it. Collective."""
     with agreed(message):
-        own = hash_files(partial, [path.name for path in sorted(partial.glob(f"__{rank}_*.distcp"))])
-    return {name: entry for part in gather_objects(own) for name, entry in part.items()}
+        of_rank = hash_files(partial, [path.name for path in sorted(partial.glob(f"__{rank}_*.distcp"))])
+    return {name: entry for part in gather_objects(of_rank) for name, entry in part.items()}
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -111,11 +111,11 @@ def _problem(state: TrainingState, step: OpenStep, loss: float, grad_norm: float
         cause = cause_of_non_finite(state, step)
         problem = f"{non_finite} of iteration {number} not finite (loss {loss}, grad_norm {grad_norm}): {cause}"
         return problem, _NON_FINITE_HINT
-    found = spike(state, loss)
-    assert found is not None
+    above = spike(state, loss)
+    assert above is not None
     return (
-        f"loss {loss:.4g} of iteration {number} is a spike: {found.deviations:.1f} robust standard deviations above "
-        f"{found.median:.4g}, the median of the last {state.config.bad_steps.spike_window}; the largest loss is in "
+        f"loss {loss:.4g} of iteration {number} is a spike: {above.deviations:.1f} robust standard deviations above "
+        f"{above.median:.4g}, the median of the last {state.config.bad_steps.spike_window}; the largest loss is in "
         f"{sample_of_largest_loss(state, step)}",
         _SPIKE_HINT,
     )

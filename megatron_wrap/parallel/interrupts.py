@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -22,8 +21,6 @@ REPEATED_SECONDS = 1.0
 program that started them."""
 _ORPHAN_SECONDS = 60.0
 """That a process has for its step and a save after the death of the program that started it."""
-_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of linux/prctl.h."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -99,9 +96,3 @@ class InterruptWatch:
         if self._first is None:
             self._first = now
         return now - self._first > REPEATED_SECONDS
-
-
-def end_with_parent() -> None:
-    """The kernel sends SIGTERM to this process when the one that started it dies. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
-from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, end_with_parent, one_interrupt
+from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
 from megatron_wrap.parallel.loopback import loopback_store
+from megatron_wrap.utils.process_pool import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
         return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=False)
     timeout = timedelta(minutes=timeout_minutes)
     if _is_under_torchrun():
-        end_with_parent()
+        end_with_parent(signal.SIGTERM)
     if "RANK" in os.environ:
         store, rank, world_size = _rendezvous(timeout)
         device_id = device if device.type == "cuda" else None

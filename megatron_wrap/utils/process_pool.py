@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -125,6 +126,13 @@ def become_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def end_with_parent(number: int) -> None:
+    """Let the kernel send this process a signal when the process that started it dies. Linux only; elsewhere nothing
+    happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+
+
 def picklable(error: BaseException) -> Exception:
     """The error, or one with its text if it cannot be pickled."""
     with contextlib.suppress(Exception):
@@ -136,7 +144,7 @@ def picklable(error: BaseException) -> Exception:
 def _start(function: Callable[[Any], Any], parent: int) -> None:
     """The first call in a process."""
     become_worker()
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before this call
         os._exit(1)
     _FUNCTION.set(function)

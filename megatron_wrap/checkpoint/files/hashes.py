@@ -44,10 +44,10 @@ def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: i
     """
     blocks = [(name, index) for name, entry in hashes.items() for index in range(len(entry["blocks"]))][part::parts]
     try:
-        found = _hash_blocks(folder, blocks)
+        values = _hash_blocks(folder, blocks)
     except OSError as error:
         return f"cannot be read ({error})"
-    for (name, index), value in zip(blocks, found, strict=True):
+    for (name, index), value in zip(blocks, values, strict=True):
         if value != hashes[name]["blocks"][index]:
             return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
     return None
