@@ -53,6 +53,8 @@ def model_entries(
         tensor_per_layer: a tensor for each layer, else one tensor for a parameter of all layers, if these are alike.
         base: with all parameters that are not part of an adapter, and the originals of those that are trained whole.
         adapter: with the factors of adapters and the parameters that are trained whole, a tensor for each layer.
+
+    FP8 scales of frozen layers change while the adapter is trained, so they are included without the base, too.
     """
     metadata = {**_metadata(parallel), **({"non_homogeneous_layers": True} if tensor_per_layer else {})}
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
@@ -62,7 +64,11 @@ def model_entries(
         whole = model.sharded_state_dict(metadata=metadata)
         copies = trained_copies(model)
         kept = {True: adapter, False: base}
-        entries[name] = {key: entry for key, entry in whole.items() if key not in copies and kept[is_of_adapter(key)]}
+        entries[name] = {
+            key: entry
+            for key, entry in whole.items()
+            if key not in copies and (kept[is_of_adapter(key)] or key.endswith("_extra_state"))
+        }
         if copies and base:
             entries[name] |= {
                 f"{_ORIGINAL}{key}": replace(whole[key], data=copy.original) for key, copy in copies.items()
@@ -214,7 +220,7 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
                 if key not in tensors:  # a checkpoint of the base alone
                     copy.parameter.copy_(copy.original)
         # a checkpoint may contain only the adapter or only its base
-        contained = {key in copies or is_of_adapter(key) for key in tensors}
+        contained = {key in copies or is_of_adapter(key) for key in tensors if not key.endswith("_extra_state")}
         absent = [key for key in missing if key not in copies and is_of_adapter(key) in contained]
         # and one of the torch implementation lacks Transformer Engine's extra states
         wrong = [key for key in [*absent, *unexpected] if not key.endswith("_extra_state")]

@@ -75,10 +75,9 @@ def choices(
 
 def all_choices(config: RunConfig, machine: Machine, shards: int, connections: str | None) -> tuple[Choice, ...]:
     """All choices that a run makes on a machine, for `explain`; see `choices` and `cuda_connections`."""
-    layers = config.arch.transformer_impl
+    layers = layers_choice(config)
     if layers == "auto":
-        engine = machine.transformer_engine is not None and config.adapter.adapter_type == "none"
-        layers = "transformer_engine" if engine else "torch"
+        layers = "torch" if machine.transformer_engine is None else "transformer_engine"
     kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
     if config.arch.num_experts is not None and config.arch.experts_impl == "auto":
@@ -88,6 +87,12 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
     if machine.platform == "cuda":
         chosen.append(cuda_connections(config, connections))
     return tuple(chosen)
+
+
+def layers_choice(config: RunConfig) -> str:
+    """`transformer_impl`; beside torch's layers an adapter is as fast, so only FP8 takes Transformer Engine for it."""
+    without_fp8 = config.adapter.adapter_type != "none" and fp8_settings(config) is None
+    return "torch" if config.arch.transformer_impl == "auto" and without_fp8 else config.arch.transformer_impl
 
 
 def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:
@@ -140,8 +145,8 @@ def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
     if arch.transformer_impl == "auto":
         installed = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
         reason = installed if machine.platform == "cuda" else "Transformer Engine needs a GPU"
-        if config.adapter.adapter_type != "none":
-            version, reason = "", "adapters are trained beside torch's layers"
+        if layers_choice(config) == "torch":
+            version, reason = "", "adapters are trained beside torch's layers, unless in FP8"
         yield Choice("arch.transformer_impl", "transformer_engine" if version else "torch", reason)
     if parallel.sequence_parallel is None:
         reason = f"tensor_model_parallel_size is {parallel.tensor_model_parallel_size}"

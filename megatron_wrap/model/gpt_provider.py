@@ -95,20 +95,24 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     if with_experts:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
-    if request.transformer_engine:
-        layer = versions.te_layer_spec(**arguments)
-        core_attention: type = TorchCoreAttention
-        if _can_use_attention_of_transformer_engine(request.config):
-            from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
-        layer.submodules.self_attention.submodules.core_attention = core_attention
-    else:
+    core_attention: type = TorchCoreAttention
+    if request.transformer_engine and _can_use_attention_of_transformer_engine(request.config):
+        from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
+    # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
+    separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
+    if separate_norms:
         layer = versions.local_layer_spec(
-            norm=_torch_norm(arch), core_attention=TorchCoreAttention, normalization=arch.normalization, **arguments
+            norm=_torch_norm(arch), core_attention=core_attention, normalization=arch.normalization, **arguments
         )
+        if request.transformer_engine:
+            versions.use_te_linears(layer)
+    else:
+        layer = versions.te_layer_spec(**arguments)
+        layer.submodules.self_attention.submodules.core_attention = core_attention
     if arch.multi_latent_attention:
         from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
 
-        attention = LatentAttention if request.transformer_engine else LocalLatentAttention
+        attention = LocalLatentAttention if separate_norms else LatentAttention
         layer.submodules.self_attention.module = attention
     elif request.transformer_config.apply_rope_fusion and has_triton() and not arch.qk_layernorm:
         from megatron_wrap.nn.self_attention import FusedSelfAttention

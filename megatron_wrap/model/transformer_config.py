@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from megatron_wrap.config.defaults import TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM, experts_choice, kernel_choices
+from megatron_wrap.config.defaults import (
+    TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM,
+    experts_choice,
+    kernel_choices,
+    layers_choice,
+)
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import Fp8Settings, fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
@@ -34,8 +39,8 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
     Raises:
         PlatformError: `transformer_engine` is selected but not available.
     """
-    wanted = config.arch.transformer_impl
-    if wanted == "torch" or config.adapter.adapter_type != "none":
+    wanted = layers_choice(config)
+    if wanted == "torch":
         return False
     available = platform.has_transformer_engine
     if wanted == "transformer_engine" and not available:

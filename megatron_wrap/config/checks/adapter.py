@@ -27,10 +27,14 @@ def check_adapter(config: RunConfig) -> None:
     if settings is not None and settings.copy:
         key = f"models.{config.models.role}"
         refuse(config, [key], "with an adapter the first policy is its base, which needs no copy; write base")
-    if config.arch.transformer_impl == "transformer_engine":
-        refuse(config, ["arch.transformer_impl"], "adapters are trained beside torch's layers; write auto or torch")
-    if config.dtype.fp8 is not None:
-        refuse(config, ["dtype.fp8"], "adapters are trained in bf16, fp16 or fp32; write null")
+    if config.arch.num_experts is not None:
+        if config.arch.transformer_impl == "transformer_engine":
+            rule = "adapters in a mixture of experts are trained beside torch's layers; write auto or torch"
+            refuse(config, ["arch.transformer_impl"], rule)
+        if config.dtype.fp8 is not None:
+            refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
+    if config.dtype.fp8_param_gather:
+        refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
     if config.train.freeze:
         refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):

@@ -163,7 +163,7 @@ class ArchConfig:
     """How tokens are sent to their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
-    Transformer Engine on a GPU if it is installed, else torch."""
+    Transformer Engine on a GPU if it is installed, else torch; beside an adapter torch, with FP8 Transformer Engine."""
     upstream: Mapping[str, Any]
     """Further fields of `TransformerConfig`, by name."""
 

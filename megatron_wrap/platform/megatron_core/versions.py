@@ -127,8 +127,12 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
 
 
 def expert_submodules(layer: Any) -> Any:
-    """The `MoESubmodules` (router, experts, shared_experts) of a MoE layer spec; 0.16 stores them in a ModuleSpec, 0.19
-    in a partial."""
+    """The `MoESubmodules` (router, experts, shared_experts) of a MoE layer spec."""
+    return _mlp_submodules(layer)
+
+
+def _mlp_submodules(layer: Any) -> Any:
+    """0.16 stores them in a ModuleSpec, 0.19 in a partial."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
@@ -149,6 +153,17 @@ def te_layer_spec(**arguments: Any) -> Any:
         ConfigError: an argument that this version's function does not take.
     """
     return _layer_spec("get_gpt_layer_with_transformer_engine_spec", arguments)
+
+
+def use_te_linears(layer: Any) -> None:
+    """Build the linear layers of a local layer spec without experts as Transformer Engine's. Norms stay modules of
+    their own, so hooks of a linear layer see its normalized input."""
+    te = importlib.import_module("megatron.core.extensions.transformer_engine")
+    replaced = {"ColumnParallelLinear": te.TEColumnParallelLinear, "RowParallelLinear": te.TERowParallelLinear}
+    for part in (layer.submodules.self_attention.submodules, _mlp_submodules(layer)):
+        for name, module in vars(part).items():
+            if (name_of := getattr(module, "__name__", "")) in replaced:
+                setattr(part, name, replaced[name_of])
 
 
 def _layer_spec(name: str, arguments: dict[str, Any]) -> Any:

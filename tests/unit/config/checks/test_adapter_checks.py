@@ -23,7 +23,16 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ((f"{KEYS}.r=4",), "has no effect without an adapter"),
         (("megatron_wrap.models.reference=base",), "base is the policy without its adapter"),
         ((LORA, "megatron_wrap.models.reference=copy"), "write base"),
-        ((LORA, "megatron_lm.model.arch.transformer_impl=transformer_engine"), "beside torch's layers"),
+        (
+            (
+                LORA,
+                "megatron_lm.train.dtype.__select__=bf16",
+                "megatron_lm.train.dtype.fp8=hybrid",
+                "megatron_lm.train.dtype.fp8_param_gather=true",
+                "megatron_lm.model.arch.ffn_hidden_size=768",
+            ),
+            "write false",
+        ),
         ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
         ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
         ((LORA, f"{KEYS}.rank_pattern={{q_proj: 1.5}}"), "q_proj must be a positive integer, not 1.5"),
