@@ -1,8 +1,8 @@
 """megatron-wrap beside other programs that train the same model on the same tokens, in turn, in one run.
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
-        [--against trainer,bare,bare-best,trl] [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"]
-        [--tree "ours-before: ../checkout"] [--liger] [--output outputs/compare] [--compare OLD.json]
+        [--against trainer,trainer-liger,bare,bare-best,trl] [--liger] [--output outputs/compare] [--compare OLD.json]
+        [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"] [--tree "ours-before: ../checkout"]
 
 Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json, compare.md and compare.png; exits with 1
 where --compare finds a regression. Each program is a set of processes of its own that holds the GPUs only in its turn.
@@ -36,9 +36,21 @@ from megatron_wrap.core import exit_on_user_error
 from megatron_wrap.errors import ConfigError
 
 HERE = Path(__file__).resolve().parent
-AGAINST = {"trainer": "transformers", "bare": "megatron-core", "bare-best": "megatron-core", "trl": "trl"}
+AGAINST = {
+    "trainer": "transformers",
+    "trainer-liger": "transformers-liger",
+    "bare": "megatron-core",
+    "bare-best": "megatron-core",
+    "trl": "trl",
+}
 """Name of a program in the tables -> the processes that run it."""
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "trl", "megatron-wrap")
+BY_DEFAULT = ("trainer", "bare", "bare-best", "trl")
+WITH_ADAPTERS = ("trainer", "trainer-liger")
+"""The programs that train adapters, and samples of unequal lengths."""
+PACKAGES = (
+    *("torch", "megatron-core", "transformer-engine", "transformers", "trl", "peft", "liger-kernel"),
+    *("torchao", "megatron-wrap"),
+)
 
 
 def main() -> int:
@@ -73,7 +85,7 @@ def parse() -> argparse.Namespace:
     """The command line, with `presets` and `overrides` apart."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("presets_and_overrides", nargs="+", metavar="PRESET|CONFIG|a.b=c")
-    parser.add_argument("--against", default=",".join(AGAINST), help=f"of {', '.join(AGAINST)} (default: all)")
+    parser.add_argument("--against", default=",".join(BY_DEFAULT), help=f"of {', '.join(AGAINST)}")
     parser.add_argument("--variant", action="append", default=[], metavar='"ours-NAME: a.b=c ..."')
     parser.add_argument("--tree", action="append", default=[], metavar='"ours-NAME: FOLDER"', help="another checkout")
     parser.add_argument("--liger", action="store_true", help="ours-liger: RMSNorm of liger-kernel")
@@ -120,7 +132,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _is_installed(name: str) -> bool:
-    package = {"trainer": "transformers", "trl": "trl"}.get(name)
+    package = {"trainer": "transformers", "trainer-liger": "liger_kernel", "trl": "trl"}.get(name)
     if package is None or importlib.util.find_spec(package):
         return True
     print(f"{name} is left out: {package} is not installed")
@@ -146,6 +158,8 @@ def measure(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """All programs on one task: the search for the bare loop's flags, then rounds in alternating order."""
+    if task.lora_rank or task.mixed_lengths:
+        against = [name for name in against if name in WITH_ADAPTERS]
     default = default_flags(task.platform)
     best, sweep = default, []
     if "bare-best" in against:
@@ -221,10 +235,16 @@ def sizes(task: Task) -> str:
         balance = "forced balance" if task.forced_balance else "the model's own routing"
         width = f"{task.num_experts} experts of width {task.expert_width}, {task.experts_per_token} a token, {balance}"
         devices += f", expert parallelism {task.expert_parallel}"
+    if task.lora_rank:
+        width += f", adapters of rank {task.lora_rank} beside all linear layers"
+    length = f"sequence {task.seq_length:,}"
+    if task.mixed_lengths:
+        mean = task.tokens_per_step / task.global_batch_size
+        length = f"sequences of {mean:,.0f} tokens in the mean and {task.seq_length:,} at most, packed"
     return (
         f"{task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
-        f"heads, {task.num_query_groups} key and value heads, vocabulary {task.vocab_size:,}; sequence "
-        f"{task.seq_length:,}, micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
+        f"heads, {task.num_query_groups} key and value heads, vocabulary {task.vocab_size:,}; {length}, "
+        f"micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "
         f"{task.warmup} of warm-up."
     )

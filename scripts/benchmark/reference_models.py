@@ -1,8 +1,11 @@
 """Memory and tokens per second of DPO with its reference model as a copy on the device, as a copy on the host, and
 precomputed, beside supervised fine-tuning on the same tokens. One process; the ways take turns, each in a run of its
-own, and print a line each time; the last line has the medians and the share of fine-tuning in speed.
+own, and print a line each time; the last line has the medians and the share of fine-tuning in speed. `base` is the
+policy without its adapter; it is compared with the precomputed outputs plus their computation:
 
     python scripts/benchmark/reference_models.py scripts/benchmark/llama-1b.yaml [a.b=c ...] [--pairs 8] [--rounds 3]
+    python scripts/benchmark/reference_models.py scripts/benchmark/llama-1b.yaml megatron_wrap.adapter.__select__=lora
+        megatron_wrap.adapter.r=16 --ways precomputed,base
 """
 
 import argparse
@@ -21,11 +24,11 @@ import torch
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
-from megatron_wrap.engine.reference.precomputed import precompute
+from megatron_wrap.engine.precompute import precompute
 
 TRAIN, FLOW = "megatron_lm.train.common", "megatron_wrap.flow"
 REFERENCE = "megatron_wrap.models.reference"
-WAYS = ("sft", "device", "offload", "precomputed")
+WAYS = ("sft", "device", "offload", "precomputed")  # base needs an adapter
 
 
 def random_pairs(count: int, length: int, vocab_size: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ def as_sequences(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def overrides_of(way: str, folder: str, arguments: argparse.Namespace) -> list[str]:
     """The overrides of one way: the same tokens in each micro-batch and step."""
     sequences = 2 if way == "sft" else 1
-    reference = {"device": "{copy: true}", "offload": "{copy: true, offload: true}", "sft": "null"}
+    reference = {"device": "{copy: true}", "offload": "{copy: true, offload: true}", "sft": "null", "base": "base"}
     return [
         f"{FLOW}.__select__={'gpt_sft' if way == 'sft' else 'gpt_dpo'}",
         f"{FLOW}.collate_type=fixed_length",
@@ -68,15 +71,17 @@ def overrides_of(way: str, folder: str, arguments: argparse.Namespace) -> list[s
     ]
 
 
-def store(pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> None:
-    """Compute the reference's outputs once, before the measurement."""
+def store(pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> float:
+    """Compute the reference's outputs once, before the measurement; returns the seconds for a pair."""
     config = read_run(arguments.config, overrides_of("precomputed", folder, arguments))
     with MegatronWrap(precompute_config(config)) as wrap:
         wrap.initialize()
         wrap.setup_model()
         started = time.perf_counter()
         count = precompute(wrap.state, (("generated", pair) for pair in pairs), folder, "reference", skip_bad=False)
-        report({"way": "precompute", "pairs": count, "seconds": round(time.perf_counter() - started, 2)})
+        seconds = time.perf_counter() - started
+        report({"way": "precompute", "pairs": count, "seconds": round(seconds, 2)})
+    return seconds / count
 
 
 def measure(way: str, pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         if "precomputed" in ways:
-            store(pairs, f"{folder}/outputs", arguments)
+            seconds_of_pair = store(pairs, f"{folder}/outputs", arguments)
         for _ in range(arguments.rounds):
             rounds += [measure(way, pairs, f"{folder}/outputs", arguments) for way in ways]
     summary = {}
@@ -148,6 +153,12 @@ def main() -> None:
     for values in summary.values():
         if "sft" in summary:
             values["share_of_sft"] = round(values["tokens_per_second"] / summary["sft"]["tokens_per_second"], 4)
+    if "base" in summary and "precomputed" in summary:
+        tokens = 2 * train.train.seq_length * arguments.pairs
+        both = tokens / summary["precomputed"]["tokens_per_second"] + arguments.pairs * seconds_of_pair
+        summary["base"]["time_over_precomputed_and_forward"] = round(
+            tokens / summary["base"]["tokens_per_second"] / both, 4
+        )
     report({"summary": summary})
 
 

@@ -62,3 +62,18 @@ def test_programs_learn_alike_and_are_compared_with_an_earlier_run(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ours: REGRESSION" in done.stdout
+
+
+@pytest.mark.matrix
+def test_adapters_beside_the_trainer_with_peft(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "tiny-lora-mixed", "--platform", "cpu", "--steps", "2", "--warmup", "1"]
+    command += ["--rounds", "1", "--against", "trainer,bare", "--output", str(tmp_path)]
+    command += ["--fresh", "megatron_lm.train.learning-rate.lr=1e-2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    programs = json.loads((tmp_path / "compare.json").read_text())["presets"]["tiny-lora-mixed"]["programs"]
+    assert list(programs) == ["ours", "trainer"]  # the bare loop has no adapters
+    assert "peft, padding-free" in programs["trainer"]["notes"]
+    for name, program in programs.items():
+        assert program["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name
+        assert program["last_loss"] < program["first_loss"] - 0.1, name

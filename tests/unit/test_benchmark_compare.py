@@ -36,6 +36,20 @@ def test_all_programs_get_the_run_and_one_formula() -> None:
     assert task.tflops(2.0) == pytest.approx(flops / 2.0 / 2 / 1e12)
 
 
+def test_an_adapter_and_packed_samples_of_mixed_lengths() -> None:
+    from comparison.presets import PRESETS
+
+    task = _task(*PRESETS["8b-lora-mixed"].overrides, "megatron_lm.train.common.seq_length=512")
+    assert (task.lora_rank, task.lora_alpha, task.mixed_lengths) == (16, 32, True)
+    lengths = [len(sample) - 1 for sample in task.samples()]
+    assert lengths == task.sample_lengths * 3  # the same in each step
+    assert (len(set(lengths)) > 9, max(lengths), task.tokens_per_step) == (True, 512, sum(lengths) // 3)
+    # frozen weights need no gradient: 4 FLOPs per weight and token instead of 6
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 8 * 128 + 3 * 4096 * 14336) + 4096 * 128256
+    attention = 6 * 32 * 4096 * sum(length**2 for length in task.sample_lengths)
+    assert task.tflops(1.0) == pytest.approx((4 * weights * task.tokens_per_step + attention) / 1e12)
+
+
 def test_tokens_are_the_same_for_each_program_and_skewed() -> None:
     task = _task("megatron_lm.train.common.seq_length=64")
     rows = task.token_rows()
@@ -48,6 +62,7 @@ def test_tokens_are_the_same_for_each_program_and_skewed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "named"),
     [
+        (["megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter.bias=all"], 1, "adapter.bias 'all'"),
         (["megatron_lm.model.arch.qk_layernorm=true"], 1, "qk_layernorm True"),
         (["megatron_lm.model.arch.num_experts=8"], 1, "qk_layernorm False"),
         (["megatron_lm.model.parallel.context_parallel_size=2"], 2, "context_parallel_size 2"),

@@ -24,6 +24,10 @@ def _sizes(seq_length: int, micro_batch_size: int, global_batch_size: int) -> tu
     )
 
 
+_LLAMA_3_8B = (f"{_ARCH}.num_layers=32", f"{_ARCH}.hidden_size=4096", f"{_ARCH}.ffn_hidden_size=14336")
+_LORA = ("megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter.r=16", "megatron_wrap.adapter.lora_alpha=32")
+_MIXED = ("megatron_wrap.flow.collate_type=variable_length", "megatron_wrap.flow.packing=true")
+
 PRESETS = {
     "1.5b-4096": Preset("llama-1b.yaml", _sizes(4096, 4, 16)),
     "8b-layers-4096": Preset(
@@ -35,12 +39,19 @@ PRESETS = {
             f"{_ARCH}.ffn_hidden_size=14336",
         ),
     ),
+    "8b-lora-4096": Preset("llama-1b.yaml", (*_sizes(4096, 2, 8), *_LLAMA_3_8B, *_LORA)),
+    "8b-lora-mixed": Preset(
+        "llama-1b.yaml",
+        (*_sizes(4096, 16, 64), *_LLAMA_3_8B, *_LORA, *_MIXED, f"{_TRAIN}.max_tokens_per_micro_batch=8192"),
+    ),
     "1.5b-32768": Preset("llama-1b.yaml", _sizes(32768, 1, 2)),
     "moe-30b-a3b-layers": Preset("moe-30b-a3b-layers.yaml", _sizes(4096, 4, 8)),
     "moe-30b-a3b-layers-balanced": Preset(
         "moe-30b-a3b-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
     ),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
+    "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),
+    "tiny-lora-mixed": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA, *_MIXED)),
     "tiny-moe": Preset(
         "overhead.yaml",
         (
@@ -49,5 +60,6 @@ PRESETS = {
         ),
     ),
 }
-"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `tiny` is for a CPU. `balanced`:
+"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has
+samples of the usual lengths (`length_mix`), packed; `tiny` is for a CPU. `balanced`:
 random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own router."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REFERENCES = ("bare-best", "bare", "trainer")
+REFERENCES = ("bare-best", "bare", "trainer-liger", "trainer")
 """What ratios refer to: the first of these that ran."""
 
 

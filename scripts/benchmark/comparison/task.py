@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy
 import torch
+from length_mix import length_mix
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.throughput import ExpertShape, ModelShape, tflops_per_device, training_flops
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a dense Llama, or a Qwen3 whose every layer has experts, without model
-    parallelism but that of experts. Sizes are global."""
+    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3 whose every layer has
+    experts, without model parallelism but that of experts. Sizes are global."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -61,6 +63,11 @@ class Task:
     forced_balance: bool = False
     """Random logits choose the experts, where the program can do this."""
     expert_parallel: int = 1
+    lora_rank: int = 0
+    """Of adapters beside all linear layers, without dropout; 0: all weights are trained."""
+    lora_alpha: float = 0.0
+    mixed_lengths: bool = False
+    """Samples have the lengths of `length_mix`, the same ones in each step, and no program pads them."""
 
     @property
     def device(self) -> torch.device:
@@ -76,11 +83,19 @@ class Task:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all replicas."""
-        return self.global_batch_size * self.seq_length
+        """Of all replicas; no padding."""
+        return sum(self.sample_lengths)
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Tokens with a loss in each sample of a step."""
+        if self.mixed_lengths:
+            return length_mix(self.global_batch_size, self.seq_length)
+        return [self.seq_length] * self.global_batch_size
 
     def tflops(self, step_seconds: float) -> float:
-        """Model TFLOP/s of each device, by one formula for all programs."""
+        """Model TFLOP/s of each device, by one formula for all programs. Frozen weights need no gradient, which is a
+        third of their products; the adapters' own products are not counted."""
         shape = ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -92,7 +107,10 @@ class Task:
             gated_linear_unit=True,
             experts=self._expert_shape(),
         )
-        flops = training_flops(shape, self.tokens_per_step, self.tokens_per_step * self.seq_length)
+        squares = sum(length**2 for length in self.sample_lengths)
+        flops = training_flops(shape, self.tokens_per_step, squares)
+        if self.lora_rank:
+            flops -= training_flops(shape, self.tokens_per_step, 0) / 3
         return tflops_per_device(flops, step_seconds, self.world_size)
 
     def _expert_shape(self) -> ExpertShape | None:
@@ -106,6 +124,12 @@ class Task:
         count = (self.warmup + self.steps) * self.global_batch_size
         uniform = numpy.random.default_rng(0).random((count, self.seq_length + 1))
         return (self.vocab_size**uniform).astype(numpy.int64) - 1
+
+    def samples(self) -> list[list[int]]:
+        """The rows as lists of tokens, cut to the samples' lengths; each has one token more, which is only a label."""
+        lengths = self.sample_lengths * (self.warmup + self.steps)
+        pairs = zip(self.token_rows().tolist(), lengths, strict=True)
+        return [row[: length + 1] for row, length in pairs]
 
     def as_json(self) -> dict[str, Any]:
         """Fields by name."""
@@ -162,6 +186,9 @@ def task_of(
         router_dtype=arch.moe_router_dtype,
         forced_balance=bool(arch.upstream.get("moe_router_force_load_balancing")),
         expert_parallel=config.parallel.expert_model_parallel_size,
+        lora_rank=config.adapter.r if config.adapter.adapter_type == "lora" else 0,
+        lora_alpha=config.adapter.lora_alpha,
+        mixed_lengths=config.flow.packing,
     )
 
 
@@ -190,6 +217,9 @@ def _refuse_other_models(config: RunConfig) -> None:
     wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
     if arch.vocab_size is None:
         wrong.append("vocab_size null")
+    adapter, shared = vars(config.adapter), ("adapter_type", "r", "lora_alpha")
+    other = [key for key, value in vars(AdapterConfig()).items() if key not in shared and adapter[key] != value]
+    wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
             f"the programs are compared on an untied Llama, or Qwen3 with experts, with data and expert parallelism "

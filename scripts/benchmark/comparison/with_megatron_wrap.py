@@ -22,8 +22,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     with MegatronWrap(task.config, overrides=overrides) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        mask = [1] * (task.seq_length + 1)
-        samples = [{"input_ids": row.tolist(), "loss_mask": mask} for row in task.token_rows()]
+        samples = [{"input_ids": tokens, "loss_mask": [1] * len(tokens)} for tokens in task.samples()]
         clock, losses = StepClock(task), []
         batches = wrap.batches(samples)
         for batch in itertools.islice(batches, task.warmup + task.steps):

@@ -1,5 +1,5 @@
 """transformers' Trainer and trl's SFTTrainer on a Llama or a Qwen3 with experts of the same sizes, with bf16 weights,
-fused AdamW and transformers' grouped experts."""
+fused AdamW and transformers' grouped experts; with adapters of peft and with Liger-Kernel as well."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from packing_trainer import varlen_attention
 
 from comparison.task import Outcome, StepClock, Task
 
@@ -37,22 +38,33 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
-    """Train with `options["trainer"]`: "transformers" or "trl"."""
+    """Train with `options["trainer"]`: "transformers", "transformers-liger" or "trl"."""
     recorder = _Recorder(StepClock(task))
-    rows = torch.from_numpy(task.token_rows())[:, :-1].contiguous()
+    liger = options["trainer"] == "transformers-liger"
     with tempfile.TemporaryDirectory() as folder:
-        build = _trl_trainer if options["trainer"] == "trl" else _trainer
-        trainer = build(task, rows, folder)
+        trainer = _trl_trainer(task, folder) if options["trainer"] == "trl" else _trainer(task, folder, liger)
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
         trainer.add_callback(recorder)
         trainer.train()
     settings = _settings(task, folder)
-    notes = f"{options['trainer']}, sdpa, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    notes = f"transformers, {_attention(task)}, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    notes = notes.replace("transformers", "trl") if options["trainer"] == "trl" else notes
     notes += ", grouped experts" if task.num_experts else ""
+    notes += ", peft" if task.lora_rank else ""
+    notes += ", padding-free batches" if task.mixed_lengths else ""
+    notes += ", Liger-Kernel" if liger else ""
     return Outcome(recorder.clock.measured_seconds(), recorder.losses, notes)
 
 
-def _model(task: Task) -> transformers.PreTrainedModel:
+def _attention(task: Task) -> str:
+    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others."""
+    if not (task.mixed_lengths and task.platform == "cuda"):
+        return "sdpa"
+    transformers.AttentionInterface.register("varlen_attn", varlen_attention)
+    return "varlen_attn"
+
+
+def _model(task: Task) -> Any:
     settings: dict[str, Any] = {
         "hidden_size": task.hidden_size,
         "intermediate_size": task.ffn_hidden_size,
@@ -65,7 +77,7 @@ def _model(task: Task) -> transformers.PreTrainedModel:
         "rope_theta": task.rotary_base,
         "rms_norm_eps": task.norm_epsilon,
         "tie_word_embeddings": False,
-        "attn_implementation": "sdpa",
+        "attn_implementation": _attention(task),
     }
     model_class: type[transformers.PreTrainedModel] = transformers.LlamaForCausalLM
     config: transformers.PretrainedConfig
@@ -82,7 +94,15 @@ def _model(task: Task) -> transformers.PreTrainedModel:
     else:
         config = transformers.LlamaConfig(**settings)
     with task.device:
-        return model_class(config).to(torch.bfloat16 if task.bf16 else torch.float32)
+        model = model_class(config).to(torch.bfloat16 if task.bf16 else torch.float32)
+    if not task.lora_rank:
+        return model
+    import peft
+
+    lora = peft.LoraConfig(
+        r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, lora)
 
 
 def _settings(task: Task, folder: str) -> dict[str, Any]:
@@ -112,12 +132,21 @@ def _settings(task: Task, folder: str) -> dict[str, Any]:
     }
 
 
-def _trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Trainer:
-    arguments = transformers.TrainingArguments(**_settings(task, folder))
-    return transformers.Trainer(model=_model(task), args=arguments, train_dataset=_Rows(rows))
+def _trainer(task: Task, folder: str, liger: bool) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(**_settings(task, folder), use_liger_kernel=liger)
+    if not task.mixed_lengths:
+        return transformers.Trainer(model=_model(task), args=arguments, train_dataset=_Rows(_rows(task)))
+    arguments.remove_unused_columns = False
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=_attention(task) == "varlen_attn")
+    samples: Any = [{"input_ids": tokens[:-1]} for tokens in task.samples()]
+    return transformers.Trainer(model=_model(task), args=arguments, train_dataset=samples, data_collator=collator)
 
 
-def _trl_trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Trainer:
+def _rows(task: Task) -> torch.Tensor:
+    return torch.from_numpy(task.token_rows())[:, :-1].contiguous()
+
+
+def _trl_trainer(task: Task, folder: str) -> transformers.Trainer:
     import datasets
     from tokenizers import Tokenizer, models
     from trl import SFTConfig, SFTTrainer
@@ -128,7 +157,7 @@ def _trl_trainer(task: Task, rows: torch.Tensor, folder: str) -> transformers.Tr
     arguments = SFTConfig(
         **_settings(task, folder), max_length=task.seq_length, dataset_kwargs={"skip_prepare_dataset": True}
     )
-    tokens = list(rows.numpy())
+    tokens = list(_rows(task).numpy())
     columns = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
     table = datasets.Dataset(columns, fingerprint="rows")  # else `datasets` pickles the content for it
     return SFTTrainer(model=_model(task), args=arguments, train_dataset=table, processing_class=tokenizer)
