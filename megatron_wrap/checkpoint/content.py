@@ -67,7 +67,7 @@ def model_entries(
         entries[name] = {
             key: entry
             for key, entry in whole.items()
-            if key not in copies and (kept[is_of_adapter(key)] or key.endswith("_extra_state"))
+            if key not in copies and (kept[is_of_adapter(key)] or _has_scales(key, entry))
         }
         if copies and base:
             entries[name] |= {
@@ -77,6 +77,11 @@ def model_entries(
             per_layer = model.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
             entries[name] |= {key: replace(per_layer[key], key=SAVED_MODULES + per_layer[key].key) for key in copies}
     return entries
+
+
+def _has_scales(key: str, entry: Any) -> bool:
+    """Whether it is the extra state of a layer of Transformer Engine; Megatron-Core's own layers have empty ones."""
+    return key.endswith("_extra_state") and entry.data is not None
 
 
 def is_of_adapter(name: str) -> bool:
