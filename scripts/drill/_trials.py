@@ -1,4 +1,4 @@
-"""Random trials of a drill in parallel processes. Each result is a line of a file, so a drill continues where it stopped."""
+"""Random trials in parallel processes. Each result is a line of a file, so that a drill continues where it stopped."""
 
 from __future__ import annotations
 

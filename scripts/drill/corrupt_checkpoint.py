@@ -3,12 +3,13 @@
 python scripts/drill/corrupt_checkpoint.py --count 200 [--clean 40] [--jobs 4] [--results FILE] [--seed 0]
 
 Two processes save two checkpoints, plain and asynchronously. A trial copies them (hard links, and new files for what is
-damaged), and starts a run of two processes on the copy. Damages: a bit, noise, zeros, a file cut short, emptied, longer,
-deleted, exchanged with another one, or that of the checkpoint before; half of them in tensor files, half in small ones;
-and trackers with garbage or an old iteration. Each changes the content. `--clean` starts runs on whole copies.
+damaged), and starts a run of two processes on the copy. Damages: a bit, noise, zeros, a file cut short, emptied,
+longer, deleted, exchanged with another one, or that of the checkpoint before, half of them in tensor files, half in
+small ones; and trackers with garbage or an old iteration. Each changes the content. `--clean` starts runs on whole
+copies.
 
-Exits with 1 after another exception, processes that disagree, a damage that is not detected (the folder must be renamed),
-a whole checkpoint that is refused, or a state that is not, bit for bit, the one of the checkpoint before.
+Exits with 1 after another exception, processes that disagree, a damage that is not detected (the folder must be
+renamed), a whole checkpoint that is refused, or a state that is not, bit for bit, the one of the checkpoint before.
 """
 
 from __future__ import annotations
