@@ -39,13 +39,13 @@ class SecretFlow(MegatronWrapGPTModelSFTFlow):
 {fields}
         fails: bool = False
 
-    def get_loss_and_metrics(self, loss_inputs, output):
+    def calculate_loss(self, loss_inputs, output):
         if self.flow_config.fails:
             import os
 
             secrets = [getattr(self.flow_config, name) for name in {names}]
             raise RuntimeError(f"401 for {{secrets}}, {{[os.environ[name] for name in {variables}]}}")
-        return super().get_loss_and_metrics(loss_inputs, output)
+        return super().calculate_loss(loss_inputs, output)
 """
 
 
@@ -132,7 +132,7 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
         report = [sys.executable, "-m", "megatron_wrap.cli.main", "report", "out"]
         outputs["console of the report"] = _called(report, folder, environment)
         failed = train(
-            folder, [*overrides, f"{flow}.fails=true", "megatron_lm.train.common.train_iters=8"], environment
+            folder, [*overrides, f"{flow}.fails=true", "megatron_lm.train.common.save=out/failed"], environment
         )
         wrong += [f"{name}: exit code {done.returncode}" for name, done in outputs.items() if done.returncode]
         if failed.returncode == 0 or not (folder / "out/failure.json").is_file():
