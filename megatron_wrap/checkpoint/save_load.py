@@ -17,7 +17,7 @@ from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
+from megatron_wrap.checkpoint.files.hashes import find_damage
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
@@ -163,8 +163,7 @@ def publish(
     message = cannot_write(store.folder, "{}")
     with _hidden_folder(state, store, iteration, message) as partial:
         content_metadata = dict(content.CONTENT_METADATA)
-        write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        hashes = _hash_written(partial, state.parallel.world.rank, message)
+        hashes = write(sharded_state(), partial, state.parallel.dp_cp.group, content_metadata)
         on_rank_0(lambda: _commit(store, partial, iteration, _describe(state, partial), hashes), message, FAILURES)
 
 
@@ -220,13 +219,6 @@ def _optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is
         models = content.model_entries(state.chunks, state.parallel, tensor_per_layer=True)
     distributed = bool(state.config.optimizer.use_distributed_optimizer)
     return content.optimizer_entry(state.optimizer, models, state.parallel, is_loading, distributed)
-
-
-def _hash_written(partial: Path, rank: int, message: str) -> dict[str, Any]:
-    """Hashes of all ranks' tensor files, each computed by the rank that wrote it. Collective."""
-    with agreed(message):
-        of_rank = hash_files(partial, [path.name for path in sorted(partial.glob(f"__{rank}_*.distcp"))])
-    return {name: entry for part in gather_objects(of_rank) for name, entry in part.items()}
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from megatron_wrap import __version__
 from megatron_wrap.errors import MegatronWrapError, did_you_mean
+from megatron_wrap.hidden_secrets import hide_secrets
 
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(module.run(args))
     except MegatronWrapError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(hide_secrets(f"error: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.parallel.heartbeat import HEARTBEAT, STACKS, STACKS_SIGNAL
 from megatron_wrap.platform.base.machine import process_state
 
@@ -81,7 +82,7 @@ class ProcessWatch:
         written = ""
         with contextlib.suppress(OSError):
             self._report.parent.mkdir(parents=True, exist_ok=True)
-            self._report.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            self._report.write_text(hide_secrets(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
             written = f"; {self._report} has the state of all"
         return f"rank {first}{_where(failed)} {cause}{written}"
 

@@ -13,6 +13,7 @@ from megatron_wrap.cli.check import add_script_argument, check_of, report, scrip
 from megatron_wrap.cli.launcher_signals import LauncherSignals
 from megatron_wrap.cli.processes import Nodes, add_process_arguments, launch_processes, nodes_of, python_statement
 from megatron_wrap.core.validation import validate
+from megatron_wrap.hidden_secrets import hide_secrets
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.nproc_per_node:
             options += ["--nproc-per-node", str(arguments.nproc_per_node)]
         command = ["train", arguments.config, *options, *arguments.overrides]
-        print(next_steps(config, command, evaluates=own_script is None))
+        print(hide_secrets(next_steps(config, command, evaluates=own_script is None)))
     return exit_code
 
 
@@ -68,7 +69,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     print(report(checked.items))
     if checked.exit_code == 0 and checked.nodes is not None:
         program = [script_of(arguments) or str(_default_script()), arguments.config, *arguments.overrides]
-        print(f"would run: {_torchrun(checked.nodes, program)}")
+        print(hide_secrets(f"would run: {_torchrun(checked.nodes, program)}"))
     return checked.exit_code
 
 

@@ -22,6 +22,7 @@ from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_s
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, Mistakes
+from megatron_wrap.hidden_secrets import remember_secrets, without_secrets
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
@@ -68,6 +69,7 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
         with mistakes.collected():
             sections[field] = _decode_section(tree, field)
     mistakes.raise_first()
+    remember_secrets(tree.values)
     leaves = tree.leaves()
     origins = {path: settings[-1] for path, settings in leaves.items()}
     undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
@@ -75,10 +77,10 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
 
 
 def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
-    """Write all resolved values as YAML, each with its origin as a comment."""
+    """Write all resolved values but secrets as YAML, each with its origin as a comment."""
     lines = []
     trail: list[str] = []
-    for line in dump_yaml(config.resolved).splitlines():
+    for line in dump_yaml(without_secrets(config.resolved)).splitlines():
         key, colon, _ = line.strip().partition(":")
         depth = (len(line) - len(line.lstrip())) // 2
         if colon and not line.lstrip().startswith("- "):
@@ -91,7 +93,7 @@ def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The values in a file of `write_resolved`, equal to `RunConfig.resolved`."""
+    """The values in a file of `write_resolved`, equal to `RunConfig.resolved` without its secrets."""
     return read_yaml(Path(path)).plain()
 
 

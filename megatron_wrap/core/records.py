@@ -10,6 +10,7 @@ from megatron_wrap.bridge.export.adapted import describe_adapters
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
+from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.utils.console_lines import MAX_LENGTH, ConsoleLines
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.json_lines_logger import SampleTexts
@@ -73,7 +74,7 @@ class RunRecords:
                 "name": settings.wandb_name or self._config.name,
             }
         selected |= dict.fromkeys(settings.metric_loggers)
-        context = MetricLoggerContext(self._output_dir, self._config.resolved, resumed_from)
+        context = MetricLoggerContext(self._output_dir, without_secrets(self._config.resolved), resumed_from)
         self._metric_loggers = build_metric_loggers(selected, context)
         if self._config.train.sample_prompts:
             self._texts = SampleTexts(self._output_dir, resumed_from)

@@ -15,6 +15,7 @@ from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.errors import DataError
+from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.report.run_files import read_run_files
 from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
@@ -69,10 +70,10 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
 
 
 def _values(config: RunConfig) -> dict[str, str]:
-    """Dotted path of each value with a known origin -> the value as YAML."""
-    values = {}
+    """Dotted path of each value with a known origin -> the value as YAML, without secrets."""
+    values, resolved = {}, without_secrets(config.resolved)
     for path in config.origins:
-        value: Any = config.resolved
+        value: Any = resolved
         for part in path.split("."):
             value = value.get(part, KeyError) if isinstance(value, Mapping) else KeyError
         if value is not KeyError:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger as _loguru
 
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.hidden_secrets import hide_secrets
 
 if TYPE_CHECKING:
     from loguru import Message, Record
@@ -169,16 +170,16 @@ def _add_console(level: str) -> int:
 def _write_to_stderr(message: "Message") -> None:
     """Write a record to the current stderr, above a tqdm progress bar if there is one: of this process, or of rank 0 on
     the same terminal, which draws it again with its next step."""
-    stream = sys.stderr
+    stream, text = sys.stderr, hide_secrets(str(message))
     if stream is None:
         return
     if logger.rank != 0 and stream.isatty():
         stream.write(_ERASE_LINE)
     bar_class = getattr(sys.modules.get("tqdm"), "tqdm", None)  # without tqdm imported there is no bar
     if bar_class is not None:
-        bar_class.write(str(message), file=stream, end="")
+        bar_class.write(text, file=stream, end="")
     else:
-        stream.write(str(message))
+        stream.write(text)
     stream.flush()
 
 

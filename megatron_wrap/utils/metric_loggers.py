@@ -45,7 +45,7 @@ class MetricLoggerContext:
     output_dir: Path
     """Output folder of the run."""
     run_config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved configuration tree."""
+    """The resolved configuration tree, without secrets."""
     resume_from: int | None = None
     """Iteration of the checkpoint from which the run resumes; None for a new run."""
 

@@ -1,36 +1,50 @@
-"""The newest of two checkpoints with one damaged file: a run says so and resumes from the one before it, bit for bit.
+"""The newest of two checkpoints is damaged: a run finds it before the first step, and resumes the one before it.
 
-python scripts/drill/corrupt_checkpoint.py --count 200 [--seed 0]
+python scripts/drill/corrupt_checkpoint.py --count 200 [--clean 40] [--jobs 4] [--results FILE] [--seed 0]
 
-Damages, at random: a file cut short, emptied, deleted, replaced by another one, overwritten with noise for some bytes,
-or with one bit flipped; and a tracker of garbage. Exits with 1 after another exception, ranks that disagree, a damage
-that is not detected, or a state other than that of the checkpoint before.
+Two processes save two checkpoints, plain and asynchronously. A trial copies them (hard links, and new files for what is
+damaged), and starts a run of two processes on the copy. Damages: a bit, noise, zeros, a file cut short, emptied,
+longer, deleted, exchanged with another one, or that of the checkpoint before, half of them in tensor files, half in
+small ones; and trackers with garbage or an old iteration. Each changes the content. `--clean` starts runs on whole
+copies.
+
+Exits with 1 after another exception, processes that disagree, a damage that is not detected (the folder must be
+renamed), a whole checkpoint that is refused, or a state that is not, bit for bit, the one of the checkpoint before.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import random
 import shutil
 import sys
-from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
 import _checkpoint_runs as runs
-from _counted import run
+import _trials
 
 from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankError, RankPool
 
-RANKS = 2
-KINDS = ("cut", "emptied", "deleted", "replaced", "noise", "bit")
-OUTCOMES = ("detected", "unchanged", "wrong")
-TRACKERS = (b"", b"7", b"x" * 64, b"\xff\xfe", b"-1", b"2" * 400)
+RANKS, LIMIT_SECONDS = 2, 60
+KINDS = ("bit", "noise", "zeros", "cut", "emptied", "longer", "deleted", "exchanged", "old file", "tracker")
+SAVES = {"plain": (), "asynchronous": ("megatron_wrap.checkpoint.async_save=true",)}
+TRACKER, NEWEST, BEFORE = "latest_checkpointed_iteration.txt", "iter_0000002", "iter_0000001"
+TRACKERS = (b"", b"7", b"x" * 64, b"\xff\xfe", b"-1", b"2" * 400, b"release", b"0000002x", b"1")
+"""The last one is old, as if it had been set back by hand."""
+_LOCKED = shutil.ignore_patterns(".run.lock")
+States = dict[str, list[Any]]
+"""Checkpoint -> its digest on each process."""
 
 
 def resume(folder: Path) -> str:
-    """The digest of the resumed state, or the message of the refusal."""
+    """Iteration and digest of the resumed state, or the message of the refusal."""
     from megatron_wrap.errors import CheckpointError
 
     try:
@@ -40,81 +54,129 @@ def resume(folder: Path) -> str:
         return f"refused: {error}"
 
 
-def damage(file: Path, kind: str, generator: random.Random) -> str:
-    """Damage the file; returns a description."""
-    size = file.stat().st_size
-    if kind == "deleted":
-        file.unlink()
-    elif kind == "emptied":
-        os.truncate(file, 0)
-    elif kind == "replaced":
-        other = generator.choice([path for path in sorted(file.parent.iterdir()) if path != file])
-        shutil.copyfile(other, file)
-        return f"replaced by {other.name}"
-    elif kind == "cut":
-        left = generator.randrange(size)
-        os.truncate(file, left)
-        return f"cut from {size} to {left} bytes"
-    else:
-        at, length = generator.randrange(size), generator.choice((1, 16, 256))
-        with file.open("r+b") as stream:
-            stream.seek(at)
-            noise = generator.randbytes(min(length, size - at))
-            if kind == "bit":
-                noise = bytes([stream.read(1)[0] ^ (1 << generator.randrange(8))])
-                stream.seek(at)
-            stream.write(noise)
-        return f"{len(noise)} bytes of {kind} at {at}"
-    return kind
-
-
-def drill(count: int, seed: int, scratch: Path) -> list[str]:
-    """Damage `count` copies of two checkpoints, and print a line for each kind of damage; returns the failures."""
-    generator = random.Random(seed)
-    import_for_ranks()
-    pool = RankPool(RANKS, timeout_seconds=60)
-    pool.run(runs.train, scratch / "saved", (), 2, (1, 2))
-    newest = pool.run(resume, scratch / "saved")
-    shutil.copytree(scratch / "saved", scratch / "first")
-    shutil.rmtree(scratch / "first" / "iter_0000002")
-    (scratch / "first" / "latest_checkpointed_iteration.txt").write_text("1")
-    before = pool.run(resume, scratch / "first")
-    files = sorted(path.relative_to(scratch) for path in (scratch / "saved" / "iter_0000002").iterdir())
-    outcomes, wrong = Counter(), []
-    for index in range(count):
-        copy = scratch / "copy"
-        shutil.copytree(scratch / "saved", copy)
-        expected, kind = before, "tracker"
-        if index % (len(KINDS) + 1) < len(KINDS):
-            kind, file = KINDS[index % (len(KINDS) + 1)], files[index // (len(KINDS) + 1) % len(files)]
-            damaged = copy / file.relative_to("saved")
-            content = damaged.read_bytes()
-            description = f"{file.name}: {damage(damaged, kind, generator)}"
-            if damaged.exists() and damaged.read_bytes() == content:
-                expected = newest  # noise may have the old value, and two files the same content
-        else:  # the checkpoints themselves are whole
-            expected, text = newest, generator.choice(TRACKERS)
-            (copy / "latest_checkpointed_iteration.txt").write_bytes(text)
-            description = f"tracker: {text[:8]!r}"
-        try:
-            results = pool.run(resume, copy)
-        except RankError as error:
-            wrong.append(f"{description}: another exception, or none in time:\n{error}")
-            outcomes[kind, "wrong"] += 1
-            pool = RankPool(RANKS, timeout_seconds=60)
-            continue
-        finally:
-            shutil.rmtree(copy)
-        if results == expected:
-            outcomes[kind, "unchanged" if expected is newest else "detected"] += 1
-        else:
-            outcomes[kind, "wrong"] += 1
-            wrong.append(f"{description}: {[result[:300] for result in results]}")
+def saved(scratch: Path) -> dict[str, States]:
+    """Save the checkpoints into a folder for each of `SAVES`; returns their states."""
+    pool = RankPool(RANKS, timeout_seconds=LIMIT_SECONDS)
+    states = {}
+    for name, overrides in SAVES.items():
+        pool.run(runs.train, scratch / name, overrides, 2, (1, 2))
+        shutil.rmtree(scratch / name / "records")
+        states[name] = {NEWEST: pool.run(resume, _copy(scratch / name, scratch / "copy"))}
+        shutil.rmtree(scratch / "copy" / NEWEST)
+        states[name][BEFORE] = pool.run(resume, scratch / "copy")
+        shutil.rmtree(scratch / "copy")
     pool.close()
-    for kind in (*KINDS, "tracker"):
-        print(f"{kind:<8}", *(f"{outcomes[kind, outcome]:>5} {outcome}" for outcome in OUTCOMES))
-    return wrong
+    return states
+
+
+def _copy(source: Path, target: Path) -> Path:
+    """A copy with hard links, but none of the file that a run locks."""
+    return Path(shutil.copytree(source, target, ignore=_LOCKED, copy_function=os.link))
+
+
+def damage(checkpoint: Path, kind: str, tensors: bool, generator: random.Random) -> str:
+    """Damage a file of the checkpoint; returns a description."""
+    while True:
+        files = [path for path in sorted(checkpoint.iterdir()) if (path.suffix == ".distcp") == tensors]
+        file = generator.choice(files)
+        before, description = file.read_bytes(), kind
+        after: bytes | None = None
+        at, length = generator.randrange(len(before)), generator.choice((1, 16, 256, 4096))
+        if kind == "bit":
+            after = before[:at] + bytes([before[at] ^ (1 << generator.randrange(8))]) + before[at + 1 :]
+        elif kind in ("noise", "zeros"):
+            length = min(length, len(before) - at)
+            after = before[:at] + (generator.randbytes(length) if kind == "noise" else bytes(length))
+            after += before[at + length :]
+        elif kind == "cut":
+            after = before[:at]
+        elif kind == "emptied":
+            after = b""
+        elif kind == "longer":
+            after = before + generator.randbytes(length)
+        elif kind == "old file":
+            after = (checkpoint.parent / BEFORE / file.name).read_bytes()
+        elif kind == "exchanged":
+            other = generator.choice([path for path in sorted(checkpoint.iterdir()) if path != file])
+            after, description = other.read_bytes(), f"exchanged with {other.name}"
+            if after != before:
+                _replace(other, before)
+        if after == before:  # noise may have the old value, and two files the same content
+            continue
+        _replace(file, after)
+        return f"{file.name}: {description}, {len(before)} bytes, at {at}"
+
+
+def _replace(file: Path, content: bytes | None) -> None:
+    """Write a new file, so that the hard links of the old one keep its content; None: no file."""
+    file.unlink(missing_ok=True)
+    if content is not None:
+        file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def worker(source: Path, states: dict[str, States], seed: int, folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Performs trials with processes that are started once, and again after one that failed."""
+    pools: list[RankPool] = []
+
+    def trial(name: str) -> dict[str, str]:
+        if not pools or pools[-1].closed:
+            pools.append(RankPool(RANKS, timeout_seconds=LIMIT_SECONDS))
+        return _trial(name, source, states, random.Random(f"{seed} {name}"), folder / "copy", pools[-1])
+
+    try:
+        yield trial
+    finally:
+        for pool in pools:
+            if not pool.closed:
+                pool.close()
+
+
+def _trial(
+    name: str, source: Path, states: dict[str, States], generator: random.Random, copy: Path, pool: RankPool
+) -> dict[str, str]:
+    number = int(name.split()[1])
+    how = list(SAVES)[number // (2 * len(KINDS)) % len(SAVES)]
+    _copy(source / how, copy)
+    kind, expected, good, description = "clean", NEWEST, "loaded", "whole"
+    if name.startswith("corruption"):
+        kind, good = KINDS[number % len(KINDS)], "detected"
+        if kind == "tracker":
+            text = generator.choice(TRACKERS)
+            _replace(copy / TRACKER, text)
+            expected, good, description = BEFORE if text == b"1" else NEWEST, "recovered", f"tracker: {text[:8]!r}"
+        else:
+            expected, tensors = BEFORE, number // len(KINDS) % 2 == 0
+            description = damage(copy / NEWEST, kind, tensors, generator)
+    try:
+        results = pool.run(resume, copy)
+        set_aside = [path.name for path in copy.glob("iter_*.damaged-*")]
+    except RankError as error:
+        results, set_aside = [str(error)], []
+    finally:
+        shutil.rmtree(copy)
+    right = results == states[how][expected] and len(set_aside) == (good == "detected")
+    detail = description if right else f"{description}: {[text[-2000:] for text in results]}, set aside: {set_aside}"
+    return {"kind": kind, "outcome": good if right else _trials.WRONG, "save": how, "detail": detail}
+
+
+def drill(arguments: argparse.Namespace, scratch: Path) -> int:
+    """Perform the trials; returns the exit status."""
+    import_for_ranks()
+    states = saved(scratch)
+    names = [f"corruption {index}" for index in range(arguments.count)]
+    names += [f"clean {index}" for index in range(arguments.clean)]
+    results = _trials.run(arguments, names, partial(worker, scratch, states, arguments.seed), scratch)
+    return _trials.report(results, ("detected", "recovered", "loaded"))
+
+
+def main() -> int:
+    """Returns 0 if all damages were detected, and all whole checkpoints loaded."""
+    parser = _trials.parser(__doc__ or "", 200, "damaged copies")
+    parser.add_argument("--clean", type=int, default=0, help="loads of whole copies")
+    arguments = parser.parse_args()
+    return _trials.in_scratch(partial(drill, arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(run(drill, __doc__, count=200, trials="damaged copies"))
+    sys.exit(main())

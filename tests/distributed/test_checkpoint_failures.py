@@ -61,13 +61,14 @@ def _save_where_rank_0_fails(folder: Path, name: str) -> str:
     from megatron_wrap.errors import CheckpointError
 
     with runs.started(folder) as wrap:
-        from megatron.core.dist_checkpointing import serialization
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        from megatron_wrap.checkpoint import strategy
 
         def full(*arguments: Any, **named: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        owner: Any = FileSystemWriter if name == "finish" else serialization
+        owner: Any = FileSystemWriter if name == "finish" else strategy
         kept = getattr(owner, name)
         if wrap.dp_rank == 0:
             setattr(owner, name, full)

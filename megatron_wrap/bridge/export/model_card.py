@@ -6,7 +6,6 @@ A card is for publication: of a local path it has the last part, and no value th
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.export.training_record import DataRecord, TrainingRecord
 from megatron_wrap.config.schema.sources import source_kind
+from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets
 from megatron_wrap.utils.atomic_write import write_atomically
 
 if TYPE_CHECKING:
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 FILE_NAME = "README.md"
 MARK = "<!-- Written by megatron-wrap, which replaces this file at the next export; delete this line to keep it. -->"
-_HIDDEN = "[hidden]"
-_SECRET_NAME = re.compile(
-    r"(^|[._-])(token|secret|password|passwd|credentials?|(api|access|private|secret)[_-]?key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16})|(?<=://)[^\s/@]+(?=@)"
-)
 _SETTING = re.compile(r"([\w.-]+)(\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}\]]+)")
 _LOCAL_PATH = re.compile(
     r"(?<![\w.:/~-])(?:~[\w.-]*)?/(?:[^\s/'\",;:\]}]+/)+(?=[^\s'\",;:\]}]*)|(?<![\w.:/~-])~[\w.-]*/"
@@ -88,12 +80,8 @@ def card_text(
 
 def published(text: str) -> str:
     """A text without secrets, and with the last part of each absolute path."""
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= 8:
-            text = text.replace(value, _HIDDEN)
-    text = _SECRET_VALUE.sub(_HIDDEN, text)
     text = _SETTING.sub(
-        lambda match: match[1] + match[2] + (_HIDDEN if _SECRET_NAME.search(match[1]) else match[3]), text
+        lambda match: match[1] + match[2] + (HIDDEN if SECRET_NAME.search(match[1]) else match[3]), hide_secrets(text)
     )
     return _LOCAL_PATH.sub("", text)
 
@@ -174,7 +162,7 @@ def _last_part(path: str) -> str:
 
 
 def _option(name: str, value: str) -> str:
-    return _code_span(_HIDDEN if _SECRET_NAME.search(name) else published(value))
+    return _code_span(HIDDEN if SECRET_NAME.search(name) else published(value))
 
 
 def _code_span(text: str) -> str:

@@ -9,11 +9,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
+from megatron_wrap.hidden_secrets import without_secrets
 
 PACKAGES = ("megatron-wrap", "torch", "megatron-core", "transformer-engine", "triton", "transformers")
 """Distributions whose versions are recorded."""
@@ -49,24 +50,25 @@ class TrainingRecord(TypedDict):
 
 
 def training_record(config: RunConfig) -> TrainingRecord:
-    """The record of a run in this process."""
+    """The record of a run in this process, without secrets."""
     flow, data = config.flow, config.data
     sources = [("training", derived.training_sources(config)), *derived.validation_sources(config).items()]
     if derived.is_indexed(data):
         sources = [("training", data.train), *data.validation.items()]
     records = [DataRecord(use=use, path=source.path, kind=source.kind) for use, of_use in sources for source in of_use]
     options = {"packing": flow.packing, **flow.options}
-    return TrainingRecord(
+    record = TrainingRecord(
         name=config.name,
         base_model=config.model_provider.hf_path,
         base_checkpoint=config.train.load,
         data=records or [DataRecord(use="training", path="", kind="mock" if data.data_key == "mock" else "none")],
         flow=flow.flow_key,
-        flow_options={key: inline_yaml(value) for key, value in options.items()},
+        flow_options={key: inline_yaml(value) for key, value in without_secrets(options).items()},
         versions={"python": platform.python_version(), **package_versions()},
         command=command_line(sys.argv),
         output_dir=os.path.abspath(os.path.expanduser(derived.output_dir(config))),
     )
+    return cast(TrainingRecord, without_secrets(record))
 
 
 def package_versions() -> dict[str, str]:
