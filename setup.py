@@ -59,6 +59,7 @@ setup(
     package_data={
         "megatron_wrap": ["py.typed"],
         "megatron_wrap.cli": ["templates/*"],
+        "megatron_wrap.config.schema": ["familiar_names.yaml"],
         "megatron_wrap.report": ["*.css", "*.js"],
         "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],
     },
