@@ -1,19 +1,17 @@
 """The one composition: confignest over normalized copies of the tree's files and of the run's YAML.
 
 confignest 1.0.5 reads YAML 1.1, in which 2e-4 is a string, and it can neither select a file with nested mappings nor
-replace a value by a mapping. The copies avoid all three: both YAML versions read their numbers alike, keys of nested
-mappings are joined, and a mapping that is a single value is wrapped in a list. Only `joined`, `encode` and `decode`
-depend on this form.
+replace a value by a mapping. The copies avoid all three: they are JSON, keys of nested mappings are joined, and a
+mapping that is a single value is wrapped in a list. Only `joined`, `encode` and `decode` depend on this form.
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading.tree import MANIFEST, Folder, TreeFile
+from megatron_wrap.config.reading.tree import INHERIT, MANIFEST, Folder, TreeFile
 
 _JOINER = "\x1f"
 _MAPPING = "\x1fmapping"
@@ -43,13 +41,28 @@ def compose(root: Folder, files: Mapping[str, Mapping[str, Any]], view: Mapping[
         files: path below the root -> encoded content, for the files that the run uses.
         view: encoded content of the run's YAML, command-line overrides included.
     """
-    from confignest import ConfigNest
+    from confignest.src import ConfigNest, ConfigNestManifest, ConfigNestNamespace, ConfigNestUtils
 
+    class JsonNest(ConfigNest):
+        """confignest with the files of a tree in JSON."""
+
+        @classmethod
+        def load_manifest_from_file(cls, folder: str) -> ConfigNestManifest:
+            return ConfigNestManifest(**json.loads(Path(folder, MANIFEST).read_text()))
+
+        @classmethod
+        def handle_inherit(cls, folder: str, target: str) -> ConfigNestNamespace:
+            values = json.loads(Path(folder, target).read_text())
+            parent = values.pop(INHERIT, None)
+            namespace = ConfigNestNamespace() if parent is None else cls.handle_inherit(folder, parent)
+            ConfigNestUtils.override_namespace(namespace, ConfigNestUtils.dict_to_namespace(values))
+            return namespace
+
+    composed = ConfigNestNamespace()
     with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as scratch:
-        nest, view_file = Path(scratch, "nest"), Path(scratch, "view.yaml")
+        nest = Path(scratch, "nest")
         _write_folder(root, nest, files)
-        view_file.write_text(_text(view), encoding="utf-8")
-        composed = ConfigNest(str(nest), str(view_file)).nest_instance
+        JsonNest.parse(ConfigNestUtils.dict_to_namespace(json.loads(json.dumps(view))), composed, str(nest))
     return _values(composed, root)
 
 
@@ -61,12 +74,12 @@ def _write_folder(folder: Folder, target: Path, files: Mapping[str, Mapping[str,
         manifest.update(if_no_selection="default", default_selection=folder.default)
     elif folder.skipped_without_selection:
         manifest.update(if_no_selection="skip")
-    (target / MANIFEST).write_text(_text(manifest), encoding="utf-8")
+    (target / MANIFEST).write_text(json.dumps(manifest))
     for name, entry in folder.entries.items():
         if isinstance(entry, Folder):
             _write_folder(entry, target / name, files)
         elif entry.relative in files or not folder.selects_one:
-            (target / f"{name}.yaml").write_text(_text(files.get(entry.relative, {})), encoding="utf-8")
+            (target / f"{name}.yaml").write_text(json.dumps(files.get(entry.relative, {})))
 
 
 def _values(composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
@@ -81,22 +94,3 @@ def _values(composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
             mapping = mapping.setdefault(part, {})
         mapping[last] = decode(value)
     return values
-
-
-def _text(value: Any) -> str:
-    """YAML in JSON's form, which YAML 1.1 reads as this value."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(str(key))}: {_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-        mantissa, e, exponent = repr(value).partition("e")
-        # a number without a point, or with an exponent without a sign, would be a string
-        return mantissa + ("" if "." in mantissa else ".0") + (f"e{int(exponent):+d}" if e else "")
-    if isinstance(value, str) and not value.isascii():
-        # beyond the basic plane JSON writes two surrogates, YAML one escape
-        escaped = "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08x}" for c in value)
-        return f'"{escaped}"'
-    return json.dumps(value)
