@@ -1,17 +1,16 @@
 """The one composition: confignest over normalized copies of the tree's files and of the run's YAML.
 
-confignest 1.0.5 reads YAML 1.1, in which 2e-4 is a string, and it can neither select a file with nested mappings nor
-replace a value by a mapping. The copies avoid all three: they are JSON, keys of nested mappings are joined, and a
-mapping that is a single value is wrapped in a list. Only `joined`, `encode` and `decode` depend on this form.
+confignest 1.0.5 reads YAML 1.1, in which 2e-4 is a string, with PyYAML's parser in Python, which takes most of the time
+of a start; and it can neither select a file with nested mappings nor replace a value by a mapping. The copies avoid all
+of it: they are in memory, keys of nested mappings are joined, and a mapping that is a single value is wrapped in a
+list. Only `joined`, `encode` and `decode` depend on this form.
 """
 
-import json
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading.tree import INHERIT, MANIFEST, Folder, TreeFile
+from megatron_wrap.config.reading.tree import INHERIT, Folder, TreeFile, shipped_root
 
 _JOINER = "\x1f"
 _MAPPING = "\x1fmapping"
@@ -43,43 +42,46 @@ def compose(root: Folder, files: Mapping[str, Mapping[str, Any]], view: Mapping[
     """
     from confignest.src import ConfigNest, ConfigNestManifest, ConfigNestNamespace, ConfigNestUtils
 
-    class JsonNest(ConfigNest):
-        """confignest with the files of a tree in JSON."""
+    shipped = shipped_root()
+
+    def on_disk(entry: Folder | TreeFile) -> str:
+        """Where confignest looks whether an entry is a file or a folder."""
+        return str(shipped / entry.relative if isinstance(entry, Folder) else entry.path)
+
+    folders = {on_disk(folder): folder for folder in _folders(root)}
+
+    class TreeNest(ConfigNest):
+        """confignest with copies in the place of what it reads; a file that the run does not use is empty."""
 
         @classmethod
-        def load_manifest_from_file(cls, folder: str) -> ConfigNestManifest:
-            return ConfigNestManifest(**json.loads(Path(folder, MANIFEST).read_text()))
+        def load_manifest_from_file(cls, path: str) -> ConfigNestManifest:
+            folder = folders[path]
+            unselected = "default" if folder.default else "skip" if folder.skipped_without_selection else "error"
+            return ConfigNestManifest("one" if folder.selects_one else "all", unselected, folder.default)
 
         @classmethod
-        def handle_inherit(cls, folder: str, target: str) -> ConfigNestNamespace:
-            values = json.loads(Path(folder, target).read_text())
-            parent = values.pop(INHERIT, None)
-            namespace = ConfigNestNamespace() if parent is None else cls.handle_inherit(folder, parent)
-            ConfigNestUtils.override_namespace(namespace, ConfigNestUtils.dict_to_namespace(values))
+        def build_name_target_map(cls, path: str) -> dict[str, str]:
+            return {name: on_disk(entry) for name, entry in folders[path].entries.items()}
+
+        @classmethod
+        def handle_inherit(cls, path: str, target: str) -> ConfigNestNamespace:
+            file = folders[path].entries[Path(target).name.removesuffix(".yaml")]
+            content = dict(files.get(file.relative, {}))
+            parent = content.pop(INHERIT, None)
+            namespace = ConfigNestNamespace() if parent is None else cls.handle_inherit(path, parent)
+            ConfigNestUtils.override_namespace(namespace, ConfigNestUtils.dict_to_namespace(content))
             return namespace
 
     composed = ConfigNestNamespace()
-    with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as scratch:
-        nest = Path(scratch, "nest")
-        _write_folder(root, nest, files)
-        JsonNest.parse(ConfigNestUtils.dict_to_namespace(json.loads(json.dumps(view))), composed, str(nest))
+    TreeNest.parse(ConfigNestUtils.dict_to_namespace(dict(view)), composed, on_disk(root))
     return _values(composed, root)
 
 
-def _write_folder(folder: Folder, target: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Files that the run does not use are empty, and left out where one of a folder is selected."""
-    target.mkdir()
-    manifest: dict[str, Any] = {"selection_mode": "one" if folder.selects_one else "all"}
-    if folder.default is not None:
-        manifest.update(if_no_selection="default", default_selection=folder.default)
-    elif folder.skipped_without_selection:
-        manifest.update(if_no_selection="skip")
-    (target / MANIFEST).write_text(json.dumps(manifest))
-    for name, entry in folder.entries.items():
+def _folders(folder: Folder) -> Iterator[Folder]:
+    yield folder
+    for entry in folder.entries.values():
         if isinstance(entry, Folder):
-            _write_folder(entry, target / name, files)
-        elif entry.relative in files or not folder.selects_one:
-            (target / f"{name}.yaml").write_text(json.dumps(files.get(entry.relative, {})))
+            yield from _folders(entry)
 
 
 def _values(composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
