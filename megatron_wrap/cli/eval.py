@@ -84,11 +84,12 @@ def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
     from megatron_wrap.inference.harness import HarnessModel
 
     rank = wrap.state.parallel.world.rank
+    model = HarnessModel(wrap, arguments.batch_size)  # a mistake is found before the harness reads its tasks
     with nullcontext() if rank == 0 else redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
         # every process does the same, and one of them shows its bars and warnings
         manager = TaskManager(include_path=arguments.include_path)
         results: dict[str, Any] | None = simple_evaluate(
-            HarnessModel(wrap, arguments.batch_size),
+            model,
             tasks=_matching(arguments.tasks, manager),
             task_manager=manager,
             num_fewshot=arguments.num_fewshot,
