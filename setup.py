@@ -58,6 +58,9 @@ setup(
     package_dir={"megatron_wrap.configs": "configs", "megatron_wrap.examples": "examples"},
     package_data={
         "megatron_wrap": ["py.typed"],
+        "megatron_wrap.cli": ["templates/*"],
+        "megatron_wrap.config.schema": ["familiar_names.yaml"],
+        "megatron_wrap.report": ["*.css", "*.js"],
         "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],
     },
     entry_points={"console_scripts": ["megatron-wrap = megatron_wrap.cli.main:main"]},

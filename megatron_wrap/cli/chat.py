@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_wrap.cli.arguments import count
-from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes, run_process
+from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.inference.prompts import read_prompts
 from megatron_wrap.utils.atomic_write import write_atomically
@@ -24,7 +24,6 @@ EXAMPLES = (
         "megatron_lm.model.parallel.tensor_model_parallel_size=2",
     ),
 )
-_RANK = "import sys; from megatron_wrap.cli.chat import run_rank; run_rank(*sys.argv[1:])"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("chat: --output is for the completions of --prompts; give both, or neither")
     if arguments.prompts:
         read_prompts(arguments.prompts)  # a mistake is found before the model is loaded
-    return run_on_processes(_use, _RANK, arguments)
+    return run_on_processes(use_model, arguments)
 
 
-def run_rank(arguments: str, num_processes: str) -> None:
-    """The work of one of several processes."""
-    run_process(_use, arguments, num_processes)
-
-
-def _use(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
+def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
+    """Talks, or completes the file, on every rank."""
     from megatron_wrap.inference.chat import Conversation, Sampling, complete_rows, talk
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch_size")

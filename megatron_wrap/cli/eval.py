@@ -10,7 +10,7 @@ from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.cli.arguments import count
-from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes, run_process
+from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes
 from megatron_wrap.errors import ConfigError, did_you_mean
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -29,7 +29,6 @@ EXAMPLES = (
         "eval outputs/tiny-llama-sft/hf --tasks my_task --include-path my_tasks",
     ),
 )
-_RANK = "import sys; from megatron_wrap.cli.eval import run_rank; run_rank(*sys.argv[1:])"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,15 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("eval needs lm-evaluation-harness; install it: pip install 'megatron-wrap[eval]'")
     if arguments.log_samples and not arguments.output:
         raise ConfigError("eval: --log-samples writes into --output; give that, too")
-    return run_on_processes(_use, _RANK, arguments)
+    return run_on_processes(use_model, arguments)
 
 
-def run_rank(arguments: str, num_processes: str) -> None:
-    """The work of one of several processes."""
-    run_process(_use, arguments, num_processes)
-
-
-def _use(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
+def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
+    """Evaluates the tasks, on every rank."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
@@ -89,11 +84,12 @@ def _use(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
     from megatron_wrap.inference.harness import HarnessModel
 
     rank = wrap.state.parallel.world.rank
+    model = HarnessModel(wrap, arguments.batch_size)  # a mistake is found before the harness reads its tasks
     with nullcontext() if rank == 0 else redirect_stderr(open(os.devnull, "w", encoding="utf-8")):
         # every process does the same, and one of them shows its bars and warnings
         manager = TaskManager(include_path=arguments.include_path)
         results: dict[str, Any] | None = simple_evaluate(
-            HarnessModel(wrap, arguments.batch_size),
+            model,
             tasks=_matching(arguments.tasks, manager),
             task_manager=manager,
             num_fewshot=arguments.num_fewshot,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
 from megatron_wrap.config.checks.run import check_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
@@ -34,11 +34,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("environment", "GPUS_PER_NODE, NNODES, ...  as for megatron-wrap train")
 
 
-def run_on_processes(use: UseOfModel, statement: str, arguments: argparse.Namespace) -> int:
+def run_on_processes(use: UseOfModel, arguments: argparse.Namespace) -> int:
     """Call `use` in as many processes as the layout needs, in this one if that is one; returns the exit code.
 
     Args:
-        statement: Python that calls `run_process` with `use` and its own two arguments, in another process.
+        use: a function of a command's module, which other processes import by its name.
         arguments: of the command; JSON values.
 
     Raises:
@@ -56,13 +56,12 @@ def run_on_processes(use: UseOfModel, statement: str, arguments: argparse.Namesp
         return 0
     config = read_model(arguments.source, arguments.overrides, nodes.world_size)
     check_layout(config, nodes.world_size)
-    return launch_processes(
-        nodes, [*python_statement(statement), json.dumps(vars(arguments)), str(nodes.world_size)], config
-    )
+    words = [json.dumps(vars(arguments)), str(nodes.world_size)]
+    return launch_processes(nodes, [*python_call(run_process, use), *words], config)
 
 
 def run_process(use: UseOfModel, arguments: str, num_processes: str) -> None:
-    """The work of one of several processes, with the arguments of `run_on_processes`' statement."""
+    """The work of one of several processes; the arguments are those that `run_on_processes` passes."""
     from megatron_wrap.core import exit_on_user_error
 
     with exit_on_user_error():

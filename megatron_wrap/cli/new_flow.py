@@ -9,6 +9,7 @@ import keyword
 import random
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_wrap.config.reading.tree import schema_line
@@ -18,99 +19,6 @@ EXAMPLES = (
     ("my_flows/focal_loss.py, its configuration, samples and test", "new-flow focal_loss --folder my_flows"),
     ("in the working directory", "new-flow my_loss"),
 )
-
-_FLOW = '''\
-"""CLASS: what this algorithm trains, in one sentence."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow
-from megatron_wrap.ops import token_log_probs
-
-
-class CLASS(MegatronWrapGPTModelSFTFlow):
-    """Focal loss: mean over the assistant's tokens of -(1 - p)^focus * log p, with p a label's probability.
-
-    Samples and collation are those of supervised fine-tuning. For other samples, define `collate_data_micro_batch`;
-    each new field with a sequence dimension must also be listed in `get_fields_and_seqdims`.
-    """
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelSFTFlow.Config):
-        """Keys of `megatron_wrap.flow` in the YAML, read as self.flow_config.focus."""
-
-        focus: float = 2.0
-        """0 is cross-entropy; larger values give less weight to tokens that the model already predicts."""
-
-    # a mean over tokens is also correct if all sequences of a micro-batch are in one row; a sum over the tokens of each
-    # sequence must be self.sum_per_sequence(per_token, loss_inputs)
-    supports_packing = True
-
-    def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
-        """The weight that the loss is divided by: the number of trained tokens of the whole micro-batch."""
-        return float(loss_inputs["loss_mask"].sum())
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        """Sum of the loss over this process's tokens; fields are [B, S/cp], logits [B, S/cp, V/tp].
-
-        Do not divide by a number of tokens, micro-batches or processes: the framework divides by the weight of the
-        whole step.
-        """
-        mask = loss_inputs["loss_mask"]
-        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
-        probabilities = log_probs.exp()
-        loss_sum = self.token_mean(-((1 - probabilities) ** self.flow_config.focus) * log_probs, mask)
-        # a metric is a pair (sum, weight): each is summed over micro-batches and processes, then they are divided
-        return LossOutput(loss_sum, {"probability": (self.token_mean(probabilities, mask), mask.sum())})
-'''
-
-_RUN = """\
-# A small Llama with the flow of NAME.py, on the tokenized samples of NAME.jsonl. The folder of NAME.py must be on
-# PYTHONPATH. With data of your own, such as messages, and a tokenizer whose vocabulary fits the model's:
-#   megatron_wrap.data.train=TRAIN.jsonl megatron_wrap.data.tokenizer=TOKENIZER
-megatron_lm:
-  model:
-    arch:
-      __select__: tiny-llama
-      __override__: {vocab_size: 4096}
-  train:
-    common: {micro_batch_size: 2, global_batch_size: 8, seq_length: 256, train_iters: 20}
-    learning-rate: {lr: 1.0e-3}
-    dtype: {__select__: fp32}
-megatron_wrap:
-  data:
-    __select__: jsonl
-    __override__: {train: DATA}
-  flow:
-    __select__: custom
-    __override__:
-      flow_key: NAME:CLASS
-      focus: 2.0
-"""
-
-_TEST = '''\
-"""CLASS trains the same on every parallel layout, with samples of different lengths."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from megatron_wrap.testing import assert_layout_invariant
-
-LAYOUTS = None
-"""None: all. While developing, a few are faster: ["dp2", "tp2-sp", "cp2"]."""
-
-
-def test_every_layout_trains_alike():
-    folder = Path(__file__).parent
-    data = f"megatron_wrap.data.train={folder / 'NAME.jsonl'}"
-    assert_layout_invariant(folder / "NAME.yaml", overrides=[data], layouts=LAYOUTS)
-'''
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,22 +34,21 @@ def run(arguments: argparse.Namespace) -> int:
     name, folder = arguments.name, Path(arguments.folder)
     _check_name(name)
     flow_class = "".join(part.capitalize() for part in name.removesuffix("_flow").split("_")) + "Flow"
+    data = json.dumps(str(folder / f"{name}.jsonl"), ensure_ascii=False)
+    values = {"NAME": name, "CLASS": flow_class, "DATA": data}
     contents = {
-        f"{name}.py": _FLOW,
-        f"{name}.yaml": _RUN,
+        f"{name}.py": _filled("flow.py.txt", values),
+        f"{name}.yaml": schema_line() + _filled("flow.yaml", values),
         f"{name}.jsonl": _samples(),
-        f"test_{name}.py": _TEST,
+        f"test_{name}.py": _filled("test_flow.py.txt", values),
     }
     taken = [str(folder / file) for file in contents if (folder / file).exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)}: exists already; choose another name or --folder")
-    data = json.dumps(str(folder / f"{name}.jsonl"), ensure_ascii=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in contents.items():
-            filled = text.replace("NAME", name).replace("CLASS", flow_class).replace("DATA", data)
-            first_line = schema_line() if file.endswith(".yaml") else ""
-            (folder / file).write_text(first_line + filled, encoding="utf-8")
+            (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
     print(f"wrote {', '.join(str(folder / file) for file in contents)}")
@@ -150,6 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"the same as a table: PYTHONPATH={path} megatron-wrap check-parity {config}")
     print(f"train it: PYTHONPATH={path} megatron-wrap train {config}")
     return 0
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """A file of cli/templates with each placeholder replaced by its value."""
+    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+    for placeholder, value in values.items():
+        text = text.replace(placeholder, value)
+    return text
 
 
 def _samples(count: int = 32) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run
 from megatron_wrap.config.schema import derived
@@ -26,7 +26,6 @@ EXAMPLES = (
         "megatron_wrap.models.reference='{hf_path: outputs/tuned, precomputed: outputs/tuned-reference}'",
     ),
 )
-_RANK = "import sys; from megatron_wrap.cli.precompute import run_rank; run_rank(*sys.argv[1:])"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     precompute_config(config)
     nodes = nodes_of(config)
     check_layout(config, nodes.world_size)
-    program = [*python_statement(_RANK), folder, arguments.config, *arguments.overrides]
+    program = [*python_call(run_rank), folder, arguments.config, *arguments.overrides]
     return launch_processes(nodes, program, config)
 
 

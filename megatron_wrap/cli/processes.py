@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +102,14 @@ def _integer(variable: str, default: int) -> int:
 def python_statement(statement: str) -> list[str]:
     """Arguments of python that execute a statement; Ctrl-C in its imports prints no traceback."""
     return ["-c", _INTERRUPTIBLE.format(statement=statement)]
+
+
+def python_call(function: Callable[..., None], *functions: Callable[..., None]) -> list[str]:
+    """Arguments of python that call a function with other functions, and then the words that follow these arguments;
+    each is imported from its module."""
+    imports = "; ".join(f"from {each.__module__} import {each.__name__}" for each in (function, *functions))
+    names = [each.__name__ for each in functions]
+    return python_statement(f"import sys; {imports}; {function.__name__}({', '.join([*names, '*sys.argv[1:]'])})")
 
 
 def launch_processes(

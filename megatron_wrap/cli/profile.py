@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.processes import launch_processes, nodes_of, python_statement
+from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 
@@ -20,7 +20,6 @@ EXAMPLES = (
         "megatron_wrap.init.platform=cpu",
     ),
 )
-_RANK = "import sys; from megatron_wrap.cli.profile import run_rank; run_rank(*sys.argv[1:])"
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
     *("megatron_wrap.checkpoint.keep=null", "megatron_wrap.checkpoint.best_metric=null"),
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = nodes_of(config)
     validate(config, nodes.world_size)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
-    return launch_processes(nodes, [*python_statement(_RANK), arguments.config, *overrides], config)
+    return launch_processes(nodes, [*python_call(run_rank), arguments.config, *overrides], config)
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:

@@ -1,19 +1,16 @@
 """The one composition: confignest over normalized copies of the tree's files and of the run's YAML.
 
-confignest 1.0.5 reads YAML 1.1, in which 2e-4 is a string, and it can neither select a file with nested mappings nor
-replace a value by a mapping. The copies avoid all three: both YAML versions read their numbers alike, keys of nested
-mappings are joined, and a mapping that is a single value is wrapped in a list. Only `joined`, `encode` and `decode`
-depend on this form.
+confignest 1.0.5 reads YAML 1.1, in which 2e-4 is a string, with PyYAML's parser in Python, which takes most of the time
+of a start; and it can neither select a file with nested mappings nor replace a value by a mapping. The copies avoid all
+of it: they are in memory, keys of nested mappings are joined, and a mapping that is a single value is wrapped in a
+list. Only `joined`, `encode` and `decode` depend on this form.
 """
 
-import json
-import math
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading.tree import MANIFEST, Folder, TreeFile
+from megatron_wrap.config.reading.tree import INHERIT, Folder, TreeFile, shipped_root
 
 _JOINER = "\x1f"
 _MAPPING = "\x1fmapping"
@@ -43,30 +40,48 @@ def compose(root: Folder, files: Mapping[str, Mapping[str, Any]], view: Mapping[
         files: path below the root -> encoded content, for the files that the run uses.
         view: encoded content of the run's YAML, command-line overrides included.
     """
-    from confignest import ConfigNest
+    from confignest.src import ConfigNest, ConfigNestManifest, ConfigNestNamespace, ConfigNestUtils
 
-    with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as scratch:
-        nest, view_file = Path(scratch, "nest"), Path(scratch, "view.yaml")
-        _write_folder(root, nest, files)
-        view_file.write_text(_text(view), encoding="utf-8")
-        composed = ConfigNest(str(nest), str(view_file)).nest_instance
+    shipped = shipped_root()
+
+    def on_disk(entry: Folder | TreeFile) -> str:
+        """Where confignest looks whether an entry is a file or a folder."""
+        return str(shipped / entry.relative if isinstance(entry, Folder) else entry.path)
+
+    folders = {on_disk(folder): folder for folder in _folders(root)}
+
+    class TreeNest(ConfigNest):
+        """confignest with copies in the place of what it reads; a file that the run does not use is empty."""
+
+        @classmethod
+        def load_manifest_from_file(cls, path: str) -> ConfigNestManifest:
+            folder = folders[path]
+            unselected = "default" if folder.default else "skip" if folder.skipped_without_selection else "error"
+            return ConfigNestManifest("one" if folder.selects_one else "all", unselected, folder.default)
+
+        @classmethod
+        def build_name_target_map(cls, path: str) -> dict[str, str]:
+            return {name: on_disk(entry) for name, entry in folders[path].entries.items()}
+
+        @classmethod
+        def handle_inherit(cls, path: str, target: str) -> ConfigNestNamespace:
+            file = folders[path].entries[Path(target).name.removesuffix(".yaml")]
+            content = dict(files.get(file.relative, {}))
+            parent = content.pop(INHERIT, None)
+            namespace = ConfigNestNamespace() if parent is None else cls.handle_inherit(path, parent)
+            ConfigNestUtils.override_namespace(namespace, ConfigNestUtils.dict_to_namespace(content))
+            return namespace
+
+    composed = ConfigNestNamespace()
+    TreeNest.parse(ConfigNestUtils.dict_to_namespace(dict(view)), composed, on_disk(root))
     return _values(composed, root)
 
 
-def _write_folder(folder: Folder, target: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Files that the run does not use are empty, and left out where one of a folder is selected."""
-    target.mkdir()
-    manifest: dict[str, Any] = {"selection_mode": "one" if folder.selects_one else "all"}
-    if folder.default is not None:
-        manifest.update(if_no_selection="default", default_selection=folder.default)
-    elif folder.skipped_without_selection:
-        manifest.update(if_no_selection="skip")
-    (target / MANIFEST).write_text(_text(manifest), encoding="utf-8")
-    for name, entry in folder.entries.items():
+def _folders(folder: Folder) -> Iterator[Folder]:
+    yield folder
+    for entry in folder.entries.values():
         if isinstance(entry, Folder):
-            _write_folder(entry, target / name, files)
-        elif entry.relative in files or not folder.selects_one:
-            (target / f"{name}.yaml").write_text(_text(files.get(entry.relative, {})), encoding="utf-8")
+            yield from _folders(entry)
 
 
 def _values(composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
@@ -81,22 +96,3 @@ def _values(composed: Any, folder: Folder | TreeFile) -> dict[str, Any]:
             mapping = mapping.setdefault(part, {})
         mapping[last] = decode(value)
     return values
-
-
-def _text(value: Any) -> str:
-    """YAML in JSON's form, which YAML 1.1 reads as this value."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(str(key))}: {_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-        mantissa, e, exponent = repr(value).partition("e")
-        # a number without a point, or with an exponent without a sign, would be a string
-        return mantissa + ("" if "." in mantissa else ".0") + (f"e{int(exponent):+d}" if e else "")
-    if isinstance(value, str) and not value.isascii():
-        # beyond the basic plane JSON writes two surrogates, YAML one escape
-        escaped = "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08x}" for c in value)
-        return f'"{escaped}"'
-    return json.dumps(value)

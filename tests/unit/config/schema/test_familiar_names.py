@@ -12,14 +12,7 @@ import pytest
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.reading.tree import shipped_schema
-from megatron_wrap.config.schema.familiar_names import (
-    AXOLOTL,
-    LIBRARIES,
-    TRANSFORMERS,
-    TRL,
-    Counterpart,
-    familiar_advice,
-)
+from megatron_wrap.config.schema.familiar_names import Counterpart, familiar_advice, libraries
 from megatron_wrap.errors import ConfigError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.contract.config import decode_flow_config
@@ -45,12 +38,12 @@ def known_keys() -> set[str]:
     return keys | {f"megatron_wrap.models.reference.{key}" for key in reference["properties"]}
 
 
-ROWS = [(library, name) for library, names in LIBRARIES.items() for name in names]
+ROWS = [(library, name) for library, names in libraries().items() for name in names]
 
 
 def test_each_key_exists_and_each_name_without_one_has_a_reason(known_keys: set[str]) -> None:
     for library, name in ROWS:
-        counterpart = LIBRARIES[library][name]
+        counterpart = libraries()[library][name]
         assert counterpart.key in known_keys if counterpart.key else counterpart.note, (library, name)
 
 
@@ -62,10 +55,12 @@ def test_a_name_stands_in_one_table() -> None:
 @pytest.mark.transformers
 def test_every_field_of_trl_and_transformers_has_a_row() -> None:
     trl, transformers = importlib.import_module("trl"), importlib.import_module("transformers")
-    assert {field.name for field in dataclasses.fields(transformers.TrainingArguments)} <= set(TRANSFORMERS)
+    assert {field.name for field in dataclasses.fields(transformers.TrainingArguments)} <= set(
+        libraries()["transformers"]
+    )
     for config in (trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments):
         names = {field.name for field in dataclasses.fields(config)}
-        assert names <= {*TRANSFORMERS, *TRL}, config.__name__
+        assert names <= {*libraries()["transformers"], *libraries()["trl"]}, config.__name__
         assert len(names) > 5
 
 
@@ -152,5 +147,5 @@ def test_the_page_has_every_name(load_script: Callable[[str], ModuleType]) -> No
     assert script.main(["--check"]) == 0, "run make config-docs"
     page = (ROOT / "docs/familiar-names.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` | " in page for _, name in ROWS)
-    assert len(AXOLOTL) > 50
+    assert len(libraries()["axolotl"]) > 50
     assert script.row("a", Counterpart(None, "why")) == ("`a`", "none", "why")
