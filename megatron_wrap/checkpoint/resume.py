@@ -11,8 +11,8 @@ from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
+    load_first_weights,
     load_reference,
-    load_weights,
     prune_references,
     save_reference,
     saved_iteration,
@@ -152,7 +152,7 @@ class RunCheckpoints:
                 "finetune: true"
             )
         if reference.settings.checkpoint is not None:
-            load_weights(state, reference.settings.checkpoint)
+            load_first_weights(state, reference.settings.checkpoint)
         elif reference.settings.source == "copy":
             synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
             reference.copy_policy(state.chunks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, descr
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import versions
 
+_BYTES_AROUND_A_TENSOR = 1024
+"""Of `torch.save`, and its part of the metadata."""
 FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""
 
@@ -60,6 +63,8 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any)
     record: dict[str, Any] = {}
     with _agreed_save(strategy, folder):
         buckets = _planned(sharded_state, folder, base, strategy, content)
+    _check_space(folder, buckets)
+    with _agreed_save(strategy, folder):
         record = write_files(folder, _files(buckets, lambda tensor: tensor), lambda tensor: tensor.detach().cpu())
         buckets.clear()
     records = gather_objects(record)
@@ -88,6 +93,8 @@ def plan(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any, 
     strategy = _SharedSave(base, group)
     with _agreed_save(strategy, folder):
         buckets = _planned(sharded_state, folder, base, strategy, content)
+    _check_space(folder, buckets)
+    with _agreed_save(strategy, folder):
         copies = iter(copy.take([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
         files = _files(buckets, lambda _: next(copies))
         buckets.clear()  # the writer, which writes the metadata later, would keep the tensors
@@ -101,6 +108,39 @@ def _planned(
     arguments = versions.save_arguments(async_save=True)
     dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
     return base.writer.write_buckets or []
+
+
+def _check_space(folder: Path, buckets: Sequence[Any]) -> None:
+    """Compare the size of all ranks' files with the free space of the folder. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if there is too little.
+    """
+    needed = sum(gather_objects(_num_bytes(buckets)))
+
+    def compare() -> None:
+        free = free_bytes(folder)
+        if free is not None and needed > free:
+            sizes = f"it needs {needed / 2**30:,.3g} GiB, and {free / 2**30:,.3g} GiB are free there"
+            advice = "delete files, lower megatron_wrap.checkpoint.keep, or choose another folder"
+            raise CheckpointError(cannot_write(folder.parent, f"{sizes}: {advice}"))
+
+    on_rank_0(compare)
+
+
+def _num_bytes(buckets: Sequence[Any]) -> int:
+    """Size of this rank's files."""
+    total = 0
+    for _, _, (objects, tensors) in buckets:
+        total += sum(data.getbuffer().nbytes for _, data in objects)
+        total += sum(tensor.numel() * tensor.itemsize + _BYTES_AROUND_A_TENSOR for _, tensor in tensors)
+    return total
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this user can write into the folder's file system; None if it does not tell. Quotas are not known."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def _finish(base: _PlanningSave, folder: Path, records: Sequence[Mapping[str, Any]]) -> None:

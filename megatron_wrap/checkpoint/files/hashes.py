@@ -60,8 +60,13 @@ def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: i
         return f"cannot be read ({error})"
     for (name, index), value in zip(blocks, values, strict=True):
         if value != hashes[name]["blocks"][index]:
-            return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
+            return block_damage(name, index)
     return None
+
+
+def block_damage(name: str, index: int) -> str:
+    """A sentence about a block that differs."""
+    return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
