@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_wrap.utils.process_pool import end_with_parent
 
 WRONG = "wrong"
 """Outcome of a trial that failed."""
@@ -76,7 +79,8 @@ def run(arguments: argparse.Namespace, names: Sequence[str], worker: Worker, scr
 def _work(
     missing: Sequence[str], counter: Any, end: float, worker: Worker, folder: Path, file: Path, seed: int
 ) -> None:
-    """Perform trials until none is left."""
+    """Perform trials until none is left, and not longer than the drill lives."""
+    end_with_parent(signal.SIGKILL)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
     with worker(folder) as trial:
