@@ -115,9 +115,8 @@ class LinearAdapter(torch.nn.Module):
         is whole."""
         return {("column", "lora_B"): 0, ("row", "lora_A"): 1}.get((self.kind, factor[:6]))
 
-    def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """The base's output plus the adapters' for the base's input, which is in the same parallel state. One product
-        reads and writes the base's output in place, where autograd allows it."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The adapters' output for the base's input, in the parallel state of the base's output."""
         product = self._times_a(inputs)
         if self.kind == "column":
             if self.sequence_parallel:
@@ -129,12 +128,7 @@ class LinearAdapter(torch.nn.Module):
                 product = reduce_scatter_to_sequence_parallel_region(product)
             else:
                 product = reduce_from_tensor_model_parallel_region(product)
-        b = self._placed_b()
-        if output._is_view() or not output.is_contiguous() or output.dtype != product.dtype:
-            return output + torch.nn.functional.linear(product, b)
-        rows = output.view(-1, output.shape[-1])
-        rows.addmm_(product.reshape(-1, product.shape[-1]), b.t())
-        return output
+        return torch.nn.functional.linear(product, self._placed_b())
 
     def delta(self) -> Tensor:
         """The sum of the scaled products B A, as the base's weight [outputs, inputs] on this rank, in fp32."""
@@ -172,8 +166,8 @@ class LinearAdapter(torch.nn.Module):
         if not self.enabled:
             return output
         if isinstance(output, tuple):
-            return self(inputs[0], output[0]), *output[1:]
-        return self(inputs[0], output)
+            return output[0] + self(inputs[0]), *output[1:]
+        return output + self(inputs[0])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Megatron-Core's description of the factors for checkpoints. Each layer has tensors of its own, because layers
