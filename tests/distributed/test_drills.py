@@ -19,7 +19,7 @@ COUNTS = {
     "malformed_input": 60,
     "grpo": 1,
     "kill_during_save": 12,
-    "secrets": 1,
+    "find_secrets": 1,
 }
 
 
