@@ -138,7 +138,7 @@ def test_a_checkpoint_as_reference(ranks, tmp_path):
 
 
 def test_a_damaged_checkpoint_as_reference_is_named_with_the_newest_whole_one(ranks, tmp_path):
-    ranks(1).run(runs.train, (f"{TRAIN}.save={tmp_path}", f"{TRAIN}.save_interval=1"), runs.pairs(), 2)
+    ranks(1).run(runs.train, (*COPY, f"{TRAIN}.save={tmp_path}", f"{TRAIN}.save_interval=1"), runs.pairs(), 2)
     for name in ("__0_0.distcp", ".metadata"):
         file = tmp_path / "iter_0000002" / name
         content = file.read_bytes()
