@@ -371,8 +371,8 @@ def _warn_of_newer(store: CheckpointStore) -> None:
     latest, newer = store.latest(), store.iterations()[-1:]
     if latest is not None and newer != [latest]:
         logger.warning_rank_0(
-            f"{store.folder / TRACKER} names iteration {latest}, so the checkpoint of iteration {newer[0]} is not resumed; "
-            f"to resume it, write {newer[0]} into that file"
+            f"{store.folder / TRACKER} names iteration {latest}, so the checkpoint of iteration {newer[0]} is not "
+            f"resumed; write {newer[0]} into that file to resume it"
         )
 
 
