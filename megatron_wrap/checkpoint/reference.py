@@ -140,11 +140,9 @@ def _damaged(state: TrainingState, path: Path, reason: str) -> str:
     """A message; on rank 0."""
     models, store = state.config.models, CheckpointStore(path.parent)
     candidates = [store.folder_of(iteration) for iteration in reversed(store.iterations())]
-    whole = next((other for other in candidates if other != path and content_damage(other) is None), None)
-    advice = (
-        f"set {models.path}.checkpoint to {whole}, the newest whole one there, or restore it" if whole else "restore it"
-    )
-    return f"the {models.role} model's checkpoint {path} is damaged: {reason}; {advice}"
+    whole = next((found for found in candidates if found != path and content_damage(found) is None), None)
+    other = "" if whole is None else f", or set {models.path}.checkpoint to {whole}, the newest whole one there"
+    return f"the {models.role} model's checkpoint {path} is damaged: {reason}; restore it{other}"
 
 
 def _of(state: TrainingState) -> ReferenceModel:

@@ -18,7 +18,7 @@ from megatron_wrap.checkpoint.reference import (
     saved_iteration,
 )
 from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
-from megatron_wrap.checkpoint.store import BEST, CheckpointStore, missing_part
+from megatron_wrap.checkpoint.store import BEST, TRACKER, CheckpointStore, missing_part
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
@@ -106,6 +106,7 @@ class RunCheckpoints:
         """`load` of the newest checkpoint whose content is what was saved; newer ones are renamed."""
         if not weights_only:
             on_rank_0(lambda: self._set_all_aside(store, store.passed_over()))
+            on_rank_0(lambda: _warn_of_newer(store))
         while True:
             try:
                 return self.load(store.folder, weights_only)
@@ -363,6 +364,16 @@ class RunCheckpoints:
         if folder is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
         return folder
+
+
+def _warn_of_newer(store: CheckpointStore) -> None:
+    """On rank 0. The tracker is older after it was set back by hand, or a kill between the rename and its update."""
+    latest, newer = store.latest(), store.iterations()[-1:]
+    if latest is not None and newer != [latest]:
+        logger.warning_rank_0(
+            f"{store.folder / TRACKER} names iteration {latest}, so the checkpoint of iteration {newer[0]} is not "
+            f"resumed; write {newer[0]} into that file to resume it"
+        )
 
 
 def _length_key(config: RunConfig) -> str:
