@@ -28,7 +28,6 @@ from megatron_wrap.utils.session import logger_session
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
@@ -624,31 +623,13 @@ class MegatronWrap:
     cp_rank = property(lambda self: self._initialized().cp.rank, doc="Context-parallel rank of this process.")
     ep_size = property(lambda self: self._initialized().ep.size, doc="Expert-parallel size.")
     ep_rank = property(lambda self: self._initialized().ep.rank, doc="Expert-parallel rank of this process.")
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """Tensor-parallel group of this process."""
-        return self._initialized().tp.group
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """Pipeline-parallel group of this process."""
-        return self._initialized().pp.group
-
-    @property
-    def dp_group(self) -> ProcessGroup:
-        """Data-parallel group of this process, without CP."""
-        return self._initialized().dp.group
-
-    @property
-    def cp_group(self) -> ProcessGroup:
-        """Context-parallel group of this process."""
-        return self._initialized().cp.group
-
-    @property
-    def ep_group(self) -> ProcessGroup:
-        """Expert-parallel group of this process."""
-        return self._initialized().ep.group
+    tp_group = property(lambda self: self._initialized().tp.group, doc="Tensor-parallel group of this process.")
+    pp_group = property(lambda self: self._initialized().pp.group, doc="Pipeline-parallel group of this process.")
+    dp_group = property(
+        lambda self: self._initialized().dp.group, doc="Data-parallel group of this process, without CP."
+    )
+    cp_group = property(lambda self: self._initialized().cp.group, doc="Context-parallel group of this process.")
+    ep_group = property(lambda self: self._initialized().ep.group, doc="Expert-parallel group of this process.")
 
     # ---- internal ----
 

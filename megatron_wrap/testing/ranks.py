@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -138,7 +139,7 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)
-    # a run ends with a garbage collection, which can skip the objects of imported modules
+    # a run ends with a garbage collection, which has no need to visit the objects of imported modules
     gc.collect()
     gc.freeze()
     backend = "gloo" if platform == "cpu" else "nccl"
@@ -148,6 +149,7 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
     else:
         store = dist.TCPStore("127.0.0.1", pickle.loads(next(messages)), world_size, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    num_modules = 0
     for message in messages:
         function, arguments, named = pickle.loads(message)
         try:
@@ -157,5 +159,9 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
         except BaseException:
             answer = (False, traceback.format_exc(), "")
         connection.send_bytes(pickle.dumps(answer))
+        if len(sys.modules) > num_modules:  # those that this run has imported, for the later ones
+            gc.collect()
+            gc.freeze()
+            num_modules = len(sys.modules)
     dist.destroy_process_group()
     os._exit(0)

@@ -74,7 +74,7 @@ def send_print_to_logger() -> Callable[[], None]:
         redirected.finish()
         # If another program has wrapped it since, keep the wrapper: `finish` made it forward to the real print.
         if vars(builtins)["print"] is redirected:
-            replacements.undo()
+            replacements.close()
 
     return undo
 

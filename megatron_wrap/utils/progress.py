@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_wrap.metrics.declared import console_text
@@ -16,8 +15,6 @@ from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-    from typing_extensions import Self
-
 
 Item = TypeVar("Item")
 _SECONDS_BETWEEN_LINES = 10.0
@@ -44,12 +41,11 @@ class ProgressBar:
     Args:
         total: number of steps of the run.
         initial: completed steps (of a resumed run).
-        enabled: default: rank is 0 and stderr is a terminal.
     """
 
-    def __init__(self, total: int, initial: int = 0, enabled: bool | None = None) -> None:
+    def __init__(self, total: int, initial: int = 0) -> None:
         self._bar: tqdm | None = None
-        if _has_terminal() if enabled is None else enabled:
+        if _has_terminal():
             self._bar = _bar(total=total, initial=initial, unit="step")
 
     @property
@@ -71,16 +67,8 @@ class ProgressBar:
             self._bar.close()
             self._bar = None
 
-    def __enter__(self) -> "Self":
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class WorkProgress:
+class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
     """Progress of long work on rank 0, with the remaining time: on a terminal a bar, which disappears at the end, else
     a log line every 10 seconds.
 
@@ -124,12 +112,7 @@ class WorkProgress:
         left = (time.monotonic() - self._started) / max(self._done, 1) * (self._total - self._done)
         return f"{self._what}: {done} of {amount(self._total)}, {timedelta(seconds=round(left))} left"
 
-    def __enter__(self) -> "Self":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

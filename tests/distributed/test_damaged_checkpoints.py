@@ -55,7 +55,7 @@ def damage_cases(checkpoint: Path) -> list[tuple[Callable[[Path], object], str]]
     return cases + ([(swapped, tensors[0])] if len(tensors) > 1 else [])
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumed(count, ranks, tmp_path):
     ranks(count).run(runs.train, tmp_path / "saved", (), 2, (1, 2))
     saved = tmp_path / "saved"

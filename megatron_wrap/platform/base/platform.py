@@ -102,13 +102,13 @@ class Platform(ABC):
         try:
             self._install(self._replacements, environment or {})
         except BaseException:
-            self._replacements.undo()
+            self._replacements.close()
             raise
         self._installed = True
 
     def uninstall(self) -> None:
         """Restore what `install` replaced; a second call does nothing."""
-        self._replacements.undo()
+        self._replacements.close()
         self._installed, self._kernels = False, None
 
     def use_kernels(self, kernels: LayerKernels) -> None:

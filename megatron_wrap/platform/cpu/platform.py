@@ -70,9 +70,9 @@ class CpuPlatform(Platform):
         share_device(replacements)
         finder = MegatronFinder(self._view)
         sys.meta_path.insert(0, finder)
-        replacements.on_undo(lambda: sys.meta_path.remove(finder))
+        replacements.callback(lambda: sys.meta_path.remove(finder))
         self._view.active = True
-        replacements.on_undo(self._view.deactivate)
+        replacements.callback(self._view.deactivate)
         for module in megatron_modules():
             self._view.rebind(module, replacements)
         replace_tensor_methods(replacements)

@@ -26,6 +26,7 @@ HIDDEN_PACKAGES = {
     *("mamba_ssm", "causal_conv1d"),
 }
 
+_MEGATRON = "megatron."
 _FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm"),
@@ -35,12 +36,12 @@ _FACTORIES = (
 
 def is_megatron(module_name: str) -> bool:
     """Whether a dotted module name belongs to Megatron-Core."""
-    return module_name.startswith("megatron.")
+    return module_name.startswith(_MEGATRON)
 
 
 def megatron_modules() -> list[types.ModuleType]:
     """The modules of Megatron-Core imported so far."""
-    return [module for name, module in list(sys.modules.items()) if is_megatron(name) and module is not None]
+    return [module for name, module in list(sys.modules.items()) if name.startswith(_MEGATRON) and module is not None]
 
 
 class _ModuleProxy(types.ModuleType):

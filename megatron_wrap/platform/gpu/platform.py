@@ -60,7 +60,7 @@ class CudaPlatform(Platform):
             replacements.keep_item(os.environ, name)
             os.environ.setdefault(name, value)
         torch.cuda.set_device(self.device)
-        replacements.on_undo(forget_scales)
+        replacements.callback(forget_scales)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
         repairs.repair(replacements)

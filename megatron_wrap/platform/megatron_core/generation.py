@@ -40,7 +40,7 @@ def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
                 clear_cache = getattr(type(module).forward, "cache_clear", None)
                 if clear_cache is not None:
                     clear_cache()
-                    replacements.on_undo(clear_cache)
+                    replacements.callback(clear_cache)
         yield
 
 
@@ -60,9 +60,9 @@ def without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
             meta = getattr(module, "fp8_meta", None)
             if meta is not None:
                 mark = {"fp8_checkpoint": meta.get("fp8_checkpoint", False)}
-                replacements.on_undo(functools.partial(meta.update, mark))
+                replacements.callback(functools.partial(meta.update, mark))
                 for name in ("fp8", "fp8_initialized"):
-                    replacements.on_undo(functools.partial(setattr, module, name, getattr(module, name, False)))
+                    replacements.callback(functools.partial(setattr, module, name, getattr(module, name, False)))
         yield
 
 
@@ -126,7 +126,7 @@ def left_padded(
     with Replacements() as replacements, masked_slots(chunks, is_padding, masked):
         for module in _modules(chunks):
             if isinstance(module, rotary):
-                replacements.on_undo(module.register_forward_hook(angles_by_row).remove)
+                replacements.callback(module.register_forward_hook(angles_by_row).remove)
             if getattr(getattr(module, "config", None), "apply_rope_fusion", False):
                 replacements.set(module.config, "apply_rope_fusion", False)  # its kernel takes one row of angles
         yield

@@ -93,7 +93,7 @@ def hide_log_messages(logger: str, text: str, replacements: Replacements) -> Non
         return text not in record.getMessage()
 
     logging.getLogger(logger).addFilter(does_not_contain_it)
-    replacements.on_undo(lambda: logging.getLogger(logger).removeFilter(does_not_contain_it))
+    replacements.callback(lambda: logging.getLogger(logger).removeFilter(does_not_contain_it))
 
 
 def _replace_results_queue(replacements: Replacements) -> None:

@@ -78,7 +78,7 @@ def tracker() -> str:
     [
         (STOP_FILE.touch, 0, "stopped by the file outputs/run/STOP"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), 75, "stopped by SIGTERM"),
-        (lambda: os.kill(os.getpid(), signal.SIGUSR1), 75, "stopped by SIGUSR1"),
+        pytest.param(lambda: os.kill(os.getpid(), signal.SIGUSR1), 75, "stopped by SIGUSR1", marks=pytest.mark.matrix),
         (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
     ],
 )

@@ -131,10 +131,10 @@ def test_replacements_are_undone():
     replacements.set(Child, "own", None)
     replacements.set(Child, "added", 1)
     replacements.set(Child, "added", 2)
-    replacements.on_undo(lambda: undone.append(Child.added))
+    replacements.callback(lambda: undone.append(Child.added))
     assert (Child().inherited(), Child.own, Child.added) == ("replaced", None, 2)
-    replacements.undo()
-    replacements.undo()
+    replacements.close()
+    replacements.close()
     assert (Child().inherited(), Child.own(), undone) == ("base", "own", [2])
     assert not {"inherited", "added"} & set(vars(Child))
 

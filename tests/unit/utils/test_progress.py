@@ -6,13 +6,14 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import closing
 
 from megatron_wrap.utils.progress import ProgressBar, WorkProgress, tracked
 from megatron_wrap.utils.session import logger_session
 
 
 def test_bar_is_disabled_in_a_pipe_and_on_other_ranks(capsys, monkeypatch):
-    with ProgressBar(10) as bar:
+    with closing(ProgressBar(10)) as bar:
         bar.update(3, {"loss": 1.0})
         assert not bar.enabled
     assert capsys.readouterr().err == ""
@@ -62,7 +63,8 @@ def test_log_lines_appear_above_the_bar_on_a_terminal():
         "from megatron_wrap.utils.dist_logger import logger\n"
         "from megatron_wrap.utils.session import logger_session\n"
         "from megatron_wrap.utils.progress import ProgressBar\n"
-        "with logger_session(), ProgressBar(6, initial=2) as bar:\n"
+        "from contextlib import closing\n"
+        "with logger_session(), closing(ProgressBar(6, initial=2)) as bar:\n"
         "    for iteration in range(3, 7):\n"
         "        bar.update(iteration, {'loss': 0.5})\n"
         "        logger.info_rank_0(f'line {iteration}')\n"
@@ -76,7 +78,8 @@ def test_log_lines_appear_above_the_bar_on_a_terminal():
 def test_a_bar_is_shown_on_a_pseudo_terminal_that_reports_no_width():
     code = (
         "from megatron_wrap.utils.progress import ProgressBar, WorkProgress\n"
-        "with ProgressBar(2) as bar:\n"
+        "from contextlib import closing\n"
+        "with closing(ProgressBar(2)) as bar:\n"
         "    bar.update(2, {'loss': 0.5})\n"
         "with WorkProgress('export', 4, 'B') as progress:\n"
         "    progress.advance(4)\n"

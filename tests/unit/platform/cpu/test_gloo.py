@@ -33,7 +33,7 @@ backend = made[0][0]._get_backend(torch.device("cpu"))
 assert type(backend) is theirs and isinstance(backend, dist.distributed_c10d.ProcessGroupGloo)
 assert backend.options._timeout == seconds
 other = threads_of(lambda: dist.distributed_c10d.ProcessGroupGloo(dist.PrefixStore("other", store), 0, 1))
-replacements.undo()
+replacements.close()
 assert dist.distributed_c10d.ProcessGroupGloo is theirs
 own = threads_of(lambda: dist.new_group([0]))
 print(*(count for _, count in [*made, other, own]), flush=True)

@@ -45,7 +45,7 @@ def test_kernels_are_called_and_undone(platform):
         assert layers.fused_weight_gradient_mlp_cuda is products
         assert layers._grad_accum_fusion_available
     finally:
-        replacements.undo()
+        replacements.close()
     assert [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb] == before
 
 
@@ -61,7 +61,7 @@ def test_megatron_core_computes_what_the_kernel_does_not(platform, case):
         expected = torch.nn.functional.silu(gate) * linear
         torch.testing.assert_close(mlp.bias_swiglu_impl(gates, bias), expected)
     finally:
-        replacements.undo()
+        replacements.close()
 
 
 def test_a_cpu_has_no_kernels():
