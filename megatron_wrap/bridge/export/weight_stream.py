@@ -19,6 +19,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
 from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.nn.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class WeightStream:
 
     Raises:
         CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
-        ConfigError: weights cannot be exported in this dtype.
+        ConfigError: weights cannot be exported in this dtype, or are kept quantized.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class WeightStream:
             kinds |= {parameter.dtype for parameter in model.parameters()}
             adapters = adapters_by_weight(model) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
+                _refuse_quantized(parameter)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
                 if replica or not (mapping.split or parallel.tp.rank == 0):
                     continue
@@ -176,6 +178,17 @@ class WeightStream:
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
+
+
+def _refuse_quantized(parameter: Tensor) -> None:
+    quantized = quantized_of(parameter)
+    if quantized is not None:
+        raise ConfigError(
+            f"megatron_wrap.adapter.base_weights: an adapter cannot be merged into a base in {quantized.kind}; export "
+            "the adapter alone (save_pretrained(FOLDER), export-hf without --merge, weight_source(adapter=True)), and "
+            "merge it into the model's own weights: MegatronWrap.from_pretrained(FOLDER, CONFIG, "
+            "['megatron_wrap.adapter.base_weights=bf16']), then save_pretrained(..., merge=True)"
+        )
 
 
 def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:

@@ -32,6 +32,11 @@ _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bia
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 
 
+def is_linear(layer: str) -> bool:
+    """Whether the global name of a layer is that of a linear layer of the decoder."""
+    return _LINEAR.fullmatch(f"{layer}.weight") is not None
+
+
 @dataclass(frozen=True)
 class TargetModule:
     """A module of Hugging Face's model that gets an adapter."""

@@ -40,7 +40,7 @@ _ACCUMULATION = (
 )
 _PER_DEVICE = f"samples of one forward pass of one replica; {_ACCUMULATION}"
 _ALL_LAYERS = "full for all layers, selective for the attention core"
-_NO_QUANTIZATION = "weights are not quantized; with fp8 in megatron_lm.train.dtype, matrix products are in FP8"
+_NO_QUANTIZATION = "frozen weights of an adapter are quantized by megatron_wrap.adapter.base_weights alone"
 _ADAPTER = "megatron_wrap.adapter"
 _NO_ADAPTER_OPTION = "of adapters only what docs/adapters.md lists is supported"
 _SHARDS = "true shards optimizer states (ZeRO-1); keys of megatron_lm.model.parallel split weights and activations"
@@ -220,9 +220,11 @@ TRL: Mapping[str, Counterpart] = {
     "ref_adapter_name": Counterpart("megatron_wrap.models.reference", "base: the policy without its adapter"),
     **_none("the flow determines it", "lora_task_type"),
     **_none(_NO_ADAPTER_OPTION, "lora_target_parameters", "use_dora"),
+    "load_in_4bit": Counterpart(f"{_ADAPTER}.base_weights", "nf4 for true"),
+    "load_in_8bit": Counterpart(f"{_ADAPTER}.base_weights", "fp8 for true, not int8"),
+    "bnb_4bit_quant_type": Counterpart(f"{_ADAPTER}.base_weights", "nf4; there is no fp4"),
     **_none(
-        _NO_QUANTIZATION,
-        *("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        "nf4 quantizes its scales, and is stored as bytes", "use_bnb_nested_quant", "bnb_4bit_quant_storage"
     ),
     # data
     "dataset_name": Counterpart(f"{_DATA}.train", "a hub id, folder or file"),
@@ -417,7 +419,7 @@ AXOLOTL: Mapping[str, Counterpart] = {
     "sequence_parallel_degree": Counterpart(f"{_PARALLEL}.context_parallel_size"),
     "dp_shard_size": Counterpart(f"{_OPTIMIZER}.use_distributed_optimizer", _SHARDS),
     **_none("replicas use all processes that are left", "dp_replicate_size", "world_size", "device_map"),
-    "adapter": Counterpart(f"{_ADAPTER}.__select__", "lora; weights are not quantized"),
+    "adapter": Counterpart(f"{_ADAPTER}.__select__", "lora; for qlora with base_weights: nf4"),
     "lora_model_dir": Counterpart(f"{_ADAPTER}.path"),
     "lora_target_linear": Counterpart(f"{_ADAPTER}.target_modules", "all-linear for true"),
     "peft_use_rslora": Counterpart(f"{_ADAPTER}.use_rslora"),

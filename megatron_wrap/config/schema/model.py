@@ -253,6 +253,9 @@ class AdapterConfig:
     so that an adapter is active from the beginning, for tests."""
     loraplus_lr_ratio: float | None = key(None, above=0)
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354); null: equal."""
+    base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
+    """How the frozen weights of linear layers are kept: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
+    arXiv:2305.14314), each layer's computed when it needs them. nf4 needs torchao (megatron-wrap[qlora])."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
     model_provider.hf_path."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, saved_parameters
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, is_linear, saved_parameters
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
@@ -99,6 +99,21 @@ def adapter_parameters(
 
 def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[GlobalParameter]:
     return global_names(chunk, tied=not config.arch.untie_embeddings_and_output_weights)
+
+
+def quantize_base(chunk: torch.nn.Module, config: RunConfig) -> None:
+    """Keep the weights of the decoder's linear layers quantized (`adapter.base_weights`), in a bare model chunk that
+    was built within `weights_without_memory`; their values are to be written. Experts on grouped products, embeddings
+    and the output layer stay as they are."""
+    from megatron_wrap.nn.quantized_weights import allocate, keep_quantized
+
+    kind = config.adapter.base_weights
+    assert kind != "bf16"
+    for _, _, layer, name in list(_linear_layers(chunk, config)):
+        if is_linear(name) and layer.weight.dim() == 2:  # type: ignore[operator, union-attr]
+            keep_quantized(layer, kind)
+        else:
+            allocate(layer)
 
 
 def _linear_layers(

@@ -31,6 +31,11 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ((LORA, f"{KEYS}.alpha_pattern={{'*x': 2}}"), r"\*x is not a regular expression"),
         ((LORA, f"{KEYS}.r=0"), "must be at least 1"),
         ((LORA, f"{KEYS}.use_dora=true"), "use_dora"),
+        (
+            (LORA, f"{KEYS}.base_weights=nf4", "megatron_lm.train.common.save=x"),
+            "run needs; set hf_path",
+        ),
+        ((LORA, f"{KEYS}.base_weights=fp8", f"{KEYS}.keep_base=true"), "checkpoints cannot contain weights in fp8"),
     ],
 )
 def test_a_contradiction_is_refused(overrides, message):
