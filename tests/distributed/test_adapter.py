@@ -144,6 +144,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "ep2": (2, (f"{P}expert_model_parallel_size=2",)),
+    "ep2-expert-tp2": (
+        4,
+        (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=2"),
+    ),
+    "tp2-sp-expert-tp2": (2, (TP2, SP, f"{P}expert_tensor_parallel_size=2")),
     "tp2-sp-ep2": (2, (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=1")),
 }
 ON_LAYOUTS = [
@@ -157,6 +162,14 @@ ON_LAYOUTS = [
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
+    ("mixtral-experts", "ep2"),
+    ("mixtral-experts", "tp2-sp-expert-tp2"),
+    ("qwen3-moe-experts", "tp2-sp-ep2"),
+    ("qwen3-moe-experts", "ep2-expert-tp2"),
+    ("qwen3-moe-experts", "dp2-distributed-overlap"),
+    ("qwen3-moe-experts", "cp2-packed"),
+    ("qwen3-moe-experts", "tp2-sp-recompute"),
+    ("deepseek-v3-experts", "pp2"),
     ("deepseek-v3", "tp2-sp"),
 ]
 ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)

@@ -179,9 +179,8 @@ def _adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) 
     layers = []
     for name in chosen:
         (ours, mapping), stem = stacks[name], name.rpartition(".")[0]
-        count = sum(
-            other.startswith(ours.rpartition(".")[0] + ".") and other.endswith("linear_fc1.weight") for other in table
-        )
+        experts = ours.rpartition(".")[0] + "."
+        count = sum(other.startswith(experts) and other.endswith(".linear_fc1.weight") for other in table)
         nested = name.endswith(EXPERTS[0]) and f"{stem}.{EXPERTS[1]}" in chosen
         layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), experts=count, nested=nested))
     return layers
@@ -383,5 +382,6 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str], parameters: lis
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
         f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers "
-        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs, whose experts target_parameters adapts)"
+        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs; "
+        "target_parameters adapts experts)"
     )

@@ -1,6 +1,8 @@
-"""The factors of one expert in peft's files, which have a pair of matrices for the experts of a layer: A is
-[experts * rank, inputs], expert after expert; B is [outputs, rank * experts], whose column rank_index * experts + expert
-belongs to the expert (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). Needs no torch."""
+"""The factors of one expert in peft's files, which have a pair of matrices for the experts of a layer. Needs no torch.
+
+A is [experts * rank, inputs], expert after expert; B is [outputs, rank * experts], whose column k * experts + e is
+column k of expert e (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight).
+"""
 
 from __future__ import annotations
 
