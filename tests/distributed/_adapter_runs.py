@@ -162,7 +162,8 @@ def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        wrap.forward_backward(samples(BATCH))
+        batch = samples(BATCH)
+        wrap.forward_backward(batch, step_weights=wrap.count_weights([batch]))
         return {name: values.numpy() for name, values in gather_gradients(wrap.state).items()}
 
 
