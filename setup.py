@@ -32,10 +32,11 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn", "liger-kernel>=0.8.5,<0.9"],
     "tensorboard": ["tensorboard"],
     "png": ["matplotlib"],
+    "qlora": ["torchao>=0.18,<0.19"],
     "eval": ["lm_eval>=0.4.13,<0.5"],
     "dev": [
         *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
-        *("tensorboard", "matplotlib", "lm_eval>=0.4.13,<0.5", "jsonschema"),
+        *("tensorboard", "matplotlib", "lm_eval>=0.4.13,<0.5", "jsonschema", "torchao>=0.18,<0.19"),
     ],
 }
 

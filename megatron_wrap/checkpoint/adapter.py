@@ -22,7 +22,7 @@ from megatron_wrap.errors import CheckpointError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "modules_to_save", "bias"),
+    *("target_parameters", "use_rslora", "modules_to_save", "bias"),
 )
 """That determine modules, ranks and scales; others may differ in a run that continues."""
 
@@ -51,6 +51,12 @@ def check_adapter(
             "set megatron_lm.train.common.finetune: true"
         )
     if base is None:
+        if adapted and config.adapter.base_weights != "bf16":
+            raise CheckpointError(
+                f"{checkpoint} contains all weights, and megatron_wrap.adapter.base_weights: "
+                f"{config.adapter.base_weights} takes those of a Hugging Face folder alone; write bf16, or export the "
+                "checkpoint and set megatron_wrap.model_provider.hf_path to its folder"
+            )
         return
     hf_path = config.model_provider.hf_path
     needed = f"{checkpoint} contains an adapter of {base['path']} without the weights of that model"

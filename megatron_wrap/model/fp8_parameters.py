@@ -1,4 +1,5 @@
-"""Parameters that Transformer Engine keeps in FP8 (`fp8_param_gather`): reading and writing their values."""
+"""Parameters that Transformer Engine keeps in FP8 (`fp8_param_gather`), and frozen ones that are kept quantized
+(`nn/quantized_weights.py`): reading and writing their values."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from megatron_wrap.nn.quantized_weights import quantized_of
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -17,7 +21,10 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def in_high_precision(tensor: Tensor) -> Tensor:
-    """The values of a tensor in its nominal dtype, such as bf16: a copy of an FP8 tensor, else the tensor itself."""
+    """The values of a tensor in its nominal dtype, such as bf16: a copy of one in FP8 or of a quantized one, else the
+    tensor itself."""
+    if (quantized := quantized_of(tensor)) is not None:
+        return quantized.values()
     from megatron.core.fp8_utils import dequantize_fp8_tensor
 
     return dequantize_fp8_tensor(tensor) if is_quantized(tensor) else tensor
@@ -34,7 +41,14 @@ def writable(parameter: Tensor) -> Iterator[Tensor]:
 
     The recipe `delayed` scales by the largest value that was written earlier, which for a new model is of uninitialized
     memory, so that record is cleared.
+
+    A quantized parameter is written in the same way.
     """
+    if (quantized := quantized_of(parameter)) is not None:
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        yield values
+        quantized.write(values)
+        return
     if not is_quantized(parameter):
         yield parameter
         return

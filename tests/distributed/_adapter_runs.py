@@ -153,6 +153,20 @@ def train_and_resume(
     return steps, [entry.key for entry in saved.values() if "rng" not in entry.key]
 
 
+def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Global name -> gradient of each factor after the backward passes of one step."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        batch = samples(BATCH)
+        wrap.forward_backward(batch, step_weights=wrap.count_weights([batch]))
+        return {name: values.numpy() for name, values in gather_gradients(wrap.state).items()}
+
+
 def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Factors and logits [2, 64, V] of a model, or of peft's folder, that is not trained."""
     from megatron_wrap.core import MegatronWrap
@@ -256,3 +270,61 @@ def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | 
             for name, value in factors.items():
                 own[name].copy_(torch.from_numpy(value))
     return peft
+
+
+def train_quantized(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """(loss, gradient norm) of three steps beside a quantized base and beside an ordinary one with the same values, the
+    factors of both, the quantized values' relative error, and their share of the memory of this rank's weights."""
+    import torch
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.model.fp8_parameters import in_high_precision
+    from megatron_wrap.nn.quantized_weights import quantized_of
+
+    results: dict[bool, Any] = {}
+    kept: dict[str, Any] = {}
+    errors, memory = [], [0, 0]
+    for quantized in (True, False):
+        settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}/{quantized}")
+        settings += () if quantized else ("megatron_wrap.adapter.base_weights=bf16",)
+        with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+            wrap.initialize()
+            wrap.setup_model_and_optimizer()
+            for name, parameter in (pair for chunk in wrap.state.chunks for pair in chunk.named_parameters()):
+                if quantized and (weight := quantized_of(parameter)) is not None:
+                    kept[name] = in_high_precision(parameter)
+                    memory[0] += weight.nbytes + parameter.untyped_storage().nbytes()
+                    memory[1] += parameter.nbytes
+                elif name in kept:
+                    errors.append((kept[name] - parameter.detach()).norm() / parameter.norm())
+                    parameter.data.copy_(kept[name])
+            assert not quantized or all("linear_" in name for name in kept)
+            batches = samples(STEPS * BATCH)
+            steps = []
+            for step in range(3):
+                metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
+                steps.append((metrics["loss"], metrics["grad_norm"]))
+            results[quantized] = steps, factors_of(wrap)
+    assert len(kept) == len(errors) >= 4
+    error = float(torch.stack(errors).max())
+    return results[True][0], results[False][0], results[True][1], results[False][1], error, memory[0] / memory[1]
+
+
+def merge_refusal(folder: str, overrides: tuple[str, ...], outputs: str) -> str:
+    """The error of merging into the base, and of streaming merged weights."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.errors import ConfigError
+
+    settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        messages = set()
+        for export in (lambda: wrap.save_pretrained(f"{outputs}/merged", merge=True), lambda: [*wrap.export_weights()]):
+            try:
+                export()
+            except ConfigError as error:
+                messages.add(str(error))
+        wrap.save_pretrained(f"{outputs}/adapter")
+    (message,) = messages
+    return message

@@ -10,7 +10,6 @@ from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.adapter_folder import open_adapter, read_adapter_config
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
 from megatron_wrap.bridge.mapping.adapter import (
-    PEFT_PREFIX,
     AdaptedLayer,
     adapted_layers,
     adapter_family,
@@ -126,7 +125,7 @@ def adapter_lines(config: RunConfig, vocab_size: int | None) -> list[str]:
             kind = module.key, module.rank
             modules[kind] += 1
             for letter in "AB":
-                parameters[kind] += math.prod(shapes[f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight"])
+                parameters[kind] += math.prod(shapes[f"{layer.file_stem(module)}.lora_{letter}.weight"])
     if not modules:
         return []
     kinds = [

@@ -4,8 +4,9 @@ collective."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,11 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
-from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.model.initial_weights import global_names, is_expert
+from megatron_wrap.nn.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:
-    from megatron_wrap.nn.lora import LinearAdapter
     from megatron_wrap.parallel.state import ParallelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,7 +83,7 @@ class WeightStream:
 
     Raises:
         CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
-        ConfigError: weights cannot be exported in this dtype.
+        ConfigError: weights cannot be exported in this dtype, or are kept quantized.
     """
 
     def __init__(
@@ -95,28 +96,31 @@ class WeightStream:
         dtype: str | torch.dtype | None = None,
         merge: bool = False,
     ) -> None:
-        from megatron_wrap.nn.lora import adapters_by_weight
-
         self._rank = parallel.world.rank
         self._device = device
         self._parameters: dict[str, Tensor] = {}
-        self._adapters: dict[str, LinearAdapter] = {}
+        self._deltas: dict[str, Callable[[], Tensor]] = {}
         self._merged: tuple[str, Tensor] | None = None
         mine: list[OwnedPiece] = []
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
-            adapters = adapters_by_weight(model) if merge else {}
+            deltas = _deltas(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
+                _refuse_quantized(parameter)
+                delta = deltas.pop(name, None)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
-                if replica or not (mapping.split or parallel.tp.rank == 0):
+                axis = parallel.expert_tp if is_expert(name) else parallel.tp
+                if replica or not (mapping.split or axis.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
-                if id(parameter) in adapters:
-                    self._adapters[key] = adapters[id(parameter)]
+                if delta is not None:
+                    self._deltas[key] = delta
                 pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+            if deltas:
+                raise CheckpointError(f"the adapter of {min(deltas)} cannot be merged: the family has no such weight")
         everywhere = gather_objects((mine, kinds))
         self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
         owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]
@@ -167,15 +171,42 @@ class WeightStream:
     def _value(self, key: str) -> Tensor:
         """A local parameter, with its adapter's product added; one sum is kept, since blocks come in their order."""
         values = in_high_precision(self._parameters[key])
-        if key not in self._adapters:
+        if key not in self._deltas:
             return values
         if self._merged is None or self._merged[0] != key:
             with torch.no_grad():
-                self._merged = key, values.float() + self._adapters[key].delta()
+                self._merged = key, values.float() + self._deltas[key]()
         return self._merged[1]
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
+
+
+def _deltas(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[], Tensor]]:
+    """Global name of each weight with an adapter -> the product that a merge adds to it."""
+    from megatron_wrap.nn.experts.lora import ExpertAdapter
+    from megatron_wrap.nn.lora import adapters_by_weight
+
+    adapters, deltas = adapters_by_weight(model), {}
+    for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
+        adapter = adapters.get(id(parameter))
+        if isinstance(adapter, ExpertAdapter):
+            assert index is not None
+            deltas[name] = partial(adapter.delta, index)
+        elif adapter is not None:
+            deltas[name] = adapter.delta
+    return deltas
+
+
+def _refuse_quantized(parameter: Tensor) -> None:
+    quantized = quantized_of(parameter)
+    if quantized is not None:
+        raise ConfigError(
+            f"megatron_wrap.adapter.base_weights: an adapter cannot be merged into a base in {quantized.kind}; export "
+            "the adapter alone (save_pretrained(FOLDER), export-hf without --merge, weight_source(adapter=True)), and "
+            "merge it into the model's own weights: MegatronWrap.from_pretrained(FOLDER, CONFIG, "
+            "['megatron_wrap.adapter.base_weights=bf16']), then save_pretrained(..., merge=True)"
+        )
 
 
 def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:

@@ -12,6 +12,7 @@ from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.adapter import (
     SEQUENCE_CLASSIFICATION,
     AdaptedLayer,
+    adapted_experts,
     adapter_family,
     peft_config,
     saved_parameters,
@@ -27,7 +28,6 @@ from megatron_wrap.errors import CheckpointError
 CONFIG = "adapter_config.json"
 _REFUSED = {
     "use_dora": "DoRA",
-    "target_parameters": "adapters of fused experts",
     "trainable_token_indices": "trainable tokens",
     "lora_bias": "biases of adapters",
     "layer_replication": "replicated layers",
@@ -37,8 +37,8 @@ _REFUSED = {
 CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
-    *("alpha_pattern", "use_rslora", "bias"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
 )
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
@@ -46,6 +46,7 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("target_modules", "exclude_modules"), ("a text or a list of texts", lambda value: _are_texts(value))
     ),
+    "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),
@@ -165,6 +166,13 @@ def open_adapter(
         bias = theirs.get("bias", "none")
         raise CheckpointError(
             f"{folder}: bias is {bias} there and {config.bias} here; write megatron_wrap.adapter.bias={bias}"
+        )
+    targets = tuple(theirs.get("target_parameters") or ())
+    chosen = (adapted_experts(family.parameters(arch), replace(config, target_parameters=targets)), layers)
+    if len({frozenset(layer.name for layer in of if layer.experts) for of in chosen}) > 1:
+        raise CheckpointError(
+            f"{folder}: target_parameters is [{', '.join(targets)}] there and [{', '.join(config.target_parameters)}] "
+            f"here; write megatron_wrap.adapter.target_parameters=[{', '.join(targets)}]"
         )
     table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
     if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():

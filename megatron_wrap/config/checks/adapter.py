@@ -37,6 +37,10 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
     if config.train.freeze:
         refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
+    if adapter.base_weights != "bf16":
+        _check_quantized(config)
+    if adapter.target_parameters:
+        _check_experts(config)
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
     for index in adapter.layers_to_transform:
@@ -54,3 +58,28 @@ def check_adapter(config: RunConfig) -> None:
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
                 number = "a positive integer" if kind is int else "a positive number"
                 refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")
+
+
+def _check_quantized(config: RunConfig) -> None:
+    kind = config.adapter.base_weights
+    if config.adapter.keep_base:
+        text = f"checkpoints cannot contain weights in {kind}, which are made of those of hf_path; write false"
+        refuse(config, ["adapter.keep_base"], text)
+    if config.model_provider.hf_path is None and config.train.save is not None:
+        text = f"weights in {kind} are made of those of a Hugging Face folder, which a resumed run needs; set hf_path"
+        refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
+    if config.model_provider.verify_hf:
+        text = f"weights in {kind} differ from those of the folder; write false, or verify with base_weights: bf16"
+        refuse(config, ["model_provider.verify_hf"], text)
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Refuse what adapters of experts do not support, in peft either."""
+    arch = config.arch
+    if config.adapter.lora_dropout:
+        rule = "fused experts cannot drop an adapter's inputs, as in peft; write 0.0"
+        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
+    if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
+        key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
+        rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"
+        refuse(config, ["adapter.target_parameters", key], rule)

@@ -233,6 +233,9 @@ class AdapterConfig:
     target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (every linear layer of the decoder; in a mixture of experts those of attention), names or endings of
     names such as [q_proj, v_proj], or a regular expression that matches a whole name."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused experts that get adapters, one for each expert, by endings of transformers' names, such as
+    [mlp.experts.gate_up_proj, mlp.experts.down_proj]; needs experts_impl grouped_mm and no dropout."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
     modules_to_save: tuple[str, ...] = ()
@@ -253,6 +256,9 @@ class AdapterConfig:
     so that an adapter is active from the beginning, for tests."""
     loraplus_lr_ratio: float | None = key(None, above=0)
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354); null: equal."""
+    base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
+    """How the frozen weights of linear layers are kept: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
+    arXiv:2305.14314), each layer's computed when it needs them. nf4 needs torchao (megatron-wrap[qlora])."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
     model_provider.hf_path."""

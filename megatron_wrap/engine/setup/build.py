@@ -28,7 +28,7 @@ from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.engine.reference.precomputed import sample_preparation
-from megatron_wrap.engine.setup.adapter import adapt_chunks
+from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
@@ -195,7 +195,7 @@ def build_chunks(
             post_process=parallel.is_last_stage and stage == last_stage,
             virtual_stage=virtual_stage,
         )
-        chunk = provider(request)
+        chunk = _built(config, provider, request)
         chunk.to(platform.device)
         _mark_experts(chunk)
         if new_weights and (weight_folder is None or weight_folder.omitted):
@@ -207,6 +207,18 @@ def build_chunks(
         if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
             load_weights(chunk, config.arch, weight_folder, parallel)
     return chunks
+
+
+def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module], request: ModelRequest) -> Any:
+    """A new chunk; with `adapter.base_weights` its linear layers have no values yet, and keep them quantized."""
+    if config.adapter.base_weights == "bf16":
+        return provider(request)
+    from megatron_wrap.nn.quantized_weights import weights_without_memory
+
+    with weights_without_memory():
+        chunk = provider(request)
+    quantize_base(chunk, config)
+    return chunk
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, gamma, scale = ctx.saved_tensors
         rows, columns = x.shape
         grad_y = grad_outputs[0].reshape(x.shape).contiguous()
@@ -88,7 +88,8 @@ class _RMSNorm(torch.autograd.Function):
         _rms_norm_backward_kernel[(programs,)](
             x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=ctx.zero_centered, **_launch(columns)
         )
-        return grad_x.view(grad_outputs[0].shape), parts.sum(dim=0).to(gamma.dtype), None, None
+        grad_gamma = parts.sum(dim=0).to(gamma.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.view(grad_outputs[0].shape), grad_gamma, None, None
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
