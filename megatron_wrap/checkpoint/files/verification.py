@@ -30,7 +30,7 @@ class BlockVerification:
         self._values: dict[Block, Future[str]] = {}
         self._lock = threading.Lock()
         self.damage: str | None = None
-        """The first block that differed, as text."""
+        """The first block that differed or could not be read, as text."""
 
     def __enter__(self) -> BlockVerification:
         return self
@@ -50,13 +50,12 @@ class BlockVerification:
         """Wait until the blocks of a part are compared.
 
         Raises:
-            CheckpointError: one differs.
-            OSError: one cannot be read.
+            CheckpointError: one differs, or cannot be read.
         """
         self.begin([(name, offset, length)])
         for block in self._blocks(name, offset, length):
-            if self._values[block].result() != self._hashes[name]["blocks"][block[1]]:
-                self.damage = self.damage or block_damage(*block)
+            self._compare(block, self._values[block])
+            if self.damage is not None:
                 raise CheckpointError(self.damage)
 
     def compared(self) -> set[Block]:
@@ -71,10 +70,18 @@ class BlockVerification:
         """
         every = [(name, index) for name, entry in self._hashes.items() for index in range(len(entry["blocks"]))]
         rest = [block for block in every if block not in compared][part::parts]
-        values = list(self._pool.map(lambda block: hash_block(self._folder / block[0], block[1]), rest))
-        for (name, index), value in zip(rest, values, strict=True):
-            if value != self._hashes[name]["blocks"][index]:
+        values = [self._pool.submit(hash_block, self._folder / name, index) for name, index in rest]
+        for block, value in zip(rest, values, strict=True):
+            self._compare(block, value)
+
+    def _compare(self, block: Block, value: Future[str]) -> None:
+        """Wait for the hash of a block, and set `damage` if it is another one."""
+        name, index = block
+        try:
+            if value.result() != self._hashes[name]["blocks"][index]:
                 self.damage = self.damage or block_damage(name, index)
+        except OSError as error:
+            self.damage = self.damage or f"{name} cannot be read ({error})"
 
     def _blocks(self, name: str, offset: int, length: int) -> list[Block]:
         if name not in self._hashes or length == 0:

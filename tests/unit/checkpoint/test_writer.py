@@ -161,3 +161,9 @@ def test_blocks_are_compared_before_their_part_is_used(tmp_path: Path, monkeypat
     with verification.BlockVerification(tmp_path, recorded) as compared:
         compared.compare_rest({("a", 0)}, 1, 4)  # 2 of the blocks 1, 2, 3 and 4
         assert compared.damage is not None
+    (tmp_path / "a").unlink()
+    with (
+        verification.BlockVerification(tmp_path, recorded) as compared,
+        pytest.raises(CheckpointError, match="a cannot be read"),
+    ):
+        compared.require("a", 0, 1)
