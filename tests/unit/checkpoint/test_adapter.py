@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_wrap.checkpoint.files.store import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
-from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError
 
