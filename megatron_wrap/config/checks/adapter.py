@@ -29,6 +29,13 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, [key], "with an adapter the first policy is its base, which needs no copy; write base")
     if config.arch.transformer_impl == "transformer_engine":
         refuse(config, ["arch.transformer_impl"], "adapters are trained beside torch's layers; write auto or torch")
+    if adapter.path is not None and config.train.load is not None:
+        refuse(
+            config,
+            ["adapter.path", "train.load"],
+            f"adapter.path {adapter.path!r} and train.common.load {config.train.load!r} both name weights to "
+            "start from, and path is read beside the weights of model_provider.hf_path alone; delete one of the two",
+        )
     if config.dtype.fp8 is not None:
         refuse(config, ["dtype.fp8"], "adapters are trained in bf16, fp16 or fp32; write null")
     if config.train.freeze:
