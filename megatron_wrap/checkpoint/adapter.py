@@ -18,7 +18,7 @@ from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, ConfigError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
@@ -103,7 +103,13 @@ def compare_adapters(checkpoint: Path, saved_adapter: Mapping[str, Any], config:
     }
     saved = AdapterConfig(**values)
     differing = [key for key in _KEYS if getattr(saved, key) != getattr(config.adapter, key)]
-    if not differing or _modules(config, saved) == _modules(config, config.adapter):
+    if not differing:
+        return
+    try:
+        here = _modules(config, config.adapter)
+    except ConfigError:
+        return  # the validation of the run's adapter reports its keys
+    if _modules(config, saved) == here:
         return
     section = SECTION_PATHS["adapter"]
     texts, settings = [], []

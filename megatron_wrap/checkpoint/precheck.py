@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.adapter import precheck_adapter
+from megatron_wrap.checkpoint.files.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part, read_facts
 from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section_of
 from megatron_wrap.checkpoint.schedule import compare_schedules
-from megatron_wrap.checkpoint.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part, read_facts
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig

@@ -1,5 +1,6 @@
-"""Checkpoints of the reference or teacher model beside those of the run: a single one if it never changes, else one for
-each of the run's. All functions but `prune_references` are collective."""
+"""Checkpoints of the reference or teacher model beside those of the run, in the subfolder REFERENCE. They have weights
+only: one of iteration 0 if the model never changes, else one for each checkpoint of the run, with its
+iteration. All functions but `prune_references` are collective."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
+from megatron_wrap.checkpoint.files.store import REFERENCE, CheckpointStore, content_damage
 from megatron_wrap.checkpoint.save_load import (
     DamagedCheckpoint,
     SavedContent,
@@ -18,16 +20,11 @@ from megatron_wrap.checkpoint.save_load import (
     publish,
     read_verified,
 )
-from megatron_wrap.checkpoint.store import CheckpointStore, content_damage
 from megatron_wrap.checkpoint.strategy import FAILURES
 from megatron_wrap.engine.reference.reference_model import ReferenceModel
 from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
-
-FOLDER = "reference"
-"""Subfolder of the run's checkpoint folder. It contains checkpoints with weights only: one of iteration 0 if the model
-never changes, else one for each checkpoint of the run, with its iteration."""
 
 
 def is_saved(reference: ReferenceModel) -> bool:
@@ -50,7 +47,7 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
     with reference.as_saved():
         publish(
             state,
-            CheckpointStore(Path(folder) / FOLDER),
+            CheckpointStore(Path(folder) / REFERENCE),
             iteration=saved_iteration(reference, state.progress),
             sharded_state=lambda: {
                 **content.common_entries(Progress(), BestEvaluation()),
@@ -65,7 +62,7 @@ def prune_references(folder: str | os.PathLike[str], keep: int | None, best: int
     Args:
         best: iteration of the checkpoint with the best evaluation.
     """
-    CheckpointStore(Path(folder) / FOLDER).prune(keep, best)
+    CheckpointStore(Path(folder) / REFERENCE).prune(keep, best)
 
 
 def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool:
@@ -81,7 +78,7 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
         CheckpointError: on every rank, if it is incomplete or from another model.
     """
     iteration = saved_iteration(_of(state), state.progress)
-    stores = [CheckpointStore(Path(folder) / FOLDER), CheckpointStore(Path(folder).parent / FOLDER)]
+    stores = [CheckpointStore(Path(folder) / REFERENCE), CheckpointStore(Path(folder).parent / REFERENCE)]
     checkpoint = on_rank_0(
         lambda: next(
             (

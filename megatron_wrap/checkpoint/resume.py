@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from megatron_wrap.checkpoint.background import BackgroundSaves
+from megatron_wrap.checkpoint.files.store import BEST, TRACKER, CheckpointStore, missing_part
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
@@ -17,8 +20,9 @@ from megatron_wrap.checkpoint.reference import (
     save_reference,
     saved_iteration,
 )
+from megatron_wrap.checkpoint.remote.store import fetch_newest
+from megatron_wrap.checkpoint.remote.uploads import Uploads
 from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
-from megatron_wrap.checkpoint.store import BEST, TRACKER, CheckpointStore, missing_part
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
@@ -53,6 +57,8 @@ class RunCheckpoints:
         """With `async_save`, from the first save."""
         self._failed_saves = 0
         """In a row."""
+        self._uploads: Uploads | None = None
+        """On global rank 0 of a run with a remote `save`, from the restore or the first save."""
 
     def restore(self, weights_only: bool = False) -> int | None:
         """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
@@ -70,6 +76,8 @@ class RunCheckpoints:
         state, train = self._state, self._state.config.train
         resumed_from, with_reference = None, False
         start = starting_checkpoint(state.config)
+        if not weights_only:
+            self._start_uploads()
         if start is not None and start.resumes:
             refuse_resume(state.config)
             with_reference = self._load_newest(CheckpointStore(str(train.save)), weights_only)
@@ -128,7 +136,12 @@ class RunCheckpoints:
                 f"checkpoint {path} is damaged: {reason}; megatron_wrap.checkpoint.resume is strict: restore it, or "
                 "set resume: auto to continue from the one before it"
             )
+        config = self._state.config
         target = store.set_aside(path)
+        if target is None and config.remote_save is not None and store.folder == Path(config.train.save or ""):
+            iteration = int(path.name.removeprefix("iter_"))
+            fetch_newest(config.remote_save, store.folder, strict=False, below=iteration)
+            target = store.set_aside(path)
         if target is None:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {reason}; there is no older one in {store.folder}: restore it, or "
@@ -217,9 +230,15 @@ class RunCheckpoints:
         if checkpoint is None:
             self.tolerate(self.wait)
             self._saved = None
+            self._start_uploads()
+            self._make_room()
             self._save_reference(folder)
-            background = self._background_saves()
-            checkpoint = save_checkpoint(state, folder, keep, background, self._prune_references(folder, keep))
+            background, uploads = self._background_saves(), self._uploads
+            if state.config.remote_save is None:
+                follow_up = self._prune_references(folder, keep)
+            else:  # what is uploaded is removed after its upload
+                keep, follow_up = None, uploads.check if uploads is not None else None
+            checkpoint = save_checkpoint(state, folder, keep, background, follow_up)
             self._saved = (checkpoint, iteration)
             if background is None:
                 self._save_succeeded()
@@ -229,6 +248,50 @@ class RunCheckpoints:
         if iteration >= derived.train_iters(state.config):
             self.wait()
         return checkpoint
+
+    def _start_uploads(self) -> None:
+        """From now on send the checkpoints in the staging folder, on global rank 0."""
+        config = self._state.config
+        is_needed = config.remote_save is not None and self._uploads is None
+        if is_needed and self._state.parallel.world.rank == 0:
+            limit = config.checkpoint.upload_limit_gib
+            self._uploads = Uploads(
+                Path(self._folder()).expanduser(),
+                str(config.remote_save),
+                config.checkpoint.keep,
+                None if limit is None else limit * 2**30,
+            )
+            atexit.register(self.finish_uploads)  # a program that ends without `close`
+
+    def _make_room(self) -> None:
+        """Follow `on_upload_limit`."""
+        config, uploads, is_waiting = self._state.config, self._uploads, False
+        if config.remote_save is None:
+            return
+
+        def has_room() -> bool:
+            return uploads is None or uploads.make_room(config.checkpoint.on_upload_limit)
+
+        while not on_rank_0(has_room):
+            if not is_waiting:
+                logger.info_rank_0("the save waits for uploads: megatron_wrap.checkpoint.on_upload_limit is wait")
+            is_waiting = True
+            time.sleep(1.0)
+
+    def finish_uploads(self) -> None:
+        """Wait for the uploads to a remote `save`, at most `upload_wait_minutes`; a second call does nothing. No
+        communication."""
+        if self._uploads is not None:
+            atexit.unregister(self.finish_uploads)
+            self._uploads.finish(self._state.config.checkpoint.upload_wait_minutes)
+            self._uploads = None
+
+    def leave_uploads(self) -> None:
+        """End uploads without waiting for them, because of an error; the next start of the run continues them."""
+        if self._uploads is not None:
+            atexit.unregister(self.finish_uploads)
+            self._uploads.close()
+            self._uploads = None
 
     def _background_saves(self) -> BackgroundSaves | None:
         if self._background is None and self._state.config.checkpoint.async_save:
@@ -290,10 +353,11 @@ class RunCheckpoints:
             self._background.finish_alone()
 
     def close(self) -> None:
-        """`finish_alone`, and end the process that writes asynchronous saves."""
+        """`finish_alone`, and end the process that writes asynchronous saves, and wait for uploads."""
         if self._background is not None:
             self._background.close()
             self._background = None
+        self.finish_uploads()
 
     def _save_reference(self, folder: str) -> None:
         """Save the reference model, unless it is part of no checkpoint or was saved before; first, so that a visible

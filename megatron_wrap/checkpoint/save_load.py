@@ -18,11 +18,11 @@ from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
+from megatron_wrap.checkpoint.files.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.files.verification import BlockVerification
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
-from megatron_wrap.checkpoint.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.hugging_face import resolve_folder

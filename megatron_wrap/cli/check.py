@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.processes import Nodes, add_process_arguments, nodes_of
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.candidate import Candidate
 from megatron_wrap.core.validation.validations import Item, check, errors_of
 from megatron_wrap.errors import ConfigError, MegatronWrapError
@@ -86,7 +87,7 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
     """
     own_script = script_of(arguments)
     try:
-        config = read_run(arguments.config, arguments.overrides)
+        config = with_local_copies(read_run(arguments.config, arguments.overrides))
     except MegatronWrapError as error:
         return Checked([*errors_of("configuration", error), Item("not checked", "all else", "needs configuration")])
     nodes = nodes_of(config, arguments.nproc_per_node, starts)

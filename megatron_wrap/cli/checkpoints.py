@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,24 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.files.hashes import find_damage
-from megatron_wrap.checkpoint.store import CheckpointStore, missing_part, read_facts
+from megatron_wrap.checkpoint.files.store import BEST, REFERENCE, CheckpointStore, folder_name, missing_part, read_facts
+from megatron_wrap.checkpoint.remote.store import RemoteStore
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix
+from megatron_wrap.remote.files import is_remote
 
 EXAMPLES = (
     ("the checkpoints of a run, which may still train", "checkpoints outputs/my-run/checkpoints"),
+    ("the checkpoints of a remote folder", "checkpoints s3://my-bucket/my-run"),
     ("read all files, and compare them with what was saved", "checkpoints outputs/my-run/checkpoints --verify"),
 )
 _HEAD = ("checkpoint", "size", "saved", "layout", "megatron-core", "state")
 _AXES = ("tp", "pp", "cp", "dp", "ep")
 _SET_ASIDE = "set aside as damaged"
-_REFERENCE = "reference"
-"""Subfolder with the checkpoints of the reference model, which a resume reads as well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder of a run (megatron_lm.train.common.save)")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="checkpoint folder of a run (megatron_lm.train.common.save), also s3://, gs:// or hf://",
+    )
     parser.add_argument(
         "--verify", action="store_true", help="read all files and compare their SHA-256; exit code 1 if one differs"
     )
@@ -54,9 +60,11 @@ class _Listed:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line for each checkpoint; returns 1 if `--verify` found damage."""
+    if is_remote(arguments.folder):
+        return _run_remote(arguments.folder, arguments.verify)
     folder = Path(arguments.folder).expanduser()
-    listed = [*_listed(CheckpointStore(folder), ""), *_listed(CheckpointStore(folder / _REFERENCE), f"{_REFERENCE}/")]
-    aside = [*folder.glob("iter_*.damaged-*"), *(folder / _REFERENCE).glob("iter_*.damaged-*")]
+    listed = [*_listed(CheckpointStore(folder), ""), *_listed(CheckpointStore(folder / REFERENCE), f"{REFERENCE}/")]
+    aside = [*folder.glob("iter_*.damaged-*"), *(folder / REFERENCE).glob("iter_*.damaged-*")]
     listed += [_Listed(path, str(path.relative_to(folder)), _SET_ASIDE, ()) for path in sorted(aside)]
     if not listed:
         raise ConfigError(f"{folder} contains no checkpoints{_hint(folder)}")
@@ -68,6 +76,36 @@ def run(arguments: argparse.Namespace) -> int:
         if state.startswith(("damaged", "incomplete"))
     ]
     if arguments.verify and damaged:
+        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
+        return 1
+    return 0
+
+
+def _run_remote(url: str, verify: bool) -> int:
+    """`run` of a remote folder; `verify` downloads one checkpoint after the other into a temporary folder."""
+    remote = RemoteStore(url)
+    if not remote.present():
+        raise ConfigError(f"{remote.url} contains no checkpoints; give the folder that a run saved to")
+    newest, best = next(iter(remote.newest_first()), None), remote.number(BEST)
+    rows, damaged = [_HEAD], []
+    for iteration in remote.present():
+        problem, state = remote.missing_part(iteration), "complete"
+        if problem is not None:
+            state = f"incomplete: {problem}"
+        elif verify:
+            with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
+                problem = remote.download(iteration, Path(folder, "checkpoint"))
+            state = "verified" if problem is None else f"damaged: {problem}"
+        name = folder_name(iteration)
+        damaged += [name] if problem is not None else []
+        notes = [note for note, of in (("newest", newest), ("best", best)) if of == iteration]
+        size = sum(remote.sizes[file] for file in remote.names(name))
+        facts = remote.manifest(iteration)
+        version = str(facts.get("megatron_core", "unknown"))
+        shown = (f"{with_prefix(size)}B", "unknown", _layout(facts.get("layout")), version)
+        rows.append((name, *shown, ", ".join([state, *notes])))
+    _print(rows)
+    if verify and damaged:
         print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
         return 1
     return 0

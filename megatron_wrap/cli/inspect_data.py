@@ -57,13 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.bridge.loading.hub import read_run
     from megatron_wrap.cli.inspect_page import build_page, summary
     from megatron_wrap.config.checks.run import check_run
+    from megatron_wrap.core.remote.local_copies import with_local_copies
     from megatron_wrap.core.validation.setup import check_flow
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
     from megatron_wrap.data.inspect.inspection import inspect
     from megatron_wrap.data.inspect.mistakes import Checks
     from megatron_wrap.data.inspect.samples import select_samples
 
-    config = read_run(arguments.config, arguments.overrides)
+    config = with_local_copies(read_run(arguments.config, arguments.overrides))
     check_run(config)
     check_flow(config)
     tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)

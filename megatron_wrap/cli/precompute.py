@@ -13,6 +13,7 @@ from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run
 from megatron_wrap.config.schema import derived
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.errors import ConfigError
 
 EXAMPLES = (
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Validates, starts the processes, and returns their exit code."""
-    config = read_run(arguments.config, arguments.overrides)
+    config = with_local_copies(read_run(arguments.config, arguments.overrides))
     reference = config.models.reference_or_teacher
     folder = arguments.output or (None if reference is None else reference.precomputed)
     if folder is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}, --warmup {arguments.warmup}: both are at least 1")
     folder = arguments.output or f"outputs/profile-{Path(arguments.config).stem}"
     overrides = [*arguments.overrides, *overrides_of(arguments.steps, arguments.warmup, folder)]
-    config = read_run(arguments.config, overrides)
+    config = with_local_copies(read_run(arguments.config, overrides))
     nodes = nodes_of(config)
     validate(config, nodes.world_size)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wrap.checkpoint.store import CheckpointStore, read_facts
+from megatron_wrap.checkpoint.files.store import CheckpointStore, read_facts
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.report.png import write_png_files
 from megatron_wrap.report.run_charts import charts_of

@@ -12,6 +12,7 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
 from megatron_wrap.cli.launcher_signals import LauncherSignals
 from megatron_wrap.cli.processes import Nodes, add_process_arguments, launch_processes, nodes_of, python_statement
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
 
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the processes."""
     if arguments.dry_run:
         return _dry_run(arguments)
-    config = read_run(arguments.config, arguments.overrides)
+    config = with_local_copies(read_run(arguments.config, arguments.overrides))
     nodes = nodes_of(config, arguments.nproc_per_node)
     own_script = script_of(arguments)
     validate(config, nodes.world_size, own_script=own_script is not None)

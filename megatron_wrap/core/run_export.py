@@ -20,8 +20,8 @@ from megatron_wrap.bridge.export.training_record import TrainingRecord, training
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type
+from megatron_wrap.checkpoint.files.store import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
-from megatron_wrap.checkpoint.store import read_facts
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.core.run_facts import recorded_evaluation

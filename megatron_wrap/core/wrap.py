@@ -17,6 +17,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema import derived
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.metrics.number_format import counted
@@ -57,7 +58,7 @@ class MegatronWrap:
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
-        self.given_config = config if isinstance(config, RunConfig) else read_run(config, overrides)
+        self.given_config = with_local_copies(config if isinstance(config, RunConfig) else read_run(config, overrides))
         """The configuration as it was passed."""
         self.config = self.given_config
         """The configuration in force: from `setup_model_and_optimizer` on with values for the keys that were left open,
@@ -244,14 +245,18 @@ class MegatronWrap:
             if self._interrupts is not None:
                 self._interrupts.close()
             message = self._interrupted()
+            if self._run is not None:
+                self._run.checkpoints.leave_uploads()
             if self._processes is None or self._processes.world_size == 1:
                 self.close()
             elif self._run is not None:  # the end of a process group would wait for ranks that have ended
                 self._run.close()
             raise KeyboardInterrupt(message).with_traceback(trace) from None
         try:
-            if error is None and self._run is not None:
+            if self._run is not None and error is None:
                 self._run.checkpoints.wait()
+            elif self._run is not None and not isinstance(error, SystemExit):
+                self._run.checkpoints.leave_uploads()
         finally:
             self.close()
 
@@ -379,6 +384,8 @@ class MegatronWrap:
         if self.config.train.save is not None:
             self.save()
             self._ready().checkpoints.wait()
+            if self.iteration >= self.train_iters:
+                self._ready().checkpoints.finish_uploads()
         return {**(evaluated or steps), **best.metrics}
 
     # ---- evaluation and generation ----

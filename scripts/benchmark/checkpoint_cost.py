@@ -48,7 +48,8 @@ def sizes(gib: float, dtype: str) -> list[str]:
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
     """Plain saves write no SHA-256 of tensor files."""
-    from megatron_wrap.checkpoint import store, strategy
+    from megatron_wrap.checkpoint import strategy
+    from megatron_wrap.checkpoint.files import store
     from megatron_wrap.checkpoint.files.writing import write_files
 
     def write(*arguments: Any) -> Any:

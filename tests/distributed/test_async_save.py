@@ -14,7 +14,7 @@ import _checkpoint_runs as runs
 import pytest
 from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, TP2, TRAIN
 
-from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.checkpoint.files.store import CheckpointStore
 
 ASYNC = ("megatron_wrap.checkpoint.async_save=true",)
 SAVES = 4

@@ -16,7 +16,7 @@ import _checkpoint_runs as runs
 import pytest
 from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
 
-from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.checkpoint.files.store import CheckpointStore
 
 
 def _save_with_limited_files(folder: Path, limited_rank: int, largest_file: int) -> tuple[str, list[int]]:

@@ -35,6 +35,13 @@ def check_adapter(config: RunConfig) -> None:
             refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
     if config.dtype.fp8_param_gather:
         refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
+    if adapter.path is not None and config.train.load is not None:
+        refuse(
+            config,
+            ["adapter.path", "train.load"],
+            f"adapter.path {adapter.path!r} and train.common.load {config.train.load!r} both name weights to "
+            "start from, and path is read beside the weights of model_provider.hf_path alone; delete one of the two",
+        )
     if config.train.freeze:
         refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
     if adapter.base_weights != "bf16":

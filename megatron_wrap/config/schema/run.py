@@ -153,6 +153,17 @@ class CheckpointConfig:
     on_save_error: Literal["stop", "continue"] = "stop"
     """stop: a save that fails ends the run. continue: a failed save of save_interval or best_metric is logged and the
     run goes on, until the third in a row fails."""
+    staging_folder: str | None = None
+    """Local folder of the checkpoints of a remote train.common.save (s3://, gs://, hf://), where they are written and
+    wait for their upload; shared by all nodes. null: `checkpoints` in the output folder."""
+    upload_limit_gib: float | None = key(None, above=0)
+    """Size of the checkpoints that may wait for their upload, in GiB; null: three times that of the newest."""
+    on_upload_limit: Literal["drop_oldest", "wait", "stop"] = "drop_oldest"
+    """A save that would exceed that size. drop_oldest: it replaces the oldest that waits, with a warning. wait:
+    training waits for the upload. stop: end the run with an error."""
+    upload_wait_minutes: float = key(60.0, at_least=0)
+    """Time that the end of a run waits for its uploads; what is not sent then stays in the staging folder, and the next
+    start sends it."""
     export_hf: bool = False
     """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
 
@@ -221,6 +232,8 @@ class RunConfig:
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
     """Dotted path -> last line that sets its value, for messages."""
+    remote_save: str | None = field(default=None, compare=False)
+    """URL of the remote folder whose staging folder is `train.save`; the YAML has it as train.common.save."""
     undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
 

@@ -24,9 +24,9 @@ class SourceConfig:
     of an epoch. A path alone means a mapping with only `path`."""
 
     path: str = key()
-    """File (.jsonl, .json, .parquet, .arrow, JSON also as .gz or .zst), glob, folder of such files, folder of
-    `datasets`' save_to_disk, hub id `org/name`, or `my_module:my_dataset` (a sequence, or a function that returns
-    one)."""
+    """File (.jsonl, .json, .parquet, .arrow, JSON also as .gz or .zst), also by URL (s3://, gs://, hf://), glob, folder
+    of such files, folder of `datasets`' save_to_disk, hub id `org/name`, or `my_module:my_dataset` (a sequence, or a
+    function that returns one)."""
     name: str = key("", kind="a string or null")
     """Name in samples, metrics and messages; null: derived from the path."""
     subset: str | None = None

@@ -58,11 +58,12 @@ class TrainConfig:
     """In a Slurm job whose end is known (SLURM_JOB_END_TIME), save and end the run that long before it, with exit code
     75; it must cover a step and a save. null: train until Slurm ends the job."""
     save: str | None = None
-    """Folder of this run's checkpoints; a run resumes from the newest. null: nothing is saved."""
+    """Folder of this run's checkpoints, also s3://, gs:// or hf:// (docs/checkpoints.md); a run resumes from the
+    newest. null: nothing is saved."""
     save_interval: int | None = key(None, at_least=1, null_means_off=True)
     """Save every N iterations; null: only when wrap.save() is called."""
     load: str | None = None
-    """Folder of a checkpoint to start from; null: initial weights from the seed."""
+    """Folder of a checkpoint to start from, also s3://, gs:// or hf://; null: initial weights from the seed."""
     finetune: bool = False
     """Load only the weights of `load`; iteration, optimizer, schedules and random generators begin again."""
     no_load_optim: bool = False

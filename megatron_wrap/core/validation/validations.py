@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from megatron_wrap.bridge.export.adapted import adapter_folder, adapter_lines, layers_with_adapters
 from megatron_wrap.bridge.export.frozen import check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
+from megatron_wrap.checkpoint.files.store import read_facts
 from megatron_wrap.checkpoint.precheck import (
     check_checkpoints,
     check_resumption,
@@ -21,7 +22,6 @@ from megatron_wrap.checkpoint.precheck import (
 )
 from megatron_wrap.checkpoint.reference_config import reference_config
 from megatron_wrap.checkpoint.saved_run import read_saved_run
-from megatron_wrap.checkpoint.store import read_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.paths import check_data_files, check_folders
 from megatron_wrap.config.checks.run import check_layout, check_values

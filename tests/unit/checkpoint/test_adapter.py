@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.checkpoint.files.store import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
-from megatron_wrap.checkpoint.store import CheckpointStore
 from megatron_wrap.config import load_run_config, write_resolved
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, ConfigError
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-sft.yaml"
 ADAPTER, TRAIN = "megatron_wrap.adapter", "megatron_lm.train.common"
@@ -30,6 +31,14 @@ def save(folder: Path, *overrides: str, **facts: Any) -> Path:
 
 def check(*overrides: str) -> None:
     check_checkpoints(load_run_config(CONFIG, overrides))
+
+
+def test_a_misspelled_module_is_reported_by_the_adapter_not_by_the_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, LORA)
+    overrides = (LORA, f"{TRAIN}.save={tmp_path}", f"{ADAPTER}.target_modules=[q_prj]")
+    check(*overrides)
+    with pytest.raises(ConfigError, match=r"did you mean q_proj\?"):
+        layers_with_adapters(load_run_config(CONFIG, overrides))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.store import CheckpointStore
+from megatron_wrap.checkpoint.files.store import CheckpointStore
 from megatron_wrap.cli import train
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config, write_resolved

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.store import MANIFEST, CheckpointStore
+from megatron_wrap.checkpoint.files.store import MANIFEST, CheckpointStore
 from megatron_wrap.cli.main import main
 
 Shown = Callable[..., list[str]]

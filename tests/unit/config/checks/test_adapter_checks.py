@@ -22,6 +22,15 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
     ("overrides", "message"),
     [
         ((f"{KEYS}.r=4",), "has no effect without an adapter"),
+        (
+            (
+                LORA,
+                f"{KEYS}.path=adapter",
+                "megatron_lm.train.common.load=run",
+                "megatron_lm.train.common.finetune=true",
+            ),
+            "adapter.path 'adapter' and train.common.load 'run' both name weights to start from",
+        ),
         (("megatron_wrap.models.reference=base",), "base is the policy without its adapter"),
         ((LORA, "megatron_wrap.models.reference=copy"), "write base"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.checkpoint.files import hashes
-from megatron_wrap.checkpoint.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
+from megatron_wrap.checkpoint.files.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
 
 
 def fill(folder: Path, text: str = "tensors") -> Path:

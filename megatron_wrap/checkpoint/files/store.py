@@ -35,6 +35,9 @@ _MAX_DIGITS = 18
 RESOLVED = "resolved.yaml"
 """The run's resolved configuration."""
 
+REFERENCE = "reference"
+"""Subfolder of a run's checkpoint folder, with the checkpoints of its reference model."""
+
 _VISIBLE = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]+")
 
@@ -47,7 +50,7 @@ class CheckpointStore:
 
     def folder_of(self, iteration: int) -> Path:
         """Path of the checkpoint of `iteration`, whether it exists or not."""
-        return self.folder / f"iter_{iteration:07d}"
+        return self.folder / folder_name(iteration)
 
     def find(self, iteration: int) -> Path | None:
         """Path of the complete checkpoint of `iteration`; None if there is none.
@@ -192,15 +195,28 @@ class CheckpointStore:
         for iteration in candidates[: -max(1, keep)]:
             if iteration == best:
                 continue
-            # rename first: a partly removed checkpoint must not be visible
-            hidden = self._hidden_name(iteration, "removed")
-            try:
-                self.folder_of(iteration).rename(hidden)
-            except OSError:
-                continue  # an extra checkpoint does no harm
-            shutil.rmtree(hidden, ignore_errors=True)
-            removed.append(iteration)
+            if self.remove(iteration):
+                removed.append(iteration)
         return removed
+
+    def remove(self, iteration: int) -> bool:
+        """Remove the checkpoint of `iteration`; False if it cannot be renamed, and stays."""
+        # rename first: a partly removed checkpoint must not be visible
+        hidden = self._hidden_name(iteration, "removed")
+        try:
+            self.folder_of(iteration).rename(hidden)
+        except OSError:
+            return False  # an extra checkpoint does no harm
+        shutil.rmtree(hidden, ignore_errors=True)
+        return True
+
+    def record_newest(self, iteration: int) -> None:
+        """Set the tracker to a complete checkpoint that was copied into the folder.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._replace(TRACKER, iteration)
 
     def _replace(self, name: str, iteration: int) -> None:
         """Replace a file of the folder, so that it is always the old or the new one."""
@@ -229,6 +245,11 @@ class CheckpointStore:
                 path.rename(final)
             else:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def folder_name(iteration: int) -> str:
+    """Name of the checkpoint of `iteration`."""
+    return f"iter_{iteration:07d}"
 
 
 def missing_part(checkpoint: Path) -> str | None:

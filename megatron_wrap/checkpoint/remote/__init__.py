@@ -1,0 +1,1 @@
+"""Checkpoints in object stores and Hugging Face repositories."""

@@ -1,0 +1,253 @@
+"""The thread of global rank 0 that sends published checkpoints to a remote folder while the run trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.checkpoint.files.store import (
+    BEST,
+    MANIFEST,
+    REFERENCE,
+    TRACKER,
+    CheckpointStore,
+    folder_name,
+    missing_part,
+    read_facts,
+)
+from megatron_wrap.checkpoint.remote.store import RemoteStore
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.metrics.number_format import counted, with_prefix
+from megatron_wrap.remote.files import describe
+from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.utils.dist_logger import logger
+
+RECORD = ".uploads.json"
+"""What has been sent, in the staging folder: after a restart it is not sent again."""
+_MAX_PAUSE_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+_DEFAULT_COPIES = 3
+
+
+class Uploads:
+    """Sends the complete checkpoints of a staging folder, oldest first; a failed attempt is repeated after a pause that
+    grows to a minute. An uploaded checkpoint is removed from the staging folder when there is a newer one.
+
+    Args:
+        staging: the run's local checkpoint folder.
+        url: of the remote folder.
+        keep: number of newest checkpoints to keep there, in addition to the best; None: all.
+        limit_bytes: of the checkpoints that wait; None: three times the size of the newest.
+    """
+
+    def __init__(self, staging: Path, url: str, keep: int | None, limit_bytes: float | None) -> None:
+        self._store, self._url, self._keep, self._limit = CheckpointStore(staging), url.rstrip("/"), keep, limit_bytes
+        self._record = _read_record(staging / RECORD, self._url)
+        self._lock = threading.Lock()
+        self._wake, self._ends = threading.Event(), threading.Event()
+        self._current: int | None = None
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="upload of checkpoints", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look for checkpoints to send; called after each save."""
+        self._wake.set()
+
+    def waiting(self) -> list[int]:
+        """Iterations of the complete checkpoints that are not sent yet, ascending."""
+        return [one for one in self._store.iterations() if not self._is_sent(one)]
+
+    def make_room(self, policy: str) -> bool:
+        """Whether a further checkpoint may wait for its upload; for a save that begins.
+
+        Args:
+            policy: `drop_oldest` removes the oldest ones that wait, but for the newest one and the one being sent, and
+                always has room; `wait` has none; `stop` raises.
+
+        Raises:
+            CheckpointError: there is none, and the policy is stop.
+        """
+        while True:
+            waiting = self.waiting()
+            sizes = {one: _size(self._store.folder_of(one)) for one in waiting}
+            newest = sizes[waiting[-1]] if waiting else 0
+            limit = _DEFAULT_COPIES * newest if self._limit is None else self._limit
+            if sum(sizes.values()) + newest <= limit or not waiting:
+                return True
+            state = f"{counted(len(waiting), 'checkpoint')} ({with_prefix(sum(sizes.values()))}B) wait for their upload"
+            why = f"to {self._url}{f' ({self._failure})' if self._failure else ''}"
+            if policy == "stop":
+                raise CheckpointError(
+                    f"{state} {why}, in {self._store.folder}: the limit is {with_prefix(limit)}B; make the store "
+                    "reachable and start again, or set another megatron_wrap.checkpoint.on_upload_limit"
+                )
+            if policy == "wait":
+                return False
+            with self._lock:
+                droppable = [one for one in waiting[:-1] if one != self._current]
+                if not droppable:
+                    return True
+                self._store.remove(droppable[0])
+            logger.warning_rank_0(f"{state} {why}: that of iteration {droppable[0]} is dropped")
+
+    def finish(self, minutes: float) -> None:
+        """Wait until all is sent, at most `minutes`; what is not is logged, and sent by the next start of the run."""
+        end, said = time.monotonic() + 60 * minutes, False
+        while self.waiting() or self._current is not None:
+            if not said and self.waiting():
+                logger.info_rank_0(f"waiting for the upload to {self._url}, at most {minutes:g} minutes")
+                said = True
+            if time.monotonic() > end:
+                break
+            time.sleep(_POLL_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """End the thread after the file that it sends now; a second call does nothing."""
+        if self._ends.is_set():
+            return
+        self._ends.set()
+        self._wake.set()
+        self._thread.join(timeout=_POLL_SECONDS if self._current is not None else None)
+        left = self.waiting()
+        if left:
+            logger.warning_rank_0(
+                f"not in {self._url}: {', '.join(folder_name(one) for one in left)}"
+                f"{f' ({self._failure})' if self._failure else ''}; "
+                f"kept in {self._store.folder}, from where the next start of this run sends "
+                f"{'it' if len(left) == 1 else 'them'}"
+            )
+
+    def _run(self) -> None:
+        pause = 1.0
+        while not self._ends.is_set():
+            self._wake.clear()
+            try:
+                for iteration in self.waiting():
+                    self._send_now(iteration)
+                    pause, self._failure = 1.0, None
+                self._wake.wait()
+            except _Ended:
+                return
+            except Exception as error:  # stores raise different exceptions
+                if self._ends.is_set():
+                    return
+                self._failure = describe(error)
+                logger.warning_rank_0(
+                    f"upload to {self._url} failed: {self._failure}; training goes on, next attempt after {pause:.0f} s"
+                )
+                self._ends.wait(pause)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+    def _send_now(self, iteration: int) -> None:
+        with self._lock:
+            if missing_part(self._store.folder_of(iteration)) is not None:
+                return  # it was dropped
+            self._current = iteration
+        try:
+            self._send(iteration)
+        finally:
+            self._current = None
+
+    def _send(self, iteration: int) -> None:
+        """Send one checkpoint, with its reference model and the tracker, and remove older ones."""
+        start, remote = time.monotonic(), RemoteStore(self._url, attempts=1)
+        if self._ends.is_set():
+            raise _Ended
+        references = CheckpointStore(self._store.folder / REFERENCE)
+        earlier = (references.folder_of(one) for one in references.iterations() if one <= iteration)
+        folders = {f"{REFERENCE}/{path.name}": path for path in earlier}
+        folders = {name: path for name, path in folders.items() if not self._has(name, path)}
+        folders[folder_name(iteration)] = self._store.folder_of(iteration)
+        digests = {name: read_facts(path)["digest"] for name, path in folders.items()}
+        best = self._store.best()
+        numbers = {TRACKER: iteration, **({BEST: best} if best is not None else {})}
+        outdated = remote.outdated(self._keep, iteration, best)
+        if remote.folder.has_commits:
+            files: dict[str, Path | bytes] = {
+                f"{name}/{file}": path / file for name, path in folders.items() for file in [*_files(path), MANIFEST]
+            }
+            files |= {name: str(number).encode() for name, number in numbers.items()}
+            remote.folder.commit(files, outdated, f"Checkpoint of iteration {iteration}")
+        else:
+            for name, path in folders.items():
+                self._send_folder(remote, name, path)
+            for name, number in numbers.items():
+                remote.folder.write(name, str(number).encode())
+            remote.folder.remove(outdated)
+        self._remember(complete=digests)
+        logger.info_rank_0(
+            f"uploaded the checkpoint of iteration {iteration} to {self._url} in {time.monotonic() - start:.1f} s"
+        )
+        self._clean(references)
+
+    def _send_folder(self, remote: RemoteStore, name: str, path: Path) -> None:
+        """Send the files of a checkpoint that the remote folder lacks, then its manifest."""
+        manifest = f"{name}/{MANIFEST}"
+        if manifest in remote.sizes:
+            remote.folder.remove([manifest])  # of another save of this iteration
+        wanted = _files(path)
+        missing = {
+            f"{name}/{file}": path / file
+            for file, (size, digest) in wanted.items()
+            if self._record["sent"].get(f"{name}/{file}") != digest or remote.sizes.get(f"{name}/{file}") != size
+        }
+
+        def sent(file: str) -> None:
+            self._remember(sent={file: wanted[file[len(name) + 1 :]][1]})
+            if self._ends.is_set():
+                raise _Ended
+
+        remote.folder.upload(missing, sent)
+        remote.folder.upload({manifest: path / MANIFEST}, lambda file: None)
+
+    def _clean(self, references: CheckpointStore) -> None:
+        """Remove local copies that are sent, but for the newest."""
+        with self._lock:
+            for store, prefix in ((self._store, ""), (references, f"{REFERENCE}/")):
+                for one in store.iterations()[:-1]:
+                    if self._has(prefix + folder_name(one), store.folder_of(one)):
+                        store.remove(one)
+
+    def _is_sent(self, iteration: int) -> bool:
+        return self._has(folder_name(iteration), self._store.folder_of(iteration))
+
+    def _has(self, name: str, path: Path) -> bool:
+        return self._record["complete"].get(name) == read_facts(path).get("digest", "")
+
+    def _remember(self, **entries: dict[str, str]) -> None:
+        with self._lock:
+            for part, values in entries.items():
+                self._record[part] |= values
+                for name in values if part == "complete" else ():
+                    sent = self._record["sent"]
+                    self._record["sent"] = {file: one for file, one in sent.items() if not file.startswith(f"{name}/")}
+            with contextlib.suppress(OSError):  # what is not recorded is sent again
+                write_atomically(self._store.folder / RECORD, json.dumps(self._record))
+
+
+class _Ended(Exception):
+    """The run ends, and waits no longer."""
+
+
+def _files(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Name of each file but the manifest -> size in bytes, and hash."""
+    facts = read_facts(checkpoint)
+    return {name: (size, facts["hashes"][name]["list"]) for name, size in facts["files"].items()}
+
+
+def _size(checkpoint: Path) -> int:
+    return sum(read_facts(checkpoint).get("files", {}).values())
+
+
+def _read_record(path: Path, url: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["url"] == url:
+            return record
+    return {"url": url, "sent": {}, "complete": {}}

@@ -1,0 +1,1 @@
+"""Remote folders and files that a configuration names."""

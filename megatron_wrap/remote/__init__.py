@@ -1,0 +1,1 @@
+"""Files of object stores and of Hugging Face repositories."""
