@@ -314,3 +314,46 @@ def merge_refusal(folder: str, overrides: tuple[str, ...], outputs: str) -> str:
         wrap.save_pretrained(f"{outputs}/adapter")
     (message,) = messages
     return message
+
+
+def with_named_adapters(folder: str, others: dict[str, str], overrides: tuple[str, ...], outputs: str) -> Any:
+    """Logits [2, 64, V] before and after two steps: {name: with this adapter}, completions of each, the error of
+    training within the context, and the names in the checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.errors import TrainingError
+
+    settings = (
+        *(*SETTINGS, "megatron_wrap.adapter.r=4", *overrides, *overrides_of({"others": others})),
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.save={outputs}/checkpoints",
+    )
+    batches, prompts = samples(2 * BATCH), [list(range(5, 12)), list(range(20, 25))]
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+
+        def computed() -> dict[Any, Any]:
+            results = {}
+            for name in (None, "default", *others):
+                with wrap.adapter(name):
+                    tokens = [completion["token_ids"] for completion in wrap.generate(prompts, max_new_tokens=6)]
+                    results[name] = stack(sequence_logits(wrap.state, bridge.token_ids())), tokens
+            results["outside"] = stack(sequence_logits(wrap.state, bridge.token_ids())), results["default"][1]
+            return results
+
+        before = computed()
+        for step in range(2):
+            wrap.train(batches[step * BATCH : (step + 1) * BATCH])
+        after = computed()
+        refused = ""
+        with wrap.adapter(None):
+            try:
+                wrap.train(batches[:BATCH])
+            except TrainingError as error:
+                refused = str(error)
+        path = wrap.save()
+        names = sorted(dist_checkpointing.load_tensors_metadata(str(path)))
+        return before, after, refused, names

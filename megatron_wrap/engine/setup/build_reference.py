@@ -46,9 +46,10 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
 
 
 def base_of_policy(state: TrainingState) -> ReferenceModel:
-    """The policy's own chunks, whose adapters are switched off while the model is used as the reference."""
+    """The policy's own chunks, whose trained adapter is switched off while the model is used as the reference."""
     from megatron.core.distributed import DistributedDataParallel
 
+    settings = state.config.models.reference_or_teacher
     chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in state.chunks]
     return BaseOfPolicy(
         chunks=chunks,
@@ -57,4 +58,5 @@ def base_of_policy(state: TrainingState) -> ReferenceModel:
         vocab_size=state.shape.vocab_size,
         device=state.platform.device,
         policy=state.chunks,
+        adapter=None if settings is None else settings.adapter,
     )
