@@ -188,11 +188,9 @@ class MegatronWrap:
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
         from megatron_wrap.core.run_folders import hold_folders
+        from megatron_wrap.data.chat.tokenizer import run_tokenizer
 
-        if self.config.data.tokenizer is not None:
-            from megatron_wrap.data.chat.tokenizer import load_tokenizer
-
-            self.tokenizer = load_tokenizer(self.config.data.tokenizer)
+        self.tokenizer = run_tokenizer(self.config.data)
         if training:
             counted = with_train_iters(self.given_config, parallel, self.tokenizer)
             self.config = decided(counted, self.platform, parallel)

@@ -25,7 +25,7 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     """
     settings = config.models.reference_or_teacher
     assert settings is not None, "only called with a reference or teacher model"
-    vocab_size = model_vocab_size(config.arch, tokenizer)
+    vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder)
