@@ -22,7 +22,7 @@ from megatron_wrap.errors import CheckpointError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "modules_to_save", "bias"),
+    *("target_parameters", "use_rslora", "modules_to_save", "bias"),
 )
 """That determine modules, ranks and scales; others may differ in a run that continues."""
 

@@ -95,7 +95,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[GlobalParameter
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<index>\d+)\.(?P<name>.*)|(?P<grouped_name>.*\.(?:weight|bias))(?P<grouped_index>\d+))"
 )
-_STACKED_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))")
+_STACKED_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12](?:\.weight|\.bias|_adapter\.lora_[AB]_\w+))")
 
 
 def _with_global_experts(name: str, layer: torch.nn.Module) -> Iterator[tuple[str, int | None]]:
@@ -119,6 +119,9 @@ def is_expert(name: str) -> bool:
 def split_dim(name: str, parameter: Tensor) -> int | None:
     """Dimension along which a parameter is sharded over its tensor-parallel axis; None: replicated."""
     if is_expert(name):
+        if "_adapter.lora_" in name:
+            fc1 = ".linear_fc1_adapter." in name
+            return None if fc1 == (".lora_A_" in name) else 0 if fc1 else 1
         # Transformer Engine does not mark these as sharded (extensions/transformer_engine.py, explicit_expert_comm)
         return 0 if ".linear_fc1." in name else 1 if name.endswith("weight") else None
     return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None

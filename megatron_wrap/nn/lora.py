@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_wrap.nn.experts.lora import ExpertAdapter
 from megatron_wrap.nn.trained_copies import originals_in_place
 
 ParallelKind = Literal["column", "row", "replicated"]
@@ -195,9 +196,11 @@ class LinearAdapter(torch.nn.Module):
         return {name: replace(entries[name], key=key) for name, key in keys.items()}
 
 
-def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter]:
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LinearAdapter | ExpertAdapter]:
     """The adapters in a process's model chunks."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapter)]
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertAdapter))
+    ]
 
 
 def compute_bias_gradients(model: torch.nn.Module) -> None:
@@ -216,7 +219,7 @@ def _add_zero_with_gradient(layer: Any, _inputs: Any, output: Any) -> Any:
     return output[0] + (layer.bias - layer.bias.detach()), *output[1:]
 
 
-def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter]:
+def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter | ExpertAdapter]:
     """id of a base's weight -> its trained adapter."""
     trained = [adapter for adapter in adapters_of([model]) if adapter.adapter_name == TRAINED]
     return {id(adapter.base_weight()): adapter for adapter in trained}

@@ -52,7 +52,7 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
             tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
             dim = split_dim(name, parameter.tensor)
             if dim is not None:
-                value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1." in name)
+                value = join_slices(gather_tensors(value, tp.group), dim, arch.swiglu and ".linear_fc1" in name)
             if tp.rank or replicas.rank:
                 continue  # another process contributes this parameter
             if name.startswith(("embedding.word_embeddings", "output_layer")):

@@ -14,6 +14,7 @@ import pytest
 from _covering import covering
 
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", PLAIN),
     "query-value": ("qwen3", {**PLAIN, "target_modules": ["q_proj", "v_proj"]}),
@@ -37,6 +38,21 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
     "mixtral": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    "mixtral-experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "qwen3-moe-experts": (
+        "qwen3-moe",
+        {
+            **PLAIN,
+            "target_modules": [],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"gate_up_proj": 3},
+            "use_rslora": True,
+        },
+    ),
+    "deepseek-v3-experts": (
+        "deepseek-v3",
+        {**PLAIN, "target_modules": ["q_b_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    ),
 }
 
 
@@ -129,6 +145,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "ep2": (2, (f"{P}expert_model_parallel_size=2",)),
+    "ep2-expert-tp2": (
+        4,
+        (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=2"),
+    ),
+    "tp2-sp-expert-tp2": (2, (TP2, SP, f"{P}expert_tensor_parallel_size=2")),
     "tp2-sp-ep2": (2, (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=1")),
 }
 ON_LAYOUTS = [
@@ -142,6 +163,14 @@ ON_LAYOUTS = [
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
+    ("mixtral-experts", "ep2"),
+    ("mixtral-experts", "tp2-sp-expert-tp2"),
+    ("qwen3-moe-experts", "tp2-sp-ep2"),
+    ("qwen3-moe-experts", "ep2-expert-tp2"),
+    ("qwen3-moe-experts", "dp2-distributed-overlap"),
+    ("qwen3-moe-experts", "cp2-packed"),
+    ("qwen3-moe-experts", "tp2-sp-recompute"),
+    ("deepseek-v3-experts", "pp2"),
     ("deepseek-v3", "tp2-sp"),
 ]
 ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)

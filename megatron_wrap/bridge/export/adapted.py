@@ -8,12 +8,12 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.adapter_folder import adapter_keys, open_adapter, read_adapter_config
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
 from megatron_wrap.bridge.mapping.adapter import (
-    PEFT_PREFIX,
     AdaptedLayer,
     adapted_layers,
     adapter_family,
@@ -66,12 +66,13 @@ def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
     """
     assert config.adapter.others is not None
     folder = config.adapter.others[name]
-    keys = {key: tuple(value) if isinstance(value, list) else value for key, value in adapter_keys(folder).items()}
+    items = adapter_keys(folder).items()
+    keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in items}
     adapter = AdapterConfig(adapter_type="lora", base_weights=config.adapter.base_weights, **keys)
-    if adapter.modules_to_save or adapter.bias != "none":
+    if adapter.modules_to_save or adapter.bias != "none" or adapter.target_parameters:
         raise CheckpointError(
-            f"{folder}: an adapter of megatron_wrap.adapter.others has factors alone, and this one has modules_to_save "
-            "or biases; merge it into a model of its own"
+            f"{folder}: an adapter of megatron_wrap.adapter.others has factors of linear layers alone; this one has "
+            "modules_to_save, biases or adapters of experts; merge it into a model of its own"
         )
     return replace(config, adapter=adapter)
 
@@ -159,7 +160,7 @@ def adapter_lines(config: RunConfig, vocab_size: int | None) -> list[str]:
             kind = module.key, module.rank
             modules[kind] += 1
             for letter in "AB":
-                parameters[kind] += math.prod(shapes[f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight"])
+                parameters[kind] += math.prod(shapes[f"{layer.file_stem(module)}.lora_{letter}.weight"])
     if not modules:
         return []
     kinds = [

@@ -4,8 +4,9 @@ collective."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,11 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
-from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.model.initial_weights import global_names, is_expert
 from megatron_wrap.nn.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:
-    from megatron_wrap.nn.lora import LinearAdapter
     from megatron_wrap.parallel.state import ParallelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,27 +96,26 @@ class WeightStream:
         dtype: str | torch.dtype | None = None,
         merge: bool = False,
     ) -> None:
-        from megatron_wrap.nn.lora import adapters_by_weight
-
         self._rank = parallel.world.rank
         self._device = device
         self._parameters: dict[str, Tensor] = {}
-        self._adapters: dict[str, LinearAdapter] = {}
+        self._deltas: dict[str, Callable[[], Tensor]] = {}
         self._merged: tuple[str, Tensor] | None = None
         mine: list[OwnedPiece] = []
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
-            adapters = adapters_by_weight(model) if merge else {}
+            deltas = _deltas(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
                 _refuse_quantized(parameter)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
-                if replica or not (mapping.split or parallel.tp.rank == 0):
+                axis = parallel.expert_tp if is_expert(name) else parallel.tp
+                if replica or not (mapping.split or axis.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
-                if id(parameter) in adapters:
-                    self._adapters[key] = adapters[id(parameter)]
+                if name in deltas:
+                    self._deltas[key] = deltas.pop(name)
                 pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
         everywhere = gather_objects((mine, kinds))
@@ -169,15 +168,31 @@ class WeightStream:
     def _value(self, key: str) -> Tensor:
         """A local parameter, with its adapter's product added; one sum is kept, since blocks come in their order."""
         values = in_high_precision(self._parameters[key])
-        if key not in self._adapters:
+        if key not in self._deltas:
             return values
         if self._merged is None or self._merged[0] != key:
             with torch.no_grad():
-                self._merged = key, values.float() + self._adapters[key].delta()
+                self._merged = key, values.float() + self._deltas[key]()
         return self._merged[1]
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
+
+
+def _deltas(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[], Tensor]]:
+    """Global name of each weight with an adapter -> the product that a merge adds to it."""
+    from megatron_wrap.nn.experts.lora import ExpertAdapter
+    from megatron_wrap.nn.lora import adapters_by_weight
+
+    adapters, deltas = adapters_by_weight(model), {}
+    for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
+        adapter = adapters.get(id(parameter))
+        if isinstance(adapter, ExpertAdapter):
+            assert index is not None
+            deltas[name] = partial(adapter.delta, index)
+        elif adapter is not None:
+            deltas[name] = adapter.delta
+    return deltas
 
 
 def _refuse_quantized(parameter: Tensor) -> None:

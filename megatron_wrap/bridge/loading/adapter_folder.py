@@ -27,7 +27,6 @@ from megatron_wrap.errors import CheckpointError
 CONFIG = "adapter_config.json"
 _REFUSED = {
     "use_dora": "DoRA",
-    "target_parameters": "adapters of fused experts",
     "trainable_token_indices": "trainable tokens",
     "lora_bias": "biases of adapters",
     "layer_replication": "replicated layers",
@@ -37,8 +36,8 @@ _REFUSED = {
 CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern"),
-    *("alpha_pattern", "use_rslora", "bias"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
 )
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
@@ -46,6 +45,7 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("target_modules", "exclude_modules"), ("a text or a list of texts", lambda value: _are_texts(value))
     ),
+    "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),

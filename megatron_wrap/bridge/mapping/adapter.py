@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megatron_wrap.bridge.mapping.expert_factors import EXPERTS, expert_factors
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
@@ -29,6 +30,7 @@ ADAPTER = "_adapter"
 
 _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
 """Global names of parameters that can be trained whole."""
+_FIRST_EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.)0\.(linear_fc[12])\.weight")
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
 
 
@@ -55,17 +57,29 @@ class TargetModule:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of ours with adapters."""
+    """A linear layer of ours with adapters, or the stack of this layer of all experts."""
 
     name: str
     """Global name, such as decoder.layers.0.self_attention.linear_qkv."""
     weight: WeightMapping
+    """Of experts, that of the first one."""
     modules: tuple[TargetModule, ...]
+    """Of experts, the fused tensor, such as model.layers.0.mlp.experts.gate_up_proj."""
+    experts: int = 0
+    """Number of experts of the stack; 0: one linear layer."""
+    nested: bool = False
+    """peft wraps a further tensor of the same experts around this one."""
 
     @property
     def is_row_parallel(self) -> bool:
         """Whether tensor parallelism splits the layer's inputs."""
         return self.weight.split and self.weight.along == 1
+
+    def file_stem(self, module: TargetModule) -> str:
+        """Name of the module's factors in peft's file, without `.lora_A.weight`."""
+        if not self.experts:
+            return PEFT_PREFIX + module.name
+        return PEFT_PREFIX + module.name.rpartition(".")[0] + (".base_layer" if self.nested else "")
 
     def runs_of(self, module: TargetModule) -> list[tuple[int, tuple[Run, ...]]]:
         """(index of the part of the layer's weight, the part's runs of this module) where there are any."""
@@ -77,8 +91,11 @@ class AdaptedLayer:
         """Global name of each factor -> its tensor in peft's file."""
         table: dict[str, WeightMapping] = {}
         for module in self.modules:
+            if self.experts:
+                table |= self._factors_of_experts(module)
+                continue
             stem = f"{self.name}{ADAPTER}"
-            file_a, file_b = (f"{PEFT_PREFIX}{module.name}.lora_{letter}.weight" for letter in "AB")
+            file_a, file_b = (f"{self.file_stem(module)}.lora_{letter}.weight" for letter in "AB")
             other, runs = self.weight.other, self.runs_of(module)
             assert other is not None, "a linear layer's weight has two dimensions"
             if self.weight.along == 1:
@@ -93,6 +110,15 @@ class AdaptedLayer:
                 key = module.key if len(runs) == 1 else f"{module.key}_{number}"
                 renamed = tuple(replace(run, name=file_b) for run in part)
                 table[f"{stem}.lora_B_{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
+        return table
+
+    def _factors_of_experts(self, module: TargetModule) -> dict[str, WeightMapping]:
+        owner, _, layer = self.name.rpartition(".")
+        table: dict[str, WeightMapping] = {}
+        for expert in range(self.experts):
+            first, second = expert_factors(self.weight, self.file_stem(module), module.rank, expert, self.experts)
+            stem = f"{owner}.{expert}.{layer}{ADAPTER}"
+            table |= {f"{stem}.lora_A_{module.key}": first, f"{stem}.lora_B_{module.key}": second}
         return table
 
 
@@ -112,15 +138,51 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
         # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
         linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
-    _refuse_unmatched(config, modules)
+    experts = _adapted_experts(table, config)
+    _refuse_unmatched(config, modules, [layer.modules[0].name for layer in experts])
     _refuse_unsupported(table, config.modules_to_save)
     layers = []
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
         if targets:
             layers.append(AdaptedLayer(name, mapping, targets))
+    layers += experts
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
+    return layers
+
+
+def _adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
+    """The stacks of experts that target_parameters name, by peft's rule: a name ends with an entry, after a dot."""
+    if not config.target_parameters:
+        return []
+    stacks: dict[str, tuple[str, WeightMapping]] = {}
+    for name, mapping in table.items():
+        if match := _FIRST_EXPERT.fullmatch(name):
+            # transformers 5 has one name for the MLPs of all families
+            owner = next(iter(mapping.shapes())).partition(".experts.")[0].rpartition(".")[0]
+            fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]
+            stacks[f"{owner}.mlp.experts.{fused}"] = match[1] + match[2], mapping
+
+    def matches(name: str, entry: str) -> bool:
+        return name == entry or name.endswith(f".{entry}")
+
+    for entry in config.target_parameters:
+        if not any(matches(name, entry) for name in stacks):
+            endings = sorted({f"mlp.experts.{name.rpartition('.')[2]}" for name in stacks})
+            possible = f"possible are {', '.join(endings)}" if endings else "this model has no experts"
+            raise ConfigError(
+                f"megatron_wrap.adapter.target_parameters: {entry} matches no fused experts"
+                f"{did_you_mean(entry, endings)}; {possible}"
+            )
+    chosen = [name for name in stacks if any(matches(name, entry) for entry in config.target_parameters)]
+    layers = []
+    for name in chosen:
+        (ours, mapping), stem = stacks[name], name.rpartition(".")[0]
+        experts = ours.rpartition(".")[0] + "."
+        count = sum(other.startswith(experts) and other.endswith(".linear_fc1.weight") for other in table)
+        nested = name.endswith(EXPERTS[0]) and f"{stem}.{EXPERTS[1]}" in chosen
+        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), experts=count, nested=nested))
     return layers
 
 
@@ -226,7 +288,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         base: folder or hub id of the base model; None: unknown.
         task: peft's task type, from `task_type`.
     """
-    modules = [module.name for layer in layers for module in layer.modules]
+    modules = [module.name for layer in layers if not layer.experts for module in layer.modules]
     head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
     saved = list(dict.fromkeys([*config.modules_to_save, *head]))
     return {
@@ -238,6 +300,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "lora_alpha": int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": modules,
+        "target_parameters": list(config.target_parameters) or None,
         "rank_pattern": dict(config.rank_pattern or {}),
         "alpha_pattern": dict(config.alpha_pattern or {}),
         "use_rslora": config.use_rslora,
@@ -300,7 +363,7 @@ def _matches_ending(module: str, pattern: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
+def _refuse_unmatched(config: AdapterConfig, modules: list[str], parameters: list[str]) -> None:
     endings = sorted({name.rpartition(".")[2] for name in modules})
     for key in ("target_modules", "exclude_modules"):
         patterns = getattr(config, key)
@@ -312,12 +375,13 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str]) -> None:
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key) or {}:
-            if not any(_matches_ending(name, pattern) for name in modules):
+            if not any(_matches_ending(name, pattern) for name in [*modules, *parameters]):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
 
 
 def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
     return ConfigError(
         f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers "
-        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs)"
+        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs; "
+        "target_parameters adapts experts)"
     )

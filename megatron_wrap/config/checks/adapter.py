@@ -42,6 +42,8 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, [f"models.{config.models.role}"], text)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
+    if adapter.target_parameters:
+        _check_experts(config)
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
     for index in adapter.layers_to_transform:
@@ -72,3 +74,15 @@ def _check_quantized(config: RunConfig) -> None:
     if config.model_provider.verify_hf:
         text = f"weights in {kind} differ from those of the folder; write false, or verify with base_weights: bf16"
         refuse(config, ["model_provider.verify_hf"], text)
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Refuse what adapters of experts do not support, in peft either."""
+    arch = config.arch
+    if config.adapter.lora_dropout:
+        rule = "fused experts cannot drop an adapter's inputs, as in peft; write 0.0"
+        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
+    if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
+        key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
+        rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"
+        refuse(config, ["adapter.target_parameters", key], rule)

@@ -233,6 +233,9 @@ class AdapterConfig:
     target_modules: str | tuple[str, ...] = "all-linear"
     """all-linear (every linear layer of the decoder; in a mixture of experts those of attention), names or endings of
     names such as [q_proj, v_proj], or a regular expression that matches a whole name."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused experts that get adapters, one for each expert, by endings of transformers' names, such as
+    [mlp.experts.gate_up_proj, mlp.experts.down_proj]; needs experts_impl grouped_mm and no dropout."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
     modules_to_save: tuple[str, ...] = ()

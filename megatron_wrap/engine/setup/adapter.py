@@ -19,6 +19,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.setup.freeze import keep_graph
+from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import GlobalParameter, global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
@@ -104,6 +105,9 @@ def add_adapters(
         if name in named:
             adapter = _adapter(child, named[name], config, parallel)
             owner.add_module(f"{child_name}{ADAPTER}", adapter)
+    for owner, child_name, child, name in list(_stacks_of_experts(chunk)):
+        if name in named:
+            owner.add_module(f"{child_name}{ADAPTER}", _expert_adapter(child, named[name], parallel))
     for name, factor, mapping in adapter_parameters(chunk, layers, config):
         _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
     if config.recompute.recompute_granularity is not None:
@@ -112,12 +116,12 @@ def add_adapters(
 
 def adapter_parameters(
     chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig
-) -> Iterator[tuple[str, torch.nn.Parameter, Mapping]]:
-    """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk."""
+) -> Iterator[tuple[str, Tensor, Mapping]]:
+    """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk; of each expert's too."""
     table = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
-    for name, tensor, _ in _global_names(chunk, config):
-        if name in table:
-            yield name, tensor, table[name]
+    for parameter in _global_names(chunk, config):
+        if parameter.name in table:
+            yield parameter.name, parameter.of(parameter.tensor.detach()), table[parameter.name]
 
 
 def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[GlobalParameter]:
@@ -149,6 +153,29 @@ def _linear_layers(
             name = names.get(id(getattr(child, "weight", None)), "")
             if name.endswith(".weight"):
                 yield owner, child_name, child, name.removesuffix(".weight")
+
+
+def _stacks_of_experts(chunk: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+    """(owner, name in the owner, layer, global name) of the linear layers of all experts of each transformer layer."""
+    for layer in getattr(chunk.decoder, "layers", ()):
+        experts = getattr(layer.mlp, "experts", None)
+        for child_name in ("linear_fc1", "linear_fc2") if experts is not None else ():
+            name = f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{child_name}"
+            yield experts, child_name, getattr(experts, child_name, experts), name
+
+
+def _expert_adapter(base: Any, layer: AdaptedLayer, parallel: ParallelState) -> torch.nn.Module:
+    from megatron_wrap.nn.experts.grouped import GroupedLinear
+    from megatron_wrap.nn.experts.lora import ExpertAdapter
+
+    if not isinstance(base, GroupedLinear):
+        raise ConfigError(
+            "megatron_wrap.adapter.target_parameters: adapters of experts are computed in grouped products; set "
+            "megatron_lm.model.arch.experts_impl to grouped_mm"
+        )
+    (module,) = layer.modules
+    number = int(layer.name.split(".")[2])
+    return ExpertAdapter(base, module.key, module.rank, module.scale, number, parallel.expert_tp.group)
 
 
 def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: ParallelState) -> LinearAdapter:

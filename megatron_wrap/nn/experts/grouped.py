@@ -78,6 +78,9 @@ class GroupedExperts(MegatronModule):
             result |= linear.sharded_parameters(
                 f"{prefix}{child}.", f"{prefix}experts.{child}.", sharded_offsets, gated
             )
+            adapter: Any = getattr(self, f"{child}_adapter", None)
+            if adapter is not None:
+                result |= adapter.sharded_parameters(linear, f"{prefix}{child}_adapter.", gated)
         return result
 
     def backward_dw(self) -> None:
@@ -132,12 +135,14 @@ class GroupedLinear(torch.nn.Module):
         result: dict[str, ShardedTensor | ShardedTensorFactory] = {}
         for child, parameter in self.named_parameters():
             split = 1 + self.split_dim if child == "weight" or self.split_dim == 0 else None
-            result[name + child] = self._sharded(key + child, parameter, sharded_offsets, split, gated)
+            result[name + child] = self.sharded(key + child, parameter, sharded_offsets, split, gated)
         return result
 
-    def _sharded(
+    def sharded(
         self, key: str, parameter: Tensor, sharded_offsets: tuple[Any, ...], split: int | None, gated: bool
     ) -> ShardedTensor | ShardedTensorFactory:
+        """The shard of a global tensor [all experts, ...], of which `parameter` has the local experts; `split` is the
+        dimension that the experts' tensor parallelism splits, None: none."""
         expert, tensor, data = self._groups.ep, self._groups.expt_tp, self._groups.expt_dp
         first = len(sharded_offsets)
         offsets = (*sharded_offsets, (first, expert.rank(), expert.size()))
