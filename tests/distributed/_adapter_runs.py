@@ -154,16 +154,16 @@ def train_and_resume(
 
 
 def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """Global name -> gradient of each factor after the backward passes of one step."""
+    """Global name -> gradient of each factor of the first step."""
     from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.step import gradients_of_batch
     from megatron_wrap.testing.gradients import gather_gradients
 
     settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
-        batch = samples(BATCH)
-        wrap.forward_backward(batch, step_weights=wrap.count_weights([batch]))
+        gradients_of_batch(wrap.state, samples(BATCH))
         return {name: values.numpy() for name, values in gather_gradients(wrap.state).items()}
 
 
