@@ -153,6 +153,20 @@ def train_and_resume(
     return steps, [entry.key for entry in saved.values() if "rng" not in entry.key]
 
 
+def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
+    """Global name -> gradient of each factor of the first step."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.step import gradients_of_batch
+    from megatron_wrap.testing.gradients import gather_gradients
+
+    settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        gradients_of_batch(wrap.state, samples(BATCH))
+        return {name: values.numpy() for name, values in gather_gradients(wrap.state).items()}
+
+
 def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Factors and logits [2, 64, V] of a model, or of peft's folder, that is not trained."""
     from megatron_wrap.core import MegatronWrap

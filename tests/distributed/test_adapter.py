@@ -166,10 +166,10 @@ ON_LAYOUTS = [
     ("mixtral-experts", "ep2"),
     ("mixtral-experts", "tp2-sp-expert-tp2"),
     ("qwen3-moe-experts", "tp2-sp-ep2"),
-    ("qwen3-moe-experts", "ep2-expert-tp2"),
+    ("mixtral-experts", "ep2-expert-tp2"),
     ("qwen3-moe-experts", "dp2-distributed-overlap"),
     ("qwen3-moe-experts", "cp2-packed"),
-    ("qwen3-moe-experts", "tp2-sp-recompute"),
+    ("mixtral-experts", "tp2-sp-recompute"),
     ("deepseek-v3-experts", "pp2"),
     ("deepseek-v3", "tp2-sp"),
 ]

@@ -52,6 +52,8 @@ FOREIGN = {
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,
     ("nn/", "sequence_parallel"): MARK,
+    ("nn/", "allreduce"): MARK,
+    ("nn/", "shared"): MARK,
     ("nn/", "grad_added_to_main_grad"): "Megatron-Core's mark that a weight's gradient is in its buffer",
     ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("nn/", "quantized"): "a frozen parameter's values, which it has no memory for",

@@ -108,16 +108,19 @@ class WeightStream:
             deltas = _deltas(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
                 _refuse_quantized(parameter)
+                delta = deltas.pop(name, None)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
                 axis = parallel.expert_tp if is_expert(name) else parallel.tp
                 if replica or not (mapping.split or axis.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
-                if name in deltas:
-                    self._deltas[key] = deltas.pop(name)
+                if delta is not None:
+                    self._deltas[key] = delta
                 pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+            if deltas:
+                raise CheckpointError(f"the adapter of {min(deltas)} cannot be merged: the family has no such weight")
         everywhere = gather_objects((mine, kinds))
         self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
         owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]

@@ -12,6 +12,7 @@ from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.adapter import (
     SEQUENCE_CLASSIFICATION,
     AdaptedLayer,
+    adapted_experts,
     adapter_family,
     peft_config,
     saved_parameters,
@@ -165,6 +166,13 @@ def open_adapter(
         bias = theirs.get("bias", "none")
         raise CheckpointError(
             f"{folder}: bias is {bias} there and {config.bias} here; write megatron_wrap.adapter.bias={bias}"
+        )
+    targets = tuple(theirs.get("target_parameters") or ())
+    chosen = (adapted_experts(family.parameters(arch), replace(config, target_parameters=targets)), layers)
+    if len({frozenset(layer.name for layer in of if layer.experts) for of in chosen}) > 1:
+        raise CheckpointError(
+            f"{folder}: target_parameters is [{', '.join(targets)}] there and [{', '.join(config.target_parameters)}] "
+            f"here; write megatron_wrap.adapter.target_parameters=[{', '.join(targets)}]"
         )
     table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
     if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():

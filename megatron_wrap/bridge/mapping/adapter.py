@@ -138,7 +138,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
         # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
         linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
-    experts = _adapted_experts(table, config)
+    experts = adapted_experts(table, config)
     _refuse_unmatched(config, modules, [layer.modules[0].name for layer in experts])
     _refuse_unsupported(table, config.modules_to_save)
     layers = []
@@ -152,7 +152,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     return layers
 
 
-def _adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
+def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
     """The stacks of experts that target_parameters name, by peft's rule: a name ends with an entry, after a dot."""
     if not config.target_parameters:
         return []

@@ -14,6 +14,7 @@ from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.errors import ConfigError
 
 CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-sft.yaml"
+EXPERTS = Path(__file__).parents[4] / "configs" / "tiny-mixtral-sft.yaml"
 LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
 
 
@@ -62,6 +63,30 @@ def test_a_pattern_that_matches_nothing_is_refused(override, message):
     model = export_format(config, 4096)
     with pytest.raises(ConfigError, match=message):
         adapted_layers(model.family.parameters(model.arch), config.adapter)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("lora_dropout=0.1",), "cannot drop an adapter's inputs, as in peft; write 0.0"),
+        (("target_parameters=[experts.gate_proj]",), "gate_proj matches no fused experts.*mlp.experts.gate_up_proj"),
+        (("rank_pattern={gate_up_projs: 3}",), "rank_pattern: gate_up_projs matches"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_are_refused(overrides, message):
+    keys = ("target_parameters=[mlp.experts.gate_up_proj]", *overrides)
+    with pytest.raises(ConfigError, match=message):
+        config = load_run_config(EXPERTS, (LORA, *(f"{KEYS}.{key}" for key in keys)))
+        check_values(config)
+        model = export_format(config, 4096)
+        adapted_layers(model.family.parameters(model.arch), config.adapter)
+    sequential = "megatron_lm.model.arch.experts_impl=sequential"
+    with pytest.raises(ConfigError, match="set experts_impl to grouped_mm"):
+        check_values(load_run_config(EXPERTS, (LORA, f"{KEYS}.{keys[0]}", sequential)))
+    with pytest.raises(ConfigError, match="this model has no experts"):
+        dense = load_run_config(CONFIG, (LORA, f"{KEYS}.{keys[0]}"))
+        model = export_format(dense, 4096)
+        adapted_layers(model.family.parameters(model.arch), dense.adapter)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
