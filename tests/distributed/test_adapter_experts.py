@@ -8,10 +8,11 @@ import _adapter_runs as runs
 import _bridge_runs as bridge
 import numpy
 import pytest
+from layout_runs import token_samples
 
 from megatron_wrap.testing import check_parity
 
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny-mixtral-sft.yaml"
+CONFIG = Path(__file__).parent / "layouts.yaml"
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"], "target_parameters": EXPERTS}
 P = bridge.PARALLEL
@@ -92,6 +93,10 @@ def test_a_folder_of_peft_is_loaded_on_a_layout(folder, ranks, tmp_path):
 
 @pytest.mark.matrix
 def test_check_parity_compares_the_gradients_of_each_expert_s_factors(ranks):
-    settings = (runs.SELECT, *runs.overrides_of({**ADAPTER, "init_lora_weights": False}))
-    report = check_parity(CONFIG, settings, layouts=["ep2-dopt", "tp2-sp-ep2-etp1"], steps=1, ranks=ranks)
+    arch = "megatron_lm.model.arch"
+    mixture = (f"{arch}.__select__=tiny-mixtral", f"{arch}.moe_aux_loss_coeff=0.0")
+    settings = (*mixture, runs.SELECT, *runs.overrides_of({**ADAPTER, "init_lora_weights": False}))
+    report = check_parity(
+        CONFIG, settings, samples=token_samples(8, 48), layouts=["ep2-dopt", "tp2-sp-ep2-etp1"], steps=1, ranks=ranks
+    )
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
