@@ -4,7 +4,7 @@ rank 0 reads and writes."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_wrap.core.wrap import MegatronWrap
@@ -64,24 +64,13 @@ class Conversation:
             DataError: the conversation does not fit the model's context, or its template refuses it; the turn is
                 forgotten.
         """
-        state, tokenizer, sampling = self._wrap.state, self._wrap.tokenizer, self._sampling
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = [*self._system, *messages] if self.has_template else text
-        stream = None if write is None else _TextStream(tokenizer, write)
-        rule = SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p)
-        seed = sampling.seed + self._num_turns  # the same question twice has two answers
-        [completion] = generate(
-            state,
-            tokenizer,
-            [prompt],
-            fitting_max_new_tokens(state, tokenizer, [prompt], sampling.max_new_tokens),
-            rule,
-            seed,
-            (),
-            1,
-            caller="chat",
-            on_tokens=None if stream is None else stream.update,
-        )
+        stream = None if write is None else _TextStream(self._wrap.tokenizer, write)
+        # the same question twice has two answers
+        sampling = replace(self._sampling, seed=self._sampling.seed + self._num_turns, batch_size=1)
+        update = None if stream is None else stream.update
+        [completion] = _completions(self._wrap, [prompt], sampling, on_tokens=update)
         answer = completion["text"] or ""
         if stream is not None:
             stream.finish(answer)
@@ -148,22 +137,20 @@ def complete_rows(
     completions: list[Completion] = []
     if prompts:
         with WorkProgress("chat", len(prompts), "prompt") as progress:
-            completions = generate(
-                wrap.state,
-                wrap.tokenizer,
-                prompts,
-                fitting_max_new_tokens(wrap.state, wrap.tokenizer, prompts, sampling.max_new_tokens),
-                SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p),
-                sampling.seed,
-                (),
-                sampling.batch_size,
-                caller="chat",
-                progress=progress,
-            )
+            completions = _completions(wrap, prompts, sampling, progress=progress)
     return [
         {**row, "completion": completion["text"], "finish_reason": completion["finish_reason"]}
         for row, completion in zip(rows, completions, strict=True)
     ]
+
+
+def _completions(wrap: MegatronWrap, prompts: list[Any], sampling: Sampling, **reporting: Any) -> list[Completion]:
+    """Those of `generate`, with its arguments `on_tokens` or `progress`."""
+    state, tokenizer = wrap.state, wrap.tokenizer
+    limit = fitting_max_new_tokens(state, tokenizer, prompts, sampling.max_new_tokens)
+    rule = SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p)
+    batch_size = sampling.batch_size
+    return generate(state, tokenizer, prompts, limit, rule, sampling.seed, (), batch_size, caller="chat", **reporting)
 
 
 def _with_system(prompt: str | list[dict[str, Any]], system: str | None) -> str | list[dict[str, Any]]:
