@@ -197,7 +197,8 @@ def _fill(
         factor.zero_()
         return
     key = key_of(seed, next(iter(mapping.shapes())))
-    (columns,) = {shape[1] for shape in mapping.shapes().values()}
+    ((rows_of_file, columns),) = set(mapping.shapes().values())
+    inputs = rows_of_file if mapping.transposed else columns
     for piece in local_pieces(name, factor, mapping, parallel):
         (first_row, last_row), (first, last) = piece.region
         rows = torch.arange(first_row, last_row, device=factor.device)
@@ -206,5 +207,5 @@ def _fill(
             rank = factor.shape[0]
             values = normal(index + key) / rank
         else:
-            values = uniform(index + key) / math.sqrt(columns)
+            values = uniform(index + key) / math.sqrt(inputs)
         view_of(factor, piece, piece.region).copy_(values)
