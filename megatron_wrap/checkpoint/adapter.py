@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.bridge.export.adapted import layers_with_adapters, other_adapters
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.bridge.mapping.adapter import saved_parameters
@@ -67,6 +67,21 @@ def check_adapter(
             f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
             "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"
         )
+
+
+def check_others(checkpoint: Path, saved: Mapping[str, Mapping[str, str]], config: RunConfig) -> None:
+    """Compare the frozen adapters of `adapter.others` with those that a checkpoint remembers.
+
+    Raises:
+        CheckpointError: one of the same name has another content.
+    """
+    for name, facts in other_adapters(config).items():
+        if name in saved and facts["digest"] != saved[name]["digest"]:
+            raise CheckpointError(
+                f"{checkpoint} was trained beside the frozen adapter {name} of {saved[name]['path']}, and "
+                f"{facts['path']} has another content; set megatron_wrap.adapter.others to the original, or give the "
+                "new one another name"
+            )
 
 
 def precheck_adapter(

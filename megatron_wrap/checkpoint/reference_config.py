@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.export.adapted import with_other_adapter
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
 from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
@@ -40,6 +41,10 @@ _OF_THE_RUN = (
 """Keys of the architecture that choose kernels and training, not the model: all models of a run have the same."""
 
 
+_OF_POLICY = ("copy", "base", "adapter")
+"""Sources whose model is the policy's."""
+
+
 def reference_config(config: RunConfig) -> RunConfig | None:
     """The run's configuration with the architecture of the reference or teacher model; None if training needs none.
 
@@ -62,9 +67,12 @@ def precompute_config(config: RunConfig) -> RunConfig:
     """
     settings = config.models.reference_or_teacher or ReferenceModelConfig(copy=True)
     train = dataclasses.replace(config.train, save=None, save_interval=None, finetune=config.train.load is not None)
-    if settings.source not in ("copy", "base"):
+    if settings.source not in _OF_POLICY:
         train = dataclasses.replace(train, load=settings.checkpoint, finetune=settings.checkpoint is not None)
-    return dataclasses.replace(_of_source(config, settings), train=train, models=ModelsConfig())
+    source = _of_source(config, settings)
+    if settings.adapter is not None:
+        source = with_other_adapter(config, settings.adapter)
+    return dataclasses.replace(source, train=train, models=ModelsConfig())
 
 
 def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: Any) -> None:
@@ -85,7 +93,7 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
     _check_tokenizer(config, state.shape.vocab_size, reference.arch.vocab_size, tokenizer)
     reference = dataclasses.replace(reference, optimizer=config.optimizer, ddp=config.ddp)
     settings = config.models.reference_or_teacher
-    if settings is not None and settings.base:
+    if settings is not None and settings.is_policy:
         state.reference = base_of_policy(state)
         return
     state.reference = build_reference(reference, state.platform, state.parallel, tokenizer)
@@ -94,7 +102,7 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
 def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: int | None, tokenizer: Any) -> None:
     """Compare the model's tokenizer with the run's; if one of them is not known, the sizes of the vocabularies."""
     settings = config.models.reference_or_teacher
-    if settings is None or settings.source in ("copy", "base"):
+    if settings is None or settings.source in _OF_POLICY:
         return
     model = f"{config.models.path}: {settings.source} {getattr(settings, settings.source)}"
     folder = _tokenizer_folder(settings)
@@ -116,7 +124,7 @@ def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: i
 
 
 def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
-    if settings.source in ("copy", "base"):
+    if settings.source in _OF_POLICY:
         return config
     config = dataclasses.replace(config, adapter=AdapterConfig())
     try:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from megatron_wrap.bridge.export.adapted import other_adapters
 from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
+from megatron_wrap.checkpoint.adapter import check_adapter, check_others, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
@@ -124,6 +125,7 @@ def load_checkpoint(
         lambda: check_adapter(saved.path, saved.has_adapter, saved.base, state.config, with_optimizer),
         failures=FAILURES,
     )
+    on_rank_0(lambda: check_others(saved.path, saved.others, state.config), failures=FAILURES)
     models = content.model_entries(state.chunks, state.parallel, base=saved.has_base, adapter=saved.has_adapter)
     request = saved.readable(models)
     if with_optimizer:
@@ -269,6 +271,8 @@ def _describe(state: TrainingState, partial: Path) -> dict[str, Any]:
     if saves_adapter_alone(state.config):
         hf_path = str(state.config.model_provider.hf_path)
         facts["base"] = {"path": hf_path, "digest": folder_digest(resolve_folder(hf_path))}
+    if others := other_adapters(state.config):
+        facts["other_adapters"] = others
     return facts
 
 
@@ -295,6 +299,9 @@ class SavedContent:
     """`train.freeze` of the run that saved it; None: not recorded."""
     base: dict[str, Any] | None
     """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
+
+    others: Mapping[str, Mapping[str, str]]
+    """Name -> path and digest of each frozen adapter beside the trained one."""
 
     @property
     def has_base(self) -> bool:
@@ -362,6 +369,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         layout=facts.get("layout"),
         has_optimizer="optimizer" in common,
         base=facts.get("base"),
+        others=facts.get("other_adapters", {}),
         frozen=frozen,
     )
 

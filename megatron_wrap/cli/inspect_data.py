@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.cli.inspect_page import build_page, summary
     from megatron_wrap.config.checks.run import check_run
     from megatron_wrap.core.validation.setup import check_flow
-    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.inspect.inspection import inspect
     from megatron_wrap.data.inspect.mistakes import Checks
     from megatron_wrap.data.inspect.samples import select_samples
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_run(arguments.config, arguments.overrides)
     check_run(config)
     check_flow(config)
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
+    tokenizer = run_tokenizer(config.data)
     selection = select_samples(config, arguments.split, tokenizer, arguments.limit)
     # a window begins and ends anywhere in a document, so its tokens are not checked
     checks = Checks(None if derived.is_indexed(config.data) else tokenizer, config.flow.options.get("loss_on") == "all")
@@ -103,7 +103,7 @@ def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Token
     from megatron_wrap.engine.setup.flow import build_flow
     from megatron_wrap.flow.shared.text import ENCODED
 
-    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer))
+    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path))
     rule = config.flow.options.get("truncation", "right")
 
     def encode(sample: Any) -> Sequence[Tokens]:

@@ -129,11 +129,12 @@ def _one_model() -> list[Schema]:
     text: Schema = {"type": "string", "minLength": 1}
     sources = [given(name, {"const": True} if name in ("copy", "base") else text) for name in MODEL_SOURCES]
     precomputed = given("precomputed", {"type": "string"})
+    policies = given("base", {"const": True}), given("adapter", text)
     unset = {name: {"type": "null"} for name in ("refresh_interval", "ema_decay")} | {"offload": {"const": False}}
     return [
         {"anyOf": [*sources, precomputed]},
         *({"not": {"allOf": list(pair)}} for pair in itertools.combinations(sources, 2)),
-        *({"if": model, "then": {"properties": unset}} for model in (precomputed, given("base", {"const": True}))),
+        *({"if": model, "then": {"properties": unset}} for model in (precomputed, *policies)),
     ]
 
 

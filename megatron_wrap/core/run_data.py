@@ -112,7 +112,7 @@ class RunData:
 
     def _indexed_data(self) -> IndexedData:
         if self._indexed is None:
-            size = model_vocab_size(self._config.arch, self._tokenizer)
+            size = model_vocab_size(self._config.arch, self._tokenizer, self._config.model_provider.hf_path)
             self._indexed = open_indexed(self._config, size, self._tokenizer)
         return self._indexed
 
@@ -127,7 +127,7 @@ def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any)
         return _with_steps(config, derived.train_iters(config))
     if config.train.train_epochs is None or config.train.train_iters is not None:
         return config
-    size = model_vocab_size(config.arch, tokenizer)
+    size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, size, parallel)
     rule = batch_rule(
         config, micro_batching_of(config, parallel, model_shape(config, size), num_microbatches_multiple=1)

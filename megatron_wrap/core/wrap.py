@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from megatron_wrap.config.checks.run import check_layout
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation import validate
-from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.errors import MegatronWrapError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import EVALUATION, SAVE, current_phase, doing
 from megatron_wrap.platform import choose_platform
@@ -74,6 +74,7 @@ class MegatronWrap:
         self._interrupts: InterruptWatch | None = None
         self._heartbeat: Heartbeat | None = None
         self._last_known: tuple[int | None, str] = None, "setup"
+        self._adapter: str | None = "default"
 
     def __repr__(self) -> str:
         """Name, model, flow, layout and iteration."""
@@ -187,11 +188,9 @@ class MegatronWrap:
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
         from megatron_wrap.core.run_folders import hold_folders
+        from megatron_wrap.data.chat.tokenizer import run_tokenizer
 
-        if self.config.data.tokenizer is not None:
-            from megatron_wrap.data.chat.tokenizer import load_tokenizer
-
-            self.tokenizer = load_tokenizer(self.config.data.tokenizer)
+        self.tokenizer = run_tokenizer(self.config.data)
         if training:
             counted = with_train_iters(self.given_config, parallel, self.tokenizer)
             self.config = decided(counted, self.platform, parallel)
@@ -384,6 +383,30 @@ class MegatronWrap:
 
     # ---- evaluation and generation ----
 
+    @contextmanager
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Within the context, `forward`, `generate` and `evaluate` compute with another adapter. Collective.
+
+            with wrap.adapter(None):
+                before = wrap.generate(prompts)
+
+        Args:
+            name: of `megatron_wrap.adapter.others`; "default", the trained one; None: the base.
+
+        Raises:
+            ConfigError: there is no such adapter. Within the context, everything that trains, saves or exports raises
+            TrainingError.
+        """
+        from megatron_wrap.engine.evaluation import with_adapter
+
+        before = self._adapter
+        with with_adapter(self._ready().state, name):
+            self._adapter = name
+            try:
+                yield
+            finally:
+                self._adapter = before
+
     def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
         """The objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
 
@@ -475,7 +498,7 @@ class MegatronWrap:
         with doing(SAVE):
             folder = self._ready().checkpoints.save()
         if self.config.checkpoint.export_hf:
-            self._ready().export.save_beside(folder)
+            self._with_own_adapter().export.save_beside(folder)
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
@@ -489,7 +512,7 @@ class MegatronWrap:
         Raises:
             CheckpointError: the checkpoint is missing, in an unsupported format, or from another model.
         """
-        self._ready().checkpoints.load(folder, weights_only)
+        self._with_own_adapter().checkpoints.load(folder, weights_only)
 
     # ---- Hugging Face folders and other engines ----
 
@@ -519,7 +542,7 @@ class MegatronWrap:
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
         """
-        return self._ready().export.save_pretrained(folder, max_shard_size, dtype, family, merge)
+        return self._with_own_adapter().export.save_pretrained(folder, max_shard_size, dtype, family, merge)
 
     def export_weights(
         self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
@@ -533,7 +556,7 @@ class MegatronWrap:
             family: as for `save_pretrained`.
             adapter: only the factors of the adapter, with peft's names; otherwise they are added to the weights.
         """
-        return self._ready().export.export_weights(dtype, family, adapter)
+        return self._with_own_adapter().export.export_weights(dtype, family, adapter)
 
     def weight_source(
         self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
@@ -552,7 +575,7 @@ class MegatronWrap:
         Raises:
             UnsupportedModel: no family can express the architecture.
         """
-        return self._ready().export.weight_source(dtype, family, adapter)
+        return self._with_own_adapter().export.weight_source(dtype, family, adapter)
 
     def push_to_hub(
         self,
@@ -575,7 +598,7 @@ class MegatronWrap:
             CheckpointError: on every rank, if the upload fails.
         """
         target = self.save_pretrained(folder, **save_arguments)
-        return self._ready().export.upload(target, repo_id, private, commit_message)
+        return self._with_own_adapter().export.upload(target, repo_id, private, commit_message)
 
     # ---- state ----
 
@@ -677,8 +700,17 @@ class MegatronWrap:
             raise MegatronWrapError("call wrap.initialize() and wrap.setup_model_and_optimizer() first")
         return self._run
 
+    def _with_own_adapter(self) -> Run:
+        run = self._ready()
+        if self._adapter != "default":
+            raise TrainingError(
+                f"within wrap.adapter({self._adapter!r}) the model only computes; leave the context to train, save, "
+                "load or export"
+            )
+        return run
+
     def _training(self) -> RunTraining:
-        training = self._ready().training
+        training = self._with_own_adapter().training
         if training is None:
             raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
         return training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_inputs import equal_runs, loss_micro_batches, normalized_loss, split
-from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.errors import ConfigError, DataError, FlowError, did_you_mean
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
@@ -49,6 +51,27 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
                 state.pipeline_schedule.forward(state.chunks, run, loss)
     reduced = state.reduction.reduce(sums, f"evaluate({name})")
     return {"loss": reduced.loss, **reduced.flow_metrics}
+
+
+@contextmanager
+def with_adapter(state: TrainingState, name: str | None) -> Iterator[None]:
+    """Within the context the model computes with the adapter of this name, or without any. Collective.
+
+    Raises:
+        ConfigError: there is no such adapter.
+    """
+    from megatron_wrap.nn.lora import TRAINED, only_adapter
+
+    adapter = state.config.adapter
+    names = [] if adapter.adapter_type == "none" else [TRAINED, *(adapter.others or {})]
+    if name is not None and name not in names:
+        raise ConfigError(
+            f"wrap.adapter({name!r}): the run's adapters are {', '.join(names) or 'none'}{did_you_mean(name, names)}; "
+            "megatron_wrap.adapter.others names frozen ones"
+        )
+    synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather) and state.optimizer is not None)
+    with only_adapter(state.chunks, name):
+        yield
 
 
 def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:

@@ -111,7 +111,12 @@ def checkpoint_content(
     dtype = {"__select__": "fp32", "__override__": {key: saved.section("dtype")[key] for key in ("bf16", "fp16")}}
     common = {"seq_length": saved.section("train")["seq_length"], "load": str(checkpoint.absolute()), "finetune": True}
     content = _content(common, dtype, provider, tokenizer or _if_present(saved.section("data").get("tokenizer")))
-    content["megatron_lm"]["model"] = {"arch": saved.arch_selection()}
+    arch = saved.arch_selection()
+    if hf_path is not None:  # config.json's; the tokenizer lets it grow again
+        arch["__override__"]["vocab_size"] = saved.section("arch")["vocab_size"]
+    content["megatron_lm"]["model"] = {"arch": arch}
+    if tokenizer is None and saved.section("data").get("new_tokens"):
+        content["megatron_wrap"]["data"]["__override__"]["new_tokens"] = list(saved.section("data")["new_tokens"])
     adapter = saved.section("adapter")
     if adapter.get("adapter_type", "none") != "none":
         # the factors are in the checkpoint

@@ -39,6 +39,9 @@ from megatron_wrap.nn.trained_copies import originals_in_place
 
 ParallelKind = Literal["column", "row", "replicated"]
 
+TRAINED = "default"
+"""Name of the adapter that is trained; peft's."""
+
 
 @dataclass(frozen=True)
 class AdaptedModule:
@@ -94,6 +97,7 @@ class LinearAdapter(torch.nn.Module):
         self.layer = layer
         self.sequence_parallel = sequence_parallel
         self.enabled = True
+        self.adapter_name = TRAINED
         self._outputs = weight.shape[0]
         self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice
         for module in self.modules_of:
@@ -110,6 +114,13 @@ class LinearAdapter(torch.nn.Module):
         set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
         parameter.sequence_parallel = self.sequence_parallel and dim is None
         self.register_parameter(name, parameter)
+
+    def keep_as(self, name: str) -> None:
+        """Become a frozen adapter of this name, switched off: its factors are no parameters, and not in checkpoints."""
+        self.adapter_name, self.enabled, self.dropout = name, False, 0.0
+        for factor, parameter in list(self.named_parameters(recurse=False)):
+            delattr(self, factor)
+            self.register_buffer(factor, parameter.detach(), persistent=False)
 
     def sharded_dim(self, factor: str) -> int | None:
         """Dimension of a factor, `lora_A_NAME` or `lora_B_NAME`, that is sharded over tensor-parallel ranks; None: it
@@ -131,14 +142,18 @@ class LinearAdapter(torch.nn.Module):
                 product = reduce_from_tensor_model_parallel_region(product)
         return torch.nn.functional.linear(product, self._placed_b())
 
+    def _factor(self, name: str) -> Tensor:
+        factor: Tensor = getattr(self, name)
+        return factor
+
     def delta(self) -> Tensor:
         """The sum of the scaled products B A, as the base's weight [outputs, inputs] on this rank, in fp32."""
-        first = torch.cat([self.get_parameter(f"lora_A_{module.name}").float() for module in self.modules_of])
+        first = torch.cat([self._factor(f"lora_A_{module.name}").float() for module in self.modules_of])
         return self._placed_b(torch.float32) @ first
 
     def _times_a(self, inputs: Tensor) -> Tensor:
         """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
-        factors: list[Tensor] = [self.get_parameter(f"lora_A_{module.name}") for module in self.modules_of]
+        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
         if not (self.training and self.dropout):
             stacked = factors[0] if len(factors) == 1 else torch.cat(factors)
             return torch.nn.functional.linear(inputs, stacked)
@@ -153,7 +168,7 @@ class LinearAdapter(torch.nn.Module):
         """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
         columns = []
         for module in self.modules_of:
-            own = [self.get_parameter(f"lora_B_{name}") for name in module.b_names]
+            own = [self._factor(f"lora_B_{name}") for name in module.b_names]
             factors = [factor.to(dtype or factor.dtype) * module.scale for factor in own]
             if len(self.modules_of) == len(factors) == 1 and len(factors[0]) == self._outputs:
                 return factors[0]
@@ -205,19 +220,26 @@ def _add_zero_with_gradient(layer: Any, _inputs: Any, output: Any) -> Any:
 
 
 def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter | ExpertAdapter]:
-    """id of a base's weight -> its adapter."""
-    return {id(adapter.base_weight()): adapter for adapter in adapters_of([model])}
+    """id of a base's weight -> its trained adapter."""
+    trained = [adapter for adapter in adapters_of([model]) if adapter.adapter_name == TRAINED]
+    return {id(adapter.base_weight()): adapter for adapter in trained}
+
+
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Within the context the model computes its base, bit for bit; the parameters must be synchronized."""
+    return only_adapter(chunks, None)
 
 
 @contextlib.contextmanager
-def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the context the model computes its base, bit for bit; the parameters must be synchronized."""
+def only_adapter(chunks: Sequence[torch.nn.Module], name: str | None) -> Iterator[None]:
+    """Within the context the model computes with the adapter of this name, or without any; the parameters must be
+    synchronized. Parameters that are trained whole belong to `TRAINED`."""
     adapters = adapters_of(chunks)
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
-        adapter.enabled = False
+        adapter.enabled = adapter.adapter_name == name
     try:
-        with originals_in_place(chunks):
+        with contextlib.nullcontext() if name == TRAINED else originals_in_place(chunks):
             yield
     finally:
         for adapter, enabled in zip(adapters, before, strict=True):

@@ -40,11 +40,12 @@ class CaseResult:
 def first_windows(config: RunConfig, count: int) -> list[Any]:
     """The head of indexed data, read in a process where Megatron-Core is imported for its platform."""
     from megatron_wrap.config.checks.vocabulary import model_vocab_size
-    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import open_indexed
 
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    windows = open_indexed(config, model_vocab_size(config.arch, tokenizer), tokenizer).training
+    tokenizer = run_tokenizer(config.data)
+    size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
+    windows = open_indexed(config, size, tokenizer).training
     return [windows.read(position) for position in range(count)]
 
 

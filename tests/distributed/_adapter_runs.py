@@ -328,3 +328,91 @@ def merge_refusal(folder: str, overrides: tuple[str, ...], outputs: str) -> str:
         wrap.save_pretrained(f"{outputs}/adapter")
     (message,) = messages
     return message
+
+
+def with_named_adapters(folder: str, others: dict[str, str], overrides: tuple[str, ...], outputs: str) -> Any:
+    """Logits [2, 64, V] before and after two steps: {name: with this adapter}, completions of each, the error of
+    training within the context, and the names in the checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.errors import TrainingError
+
+    settings = (
+        *(*SETTINGS, "megatron_wrap.adapter.r=4", *overrides, *overrides_of({"others": others})),
+        f"megatron_wrap.logger.output_dir={outputs}",
+        f"megatron_lm.train.common.save={outputs}/checkpoints",
+    )
+    batches, prompts = samples(2 * BATCH), [list(range(5, 12)), list(range(20, 25))]
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+
+        def computed() -> dict[Any, Any]:
+            results = {}
+            for name in (None, "default", *others):
+                with wrap.adapter(name):
+                    tokens = [completion["token_ids"] for completion in wrap.generate(prompts, max_new_tokens=6)]
+                    results[name] = stack(sequence_logits(wrap.state, bridge.token_ids())), tokens
+            results["outside"] = stack(sequence_logits(wrap.state, bridge.token_ids())), results["default"][1]
+            return results
+
+        before = computed()
+        for step in range(2):
+            wrap.train(batches[step * BATCH : (step + 1) * BATCH])
+        after = computed()
+        refused = ""
+        with wrap.adapter(None):
+            try:
+                wrap.train(batches[:BATCH])
+            except TrainingError as error:
+                refused = str(error)
+        path = wrap.save()
+        names = sorted(dist_checkpointing.load_tensors_metadata(str(path)))
+        return before, after, refused, names
+
+
+def _growing(folder: str, new: list[str], overrides: tuple[str, ...], outputs: str) -> tuple[str, ...]:
+    import json
+
+    return (
+        *SETTINGS[1:],
+        *overrides,
+        f"megatron_wrap.data.new_tokens={json.dumps(new)}",
+        f"megatron_wrap.data.tokenizer={folder}",
+        f"megatron_wrap.logger.output_dir={outputs}",
+    )
+
+
+def grow_and_export(folder: str, new: list[str], overrides: tuple[str, ...], outputs: str) -> None:
+    """Write the model with new tokens, without a step."""
+    from megatron_wrap.core import MegatronWrap
+
+    with MegatronWrap.from_pretrained(folder, bridge.CONFIG, _growing(folder, new, overrides, outputs)) as wrap:
+        wrap.initialize()
+        wrap.setup_model()
+        wrap.save_pretrained(f"{outputs}/model")
+
+
+def grow_and_train(folder: str, new: list[str], overrides: tuple[str, ...], outputs: str) -> Any:
+    """Logits [2, 64, V] after two steps on samples with new tokens, and those of a run that resumes from them."""
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+
+    settings = (*_growing(folder, new, overrides, outputs), f"megatron_lm.train.common.save={outputs}/checkpoints")
+    batches = samples(2 * BATCH)
+    for number, sample in enumerate(batches):
+        sample["input_ids"][3] = sample["labels"][3] = bridge.VOCAB + number % max(1, len(new)) - (not new)
+    logits = []
+    for resumed in (False, True):
+        with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
+            wrap.initialize()
+            wrap.setup_model_and_optimizer()
+            for step in range(0 if resumed else 2):
+                wrap.train(batches[step * BATCH : (step + 1) * BATCH])
+            logits.append(stack(sequence_logits(wrap.state, bridge.token_ids())))
+            if not resumed:
+                wrap.save()
+                wrap.save_pretrained(f"{outputs}/adapter")
+    return logits

@@ -3,6 +3,7 @@ layout against one rank."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import _adapter_runs as runs
@@ -298,3 +299,39 @@ def test_the_learning_rate_of_b(folder_of, ranks, tmp_path):
         moved = numpy.abs(result[2][factor] - before).max()
         expected = runs.RATE * (4 if "lora_B" in factor else 0)  # the gradient of A is zero while B is
         assert moved == pytest.approx(expected, rel=1e-3), factor
+
+
+def test_frozen_adapters_beside_the_trained_one(folder_of, ranks, tmp_path):
+    """Each as when it is loaded alone, on TP2 x PP2; the trained one is the only one in checkpoints."""
+    folder = str(folder_of("llama")[0])
+    others, expected = {}, {}
+    made = {"first": {"r": 3, "lora_alpha": 9}, "values": {"r": 2, "target_modules": ["v_proj", "up_proj"]}}
+    for name, keys in made.items():
+        adapter = {**keys, "init_lora_weights": False}
+        result = ranks(1).run(runs.train, folder, runs.overrides_of(adapter), str(tmp_path / name), 1)[0]
+        others[name], expected[name] = str(tmp_path / name / "adapter"), result[3]
+        expected[None] = result[4]
+    layout = (*LAYOUTS["tp2-sp"][1], *LAYOUTS["pp2"][1])
+    arguments = folder, others, layout, str(tmp_path / "run")
+    before, after, refused, names = ranks(4).run(runs.with_named_adapters, *arguments)[0]
+    for name, logits in expected.items():
+        assert numpy.abs(before[name][0] - logits).max() <= 1e-5, name
+        assert numpy.array_equal(before[name][0], after[name][0]), name
+        assert before[name][1] == after[name][1], name
+    assert numpy.array_equal(before["default"][0], before[None][0])  # B is zero
+    assert numpy.abs(after["default"][0] - after[None][0]).max() > 1e-4
+    assert numpy.array_equal(after["outside"][0], after["default"][0])
+    assert "leave the context to train" in refused
+    model = [name for name in names if name.startswith(("decoder", "embedding", "output"))]
+    assert model
+    assert all("_adapter." in name for name in model)
+    # DPO against a frozen adapter: at the first step the policy is the base, so rewards differ from those against it
+    reference = {"adapter": "first"}
+    one = ranks(1).run(runs.train_dpo, folder, reference, runs.overrides_of({"others": others}), str(tmp_path / "dpo"))
+    base = ranks(1).run(runs.train_dpo, folder, "base", (), str(tmp_path / "base"))
+    assert base[0][0]["rewards/chosen"] == 0 != one[0][0]["rewards/chosen"]
+    # a checkpoint remembers the files of the frozen adapters
+    config = Path(others["first"]) / "adapter_config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(Exception, match=r"the frozen adapter first of .* has another content"):
+        ranks(1).run(runs.with_named_adapters, folder, others, (), str(tmp_path / "run"))

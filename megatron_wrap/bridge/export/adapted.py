@@ -3,11 +3,15 @@ neither torch nor Megatron-Core."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.loading.adapter_folder import open_adapter, read_adapter_config
+from megatron_wrap.bridge.loading.adapter_folder import adapter_keys, open_adapter, read_adapter_config
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
 from megatron_wrap.bridge.mapping.adapter import (
     AdaptedLayer,
@@ -17,6 +21,7 @@ from megatron_wrap.bridge.mapping.adapter import (
 )
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.hugging_face import resolve_folder
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.metrics.number_format import counted
@@ -51,6 +56,36 @@ def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: in
         _refuse_another_base(path, hf_path)
     hf_format = export_format(config, vocab_size or config.arch.vocab_size or 1)
     return open_adapter(path, layers, config.adapter, hf_format.family, hf_format.arch)
+
+
+def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
+    """The run with an adapter of `adapter.others` as the trained one, whose folder is `adapter.path`.
+
+    Raises:
+        CheckpointError: its adapter_config.json cannot be read, or it has more than factors.
+    """
+    assert config.adapter.others is not None
+    folder = config.adapter.others[name]
+    items = adapter_keys(folder).items()
+    keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in items}
+    adapter = AdapterConfig(adapter_type="lora", base_weights=config.adapter.base_weights, **keys)
+    if adapter.modules_to_save or adapter.bias != "none" or adapter.target_parameters:
+        raise CheckpointError(
+            f"{folder}: an adapter of megatron_wrap.adapter.others has factors of linear layers alone; this one has "
+            "modules_to_save, biases or adapters of experts; merge it into a model of its own"
+        )
+    return replace(config, adapter=adapter)
+
+
+def other_adapters(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Name -> path of each adapter of `adapter.others`, and SHA-256 of its files."""
+    facts = {}
+    for name, folder in (config.adapter.others or {}).items():
+        digest = hashlib.sha256()
+        for file in sorted(Path(folder).expanduser().glob("adapter_*")):
+            digest.update(file.name.encode() + file.read_bytes())
+        facts[name] = {"path": folder, "digest": digest.hexdigest()}
+    return facts
 
 
 def _refuse_another_base(folder: str, hf_path: str) -> None:

@@ -51,6 +51,8 @@ class ExportFormat:
         head = {"architectures": [self.family.architecture], "dtype": dtype}
         if self.original is not None and self.original.family.model_type == self.family.model_type:
             values = {key: value for key, value in self.original.values.items() if key != "torch_dtype"}
+            if "vocab_size" in values:
+                values["vocab_size"] = self.arch.vocab_size  # it may have grown
             return {**values, **self.family.exported_values, **head}
         # transformers' default ids may be outside a small vocabulary
         special = dict.fromkeys(("bos_token_id", "eos_token_id"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import local_folder
 from megatron_wrap.bridge.loading.weight_folder import PICKLE_FILES, WEIGHT_FILES, WeightFolder
 from megatron_wrap.bridge.mapping.value_model import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import CheckpointError
 
@@ -42,7 +44,7 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
     folder = local_folder(provider.hf_path, patterns)
     try:
         weights = WeightFolder(folder, family, provider.hf_allow_pickle)
-        weights.check(config.arch)
+        weights.check(folder_arch(config))
     except CheckpointError as error:
         raise CheckpointError(f"{HF_PATH}: {error}") from error
     return weights
@@ -51,4 +53,12 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
 def weights_left_out(config: RunConfig) -> list[str]:
     """Warnings about weights of `hf_path` that are not read."""
     weights = starting_weights(config)
-    return [] if weights is None else weights.left_out(config.arch)
+    return [] if weights is None else weights.left_out(folder_arch(config))
+
+
+def folder_arch(config: RunConfig) -> ArchConfig:
+    """The architecture with the vocabulary of the folder, which the model's may exceed."""
+    assert config.model_provider.hf_path is not None
+    size = read_hugging_face_config(config.model_provider.hf_path).values.get("vocab_size")
+    ours = config.arch.vocab_size
+    return replace(config.arch, vocab_size=size) if isinstance(size, int) and ours and size < ours else config.arch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,3 +36,36 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
             for piece in local_pieces(name, parameter, mapping, parallel):
                 for block in blocks(piece.region, parameter.element_size()):
                     view_of(values, piece, block).copy_(folder.read(piece.name, block))
+
+
+@torch.no_grad()
+def fill_new_rows(
+    chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, folder: WeightFolder, parallel: ParallelState
+) -> None:
+    """Set the rows of embedding and output layer that the folder's model lacks to the mean of its rows, in fp32.
+
+    transformers' `resize_token_embeddings` adds to the mean a random number whose covariance is 1e-9 times that of the
+    rows (`mean_resizing`, modeling_utils.py), 3e-5 of their deviation; without it all layouts start equal.
+
+    Args:
+        arch: with the folder's vocabulary.
+        vocab_size: of the model, without padding.
+    """
+    old = arch.vocab_size
+    if old is None or vocab_size <= old:
+        return
+    for name, parameter, mapping in mapped_parameters(chunk, folder.family, replace(arch, vocab_size=vocab_size)):
+        if not mapping.padded:
+            continue
+        for piece in local_pieces(name, parameter, mapping, parallel):
+            (first, last), columns = piece.region
+            if last > old:
+                rows = ((max(first, old), last), columns)
+                view_of(parameter, piece, rows).copy_(_mean_row(folder, piece.name, old, columns))
+
+
+def _mean_row(folder: WeightFolder, name: str, rows: int, columns: tuple[int, int]) -> torch.Tensor:
+    """The mean of a tensor's rows, [columns]."""
+    parts = blocks(((0, rows), columns), torch.float32.itemsize)
+    total = sum(folder.read(name, block).double().sum(0) for block in parts)
+    return (torch.as_tensor(total) / rows).float()

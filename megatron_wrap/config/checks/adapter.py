@@ -15,7 +15,7 @@ def check_adapter(config: RunConfig) -> None:
     """
     adapter, settings = config.adapter, config.models.reference_or_teacher
     if adapter.adapter_type == "none":
-        if settings is not None and settings.base:
+        if settings is not None and settings.is_policy:
             key = f"models.{config.models.role}"
             refuse(config, [key], "base is the policy without its adapter; select megatron_wrap.adapter: lora, or copy")
         if adapter != AdapterConfig():
@@ -33,6 +33,13 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, ["dtype.fp8"], "adapters are trained in bf16, fp16 or fp32; write null")
     if config.train.freeze:
         refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
+    for name in adapter.others or {}:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default":
+            text = f"{name} cannot be a name; write letters, digits, _ and -, and not default, the trained adapter's"
+            refuse(config, ["adapter.others"], text)
+    if settings is not None and settings.adapter is not None and settings.adapter not in (adapter.others or {}):
+        text = f"{settings.adapter} is no adapter of megatron_wrap.adapter.others; add it there"
+        refuse(config, [f"models.{config.models.role}"], text)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
     if adapter.target_parameters:

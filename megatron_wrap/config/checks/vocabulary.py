@@ -2,7 +2,9 @@
 
 from collections.abc import Sized
 
+from megatron_wrap.config.checks.refusal import refuse
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import ConfigError
 
 _MUCH_SMALLER = 0.75
@@ -21,16 +23,42 @@ def small_tokenizer(arch: ArchConfig, tokenizer: Sized | None) -> str | None:
     )
 
 
-def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None) -> int:
-    """Entries of the vocabulary without padding: as given, else of the run's Hugging Face tokenizer, else of mock data.
+def grown_vocabulary(config: RunConfig, vocab_size: int) -> str | None:
+    """A warning if the tokenizer has more entries than the model of hf_path, which then grows.
 
     Raises:
-        ConfigError: the tokenizer has more entries than the model.
+        ConfigError: the run is to be compared with the model of the folder.
+    """
+    old = config.arch.vocab_size
+    if old is None or vocab_size <= old:
+        return None
+    if config.model_provider.verify_hf:
+        refuse(config, ["model_provider.verify_hf"], "the model of the folder has a smaller vocabulary; write false")
+    text = (
+        f"the tokenizer has {vocab_size:,} entries and the model of model_provider.hf_path {old:,}: embedding and "
+        f"output layer grow by {vocab_size - old:,} rows, the mean of the others"
+    )
+    adapter = config.adapter
+    if adapter.adapter_type != "none" and not adapter.modules_to_save:
+        text += "; megatron_wrap.adapter.modules_to_save: [embed_tokens, lm_head] trains them beside the adapter"
+    return text
+
+
+def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None, hf_path: str | None = None) -> int:
+    """Entries of the vocabulary without padding: as given, else of the run's Hugging Face tokenizer, else of mock data.
+
+    Args:
+        hf_path: the folder that the weights are from; the vocabulary of its model grows to the tokenizer's.
+
+    Raises:
+        ConfigError: the tokenizer has more entries than the model, which is not from a folder.
     """
     if tokenizer is None:
         return _OF_MOCK_DATA if arch.vocab_size is None else arch.vocab_size
     entries = len(tokenizer)
     if arch.vocab_size is not None and entries > arch.vocab_size:
+        if hf_path is not None:
+            return entries
         raise ConfigError(
             f"the tokenizer has {entries} entries, but megatron_lm.model.arch.vocab_size is {arch.vocab_size}; set it "
             f"to {entries} or larger, or use the model's own tokenizer"

@@ -224,9 +224,7 @@ TRL: Mapping[str, Counterpart] = {
     "load_in_4bit": Counterpart(f"{_ADAPTER}.base_weights", "nf4 for true"),
     "load_in_8bit": Counterpart(f"{_ADAPTER}.base_weights", "fp8 for true, not int8"),
     "bnb_4bit_quant_type": Counterpart(f"{_ADAPTER}.base_weights", "nf4; there is no fp4"),
-    **_none(
-        "nf4 quantizes its scales, and is stored as bytes", "use_bnb_nested_quant", "bnb_4bit_quant_storage"
-    ),
+    **_none("nf4 quantizes its scales, and is stored as bytes", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
     # data
     "dataset_name": Counterpart(f"{_DATA}.train", "a hub id, folder or file"),
     "dataset_config": Counterpart(f"{_DATA}.train.subset", _SOURCE),

@@ -259,6 +259,9 @@ class AdapterConfig:
     so that an adapter is active from the beginning, for tests."""
     loraplus_lr_ratio: float | None = key(None, above=0)
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354); null: equal."""
+    others: Mapping[str, str] | None = None
+    """Further adapters of the same base, frozen: name -> folder of peft. wrap.adapter(NAME) computes with one of them,
+    and models.reference: {adapter: NAME} takes it as the reference. null: none."""
     base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
     """How the frozen weights of linear layers are kept: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
     arXiv:2305.14314), each layer's computed when it needs them. nf4 needs torchao (megatron-wrap[qlora])."""

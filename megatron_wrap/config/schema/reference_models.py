@@ -6,20 +6,22 @@ from megatron_wrap.config.reading.yaml_nodes import Node, describe
 from megatron_wrap.config.schema.keys import checked_field, key
 from megatron_wrap.errors import ConfigError
 
-SOURCES = ("copy", "base", "hf_path", "checkpoint")
+SOURCES = ("copy", "base", "adapter", "hf_path", "checkpoint")
 """Keys that name the weights; a mapping has at most one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModelConfig:
     """A mapping of `megatron_wrap.models.reference` or `.teacher`: the origin of the model's weights, where they are
-    stored, and how they follow the policy. It has one of `copy`, `base`, `hf_path` and `checkpoint`, which is optional
-    with `precomputed`. `copy` and `base` alone mean `{copy: true}` and `{base: true}`."""
+    stored, and how they follow the policy. It has one of `copy`, `base`, `adapter`, `hf_path` and `checkpoint`, which
+    is optional with `precomputed`. `copy` and `base` alone mean `{copy: true}` and `{base: true}`."""
 
     copy: bool = False
     """The policy's weights before the first step."""
     base: bool = False
     """The policy with its adapter switched off, which needs no memory of its own; with megatron_wrap.adapter."""
+    adapter: str | None = None
+    """The policy with this adapter of megatron_wrap.adapter.others instead of the trained one."""
     hf_path: str | None = None
     """Hugging Face folder or hub id, also of another architecture; its tokenizer must be the run's."""
     checkpoint: str | None = None
@@ -41,6 +43,11 @@ class ReferenceModelConfig:
     def source(self) -> str:
         """The key that names the weights, one of SOURCES."""
         return next((name for name in SOURCES if getattr(self, name)), "copy")
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the policy's own model with another adapter or none."""
+        return self.base or self.adapter is not None
 
     @property
     def update_interval(self) -> int | None:
@@ -76,7 +83,7 @@ def _check(config: ReferenceModelConfig, where: str, path: str) -> None:
         raise ConfigError(f"{where} {path}: {' and '.join(sources)} each name the weights; delete all but one")
     if not sources and config.precomputed is None:
         raise ConfigError(f"{where} {path}: no weights are named; set one of {', '.join(SOURCES)}, or precomputed")
-    if config.precomputed is None and not config.base:
+    if config.precomputed is None and not config.is_policy:
         return
     without_effect = {
         "offload": config.offload,
@@ -85,7 +92,7 @@ def _check(config: ReferenceModelConfig, where: str, path: str) -> None:
     }
     excluded = [name for name, is_set in without_effect.items() if is_set]
     if excluded:
-        cause = "base" if config.base else "precomputed"
+        cause = config.source if config.is_policy else "precomputed"
         raise ConfigError(
             f"{where} {path}: {excluded[0]} has no effect with {cause}, which loads no further model; delete it"
         )

@@ -60,13 +60,13 @@ def check_lengths(config: RunConfig) -> None:
     if not derived.has_sources(config.data) or not refuses:
         return
     from megatron_wrap.config.checks.vocabulary import model_vocab_size
-    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.order.sample_sets import open_source
     from megatron_wrap.data.sources.rows import converted
     from megatron_wrap.engine.setup.flow import build_flow
 
-    tokenizer = None if config.data.tokenizer is None else load_tokenizer(config.data.tokenizer)
-    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer))
+    tokenizer = run_tokenizer(config.data)
+    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path))
     for source in _sources(config):
         if source.streaming or not _is_local(source):
             continue

@@ -18,19 +18,20 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
     from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, starting_checkpoint
-    from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
+    from megatron_wrap.config.checks.vocabulary import grown_vocabulary, model_vocab_size, small_tokenizer
     from megatron_wrap.config.schema import derived
     from megatron_wrap.data.chat.prompts import prompt_token_ids
-    from megatron_wrap.data.chat.tokenizer import load_tokenizer
+    from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import check_tokens
     from megatron_wrap.model.provider import padded_vocab_size
 
     config = candidate.config
-    if config.data.tokenizer is not None:
-        candidate.tokenizer = load_tokenizer(config.data.tokenizer)
+    candidate.tokenizer = run_tokenizer(config.data)
     if warning := small_tokenizer(config.arch, candidate.tokenizer):
         yield Note(warning, is_warning=True)
-    candidate.vocab_size = size = model_vocab_size(config.arch, candidate.tokenizer)
+    candidate.vocab_size = size = model_vocab_size(config.arch, candidate.tokenizer, config.model_provider.hf_path)
+    if warning := grown_vocabulary(config, size):
+        yield Note(warning, is_warning=True)
     start = starting_checkpoint(config)
     if start is not None:
         check_saved_vocabulary(start.path, size)

@@ -1,5 +1,6 @@
 """Loads Hugging Face tokenizers; their pad and eos ids, and their fingerprints."""
 
+import copy
 import hashlib
 import json
 import os
@@ -8,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_wrap.errors import DataError, missing_path_hint, special_file
+from megatron_wrap.config.schema.data import DataConfig
+from megatron_wrap.errors import ConfigError, DataError, missing_path_hint, special_file
 
 MAX_BYTES = 1 << 29
 """Of a file of a tokenizer; large ones have 40 MB."""
@@ -39,6 +41,33 @@ def load_tokenizer(path: str | Path) -> Any:
     if _is_hub_id(text):
         return _load(text)
     raise DataError(f"{text}: no such tokenizer folder{missing_path_hint(text)}")
+
+
+def run_tokenizer(config: DataConfig) -> Any:
+    """The tokenizer of a run, with `new_tokens`; None if it has none.
+
+    Raises:
+        DataError: as `load_tokenizer`. ConfigError: there are new tokens and no tokenizer.
+    """
+    if config.tokenizer is None:
+        if config.new_tokens:
+            raise ConfigError("megatron_wrap.data.new_tokens: needs a tokenizer; set megatron_wrap.data.tokenizer")
+        return None
+    loaded = load_tokenizer(config.tokenizer)
+    return _with_new(config.tokenizer, config.new_tokens, loaded) if config.new_tokens else loaded
+
+
+_GROWN: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
+
+
+def _with_new(path: str, tokens: tuple[str, ...], loaded: Any) -> Any:
+    """A copy of a loaded tokenizer with further tokens, the same one for each call."""
+    key = path, tokens
+    if key not in _GROWN or _GROWN[key][0] is not loaded:
+        grown = copy.deepcopy(loaded)
+        grown.add_tokens(list(tokens))
+        _GROWN[key] = loaded, grown
+    return _GROWN[key][1]
 
 
 def is_failure(error: BaseException) -> bool:

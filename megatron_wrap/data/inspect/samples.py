@@ -55,7 +55,7 @@ def select_samples(config: RunConfig, split: str, tokenizer: Any, limit: int) ->
         choose_platform(config.init.platform).install()  # Megatron-Core's modules are imported for it
         from megatron_wrap.data.indexed.windows import open_indexed
 
-        data = open_indexed(config, model_vocab_size(config.arch, tokenizer), tokenizer)
+        data = open_indexed(config, model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path), tokenizer)
         windows = _named({"train": data.training.windows, **data.evaluation}, split)
         return SampleSelection(_spaced([(split, windows)], limit), len(windows), {})
     training = derived.training_sources(config)

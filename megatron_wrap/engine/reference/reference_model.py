@@ -153,22 +153,24 @@ class ReferenceModel:
 
 @dataclass
 class BaseOfPolicy(ReferenceModel):
-    """The policy without its adapter: its own chunks, in evaluation mode with the adapters switched off."""
+    """The policy without its adapter, or with a frozen one in its place: its own chunks, in evaluation mode."""
 
     policy: Sequence[Any] = ()
     """The policy's chunks with their wrappers."""
+    adapter: str | None = None
+    """Name of the frozen adapter."""
 
     @contextmanager
     def on_device(self, changed: bool = False) -> Iterator[None]:
-        """The chunks compute the base within the context."""
-        from megatron_wrap.nn.lora import adapters_off
+        """The chunks compute the reference within the context."""
+        from megatron_wrap.nn.lora import only_adapter
 
         synchronize_parameters(self.policy, bool(self.config.ddp.overlap_param_gather))
         trained = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
         try:
-            with adapters_off(self.chunks):
+            with only_adapter(self.chunks, self.adapter):
                 yield
         finally:
             for chunk, was_training in zip(self.chunks, trained, strict=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
+from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters, with_other_adapter
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.load_weights import load_weights
 from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, is_linear, saved_parameters
@@ -47,11 +47,34 @@ def adapt_chunks(
     folder = adapter_folder(config, layers, vocab_size) if from_path else None
     hf_format = export_format(config, vocab_size)
     saved = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
+    for name in config.adapter.others or {}:
+        _add_other(name, config, parallel, chunks, vocab_size)
     for chunk in map(bare_model, chunks):
         add_adapters(chunk, layers, config, parallel)
         train_whole(chunk, saved, config)
         if folder is not None:
             load_weights(chunk, config.arch, folder, parallel)
+
+
+def _add_other(
+    name: str, config: RunConfig, parallel: ParallelState, chunks: list[torch.nn.Module], vocab_size: int
+) -> None:
+    """Add an adapter of `adapter.others`, frozen and switched off; it is a sibling `linear_qkv_adapter_NAME`."""
+    from megatron_wrap.nn.lora import TRAINED, LinearAdapter
+
+    theirs = with_other_adapter(config, name)
+    layers = layers_with_adapters(theirs, vocab_size)
+    folder = adapter_folder(theirs, layers, vocab_size)
+    assert folder is not None
+    for chunk in map(bare_model, chunks):
+        add_adapters(chunk, layers, theirs, parallel)
+        load_weights(chunk, config.arch, folder, parallel)
+        for owner in list(chunk.modules()):
+            for child_name, child in list(owner.named_children()):
+                if isinstance(child, LinearAdapter) and child.adapter_name == TRAINED:
+                    owner.add_module(child_name, None)
+                    child.keep_as(name)
+                    owner.add_module(f"{child_name}_{name}", child)
 
 
 def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig) -> None:

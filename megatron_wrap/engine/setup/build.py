@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from megatron_wrap.bridge.loading.hf_path import starting_weights
-from megatron_wrap.bridge.loading.load_weights import load_weights
+from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights
+from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weights
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
@@ -65,7 +65,7 @@ def build_training_state(
         training: False builds only the model, without gradient buffers and optimizer.
     """
     seed_everything(config.train.seed, parallel)
-    vocab_size = model_vocab_size(config.arch, tokenizer)
+    vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
     if training:
@@ -205,7 +205,9 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
         if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
-            load_weights(chunk, config.arch, weight_folder, parallel)
+            arch = folder_arch(config)
+            load_weights(chunk, arch, weight_folder, parallel)
+            fill_new_rows(chunk, arch, vocab_size, weight_folder, parallel)
     return chunks
 
 

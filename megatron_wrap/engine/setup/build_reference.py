@@ -25,7 +25,7 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     """
     settings = config.models.reference_or_teacher
     assert settings is not None, "only called with a reference or teacher model"
-    vocab_size = model_vocab_size(config.arch, tokenizer)
+    vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder)
@@ -46,9 +46,10 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
 
 
 def base_of_policy(state: TrainingState) -> ReferenceModel:
-    """The policy's own chunks, whose adapters are switched off while the model is used as the reference."""
+    """The policy's own chunks, whose trained adapter is switched off while the model is used as the reference."""
     from megatron.core.distributed import DistributedDataParallel
 
+    settings = state.config.models.reference_or_teacher
     chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in state.chunks]
     return BaseOfPolicy(
         chunks=chunks,
@@ -57,4 +58,5 @@ def base_of_policy(state: TrainingState) -> ReferenceModel:
         vocab_size=state.shape.vocab_size,
         device=state.platform.device,
         policy=state.chunks,
+        adapter=None if settings is None else settings.adapter,
     )

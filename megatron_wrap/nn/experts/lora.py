@@ -37,6 +37,7 @@ class ExpertAdapter(torch.nn.Module):
         super().__init__()
         self.name, self.scale, self.layer = name, scale, layer
         self.enabled = True
+        self.adapter_name = "default"
         self._group = tensor_parallel
         self._sharded = "lora_B" if base.split_dim == 0 else "lora_A"
         self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice

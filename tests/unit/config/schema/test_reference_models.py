@@ -34,7 +34,7 @@ def test_forms(value, expected, interval):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("coppy", "must be copy, base, a mapping with one of copy, base, hf_path, checkpoint, precomputed"),
+        ("coppy", "must be copy, base, a mapping with one of copy, base, adapter, hf_path, checkpoint, precomputed"),
         ("{}", "no weights are named"),
         ("{offload: true}", "no weights are named"),
         ("{copy: true, hf_path: a}", "copy and hf_path each name the weights"),
