@@ -64,6 +64,9 @@ def _add_other(
 
     theirs = with_other_adapter(config, name)
     layers = layers_with_adapters(theirs, vocab_size)
+    if any(layer.experts for layer in layers):
+        key = f"megatron_wrap.adapter.others.{name}"
+        raise ConfigError(f"{key}: only the trained adapter can have target_parameters; remove it from others")
     folder = adapter_folder(theirs, layers, vocab_size)
     assert folder is not None
     for chunk in map(bare_model, chunks):
