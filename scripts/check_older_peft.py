@@ -1,6 +1,6 @@
 """Compares a folder of experts' factors in peft's older form (expert_files: before_peft_0.19) with the merged model.
 
-peft up to 0.18.1 in an environment of its own, outside the tests:
+peft up to 0.18.1 in an environment of its own, outside the tests, without the torchao of today, which it cannot import:
 
     pip install --no-deps --target /tmp/peft-0.18.1 peft==0.18.1
     PYTHONPATH=/tmp/peft-0.18.1 python scripts/check_older_peft.py BASE ADAPTER MERGED
