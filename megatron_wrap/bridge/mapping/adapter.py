@@ -69,6 +69,8 @@ class AdaptedLayer:
     """Number of experts of the stack; 0: one linear layer."""
     nested: bool = False
     """peft wraps a further tensor of the same experts around this one."""
+    before_019: bool = False
+    """The files have the form of experts' factors that peft had before 0.19."""
 
     @property
     def is_row_parallel(self) -> bool:
@@ -116,7 +118,9 @@ class AdaptedLayer:
         owner, _, layer = self.name.rpartition(".")
         table: dict[str, WeightMapping] = {}
         for expert in range(self.experts):
-            first, second = expert_factors(self.weight, self.file_stem(module), module.rank, expert, self.experts)
+            first, second = expert_factors(
+                self.weight, self.file_stem(module), module.rank, expert, self.experts, self.before_019
+            )
             stem = f"{owner}.{expert}.{layer}{ADAPTER}"
             table |= {f"{stem}.lora_A_{module.key}": first, f"{stem}.lora_B_{module.key}": second}
         return table
@@ -182,7 +186,8 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
         experts = ours.rpartition(".")[0] + "."
         count = sum(other.startswith(experts) and other.endswith(".linear_fc1.weight") for other in table)
         nested = name.endswith(EXPERTS[0]) and f"{stem}.{EXPERTS[1]}" in chosen
-        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), experts=count, nested=nested))
+        older = config.expert_files == "before_peft_0.19"
+        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), count, nested, older))
     return layers
 
 

@@ -236,6 +236,9 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = ()
     """Fused experts that get adapters, one for each expert, by endings of transformers' names, such as
     [mlp.experts.gate_up_proj, mlp.experts.down_proj]; needs experts_impl grouped_mm and no dropout."""
+    expert_files: Literal["peft", "before_peft_0.19"] = "peft"
+    """Form of the factors of target_parameters in files that are read and written: peft's, or the older one that it
+    had before 0.19."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
     modules_to_save: tuple[str, ...] = ()

@@ -64,6 +64,9 @@ def _add_other(
 
     theirs = with_other_adapter(config, name)
     layers = layers_with_adapters(theirs, vocab_size)
+    if any(layer.experts for layer in layers):
+        key = f"megatron_wrap.adapter.others.{name}"
+        raise ConfigError(f"{key}: only the trained adapter can have target_parameters; remove it from others")
     folder = adapter_folder(theirs, layers, vocab_size)
     assert folder is not None
     for chunk in map(bare_model, chunks):
@@ -220,7 +223,8 @@ def _fill(
         factor.zero_()
         return
     key = key_of(seed, next(iter(mapping.shapes())))
-    (columns,) = {shape[1] for shape in mapping.shapes().values()}
+    ((rows_of_file, columns),) = set(mapping.shapes().values())
+    inputs = rows_of_file if mapping.transposed else columns
     for piece in local_pieces(name, factor, mapping, parallel):
         (first_row, last_row), (first, last) = piece.region
         rows = torch.arange(first_row, last_row, device=factor.device)
@@ -229,5 +233,5 @@ def _fill(
             rank = factor.shape[0]
             values = normal(index + key) / rank
         else:
-            values = uniform(index + key) / math.sqrt(columns)
+            values = uniform(index + key) / math.sqrt(inputs)
         view_of(factor, piece, piece.region).copy_(values)

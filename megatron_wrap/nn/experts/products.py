@@ -87,7 +87,8 @@ def _sum_of_products(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         return rows.new_zeros((ends.shape[0], grad.shape[1], rows.shape[1]))
     outputs, inputs = grad.shape[1], rows.shape[1]
     products = functional.grouped_mm(_aligned(grad, 1).t(), _aligned(rows, 1), offs=ends)
-    return products[:, :outputs, :inputs]
+    # Megatron-Core's all-reduce of a gradient with gaps reduces a copy (tensor_parallel/mappings.py, _reduce)
+    return products[:, :outputs, :inputs].contiguous()
 
 
 def _padding(size: int, dtype: torch.dtype) -> int:
