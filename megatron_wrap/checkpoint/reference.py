@@ -11,9 +11,16 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.files.store import REFERENCE, CheckpointStore
-from megatron_wrap.checkpoint.save_load import SavedContent, check_tensors, examine, publish, verify
-from megatron_wrap.checkpoint.strategy import FAILURES, read
+from megatron_wrap.checkpoint.files.store import REFERENCE, CheckpointStore, content_damage
+from megatron_wrap.checkpoint.save_load import (
+    DamagedCheckpoint,
+    SavedContent,
+    check_tensors,
+    examine,
+    publish,
+    read_verified,
+)
+from megatron_wrap.checkpoint.strategy import FAILURES
 from megatron_wrap.engine.reference.reference_model import ReferenceModel
 from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -99,12 +106,40 @@ def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
     """
     reference = _of(state)
     saved: SavedContent = on_rank_0(lambda: examine(folder, reference.config, reference.vocab_size), failures=FAILURES)
-    verify(saved.path)
     with reference.as_saved(loading=True):
         request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
         check_tensors(saved, request)
+        loaded = read_verified(request, saved.path, state.parallel.dp_cp.group, whole=True)
         with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
-            content.load_model(reference.chunks, read(request, saved.path, state.parallel.dp_cp.group))
+            content.load_model(reference.chunks, loaded)
+
+
+def load_first_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+    """`load_weights` of the checkpoint that the configuration names. A damaged one is not replaced by an older one,
+    which would be another reference.
+
+    Raises:
+        CheckpointError: as `load_weights`; about a damaged one it names the newest whole one of the folder.
+    """
+    root = Path(folder).expanduser()
+    damaged = on_rank_0(lambda: CheckpointStore(root).passed_over())
+    if damaged:
+        path = max(damaged)
+        raise CheckpointError(on_rank_0(lambda: _damaged(state, path, damaged[path])))
+    try:
+        load_weights(state, folder)
+    except DamagedCheckpoint as error:
+        path, reason = error.path, error.reason
+        raise CheckpointError(on_rank_0(lambda: _damaged(state, path, reason))) from error
+
+
+def _damaged(state: TrainingState, path: Path, reason: str) -> str:
+    """A message; on rank 0."""
+    models, store = state.config.models, CheckpointStore(path.parent)
+    candidates = [store.folder_of(iteration) for iteration in reversed(store.iterations())]
+    whole = next((found for found in candidates if found != path and content_damage(found) is None), None)
+    other = "" if whole is None else f", or set {models.path}.checkpoint to {whole}, the newest whole one there"
+    return f"the {models.role} model's checkpoint {path} is damaged: {reason}; restore it{other}"
 
 
 def _of(state: TrainingState) -> ReferenceModel:

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.store import BEST, CheckpointStore, missing_part
+from megatron_wrap.checkpoint.files.store import BEST, TRACKER, CheckpointStore, missing_part
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,
+    load_first_weights,
     load_reference,
-    load_weights,
     prune_references,
     save_reference,
     saved_iteration,
@@ -114,6 +114,7 @@ class RunCheckpoints:
         """`load` of the newest checkpoint whose content is what was saved; newer ones are renamed."""
         if not weights_only:
             on_rank_0(lambda: self._set_all_aside(store, store.passed_over()))
+            on_rank_0(lambda: _warn_of_newer(store))
         while True:
             try:
                 return self.load(store.folder, weights_only)
@@ -165,7 +166,7 @@ class RunCheckpoints:
                 "finetune: true"
             )
         if reference.settings.checkpoint is not None:
-            load_weights(state, reference.settings.checkpoint)
+            load_first_weights(state, reference.settings.checkpoint)
         elif reference.settings.source == "copy":
             synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
             reference.copy_policy(state.chunks)
@@ -427,6 +428,16 @@ class RunCheckpoints:
         if folder is None:
             raise CheckpointError("wrap.save: megatron_lm.train.common.save is null; set it to a folder")
         return folder
+
+
+def _warn_of_newer(store: CheckpointStore) -> None:
+    """On rank 0. The tracker is older after it was set back by hand, or a kill between the rename and its update."""
+    latest, newer = store.latest(), store.iterations()[-1:]
+    if latest is not None and newer != [latest]:
+        logger.warning_rank_0(
+            f"{store.folder / TRACKER} names iteration {latest}, so the checkpoint of iteration {newer[0]} is not "
+            f"resumed; write {newer[0]} into that file to resume it"
+        )
 
 
 def _length_key(config: RunConfig) -> str:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import check_adapter, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.checkpoint.files.store import RESOLVED, CheckpointStore, read_facts
+from megatron_wrap.checkpoint.files.verification import BlockVerification
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
@@ -32,6 +33,7 @@ from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import versions
+from megatron_wrap.platform.megatron_core.checkpoint_reader import checked_by
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -115,7 +117,6 @@ def load_checkpoint(
             model (the message names the first parameter that differs), or without a matching optimizer.
     """
     saved: SavedContent = on_rank_0(lambda: examine(folder, state.config, state.shape.vocab_size), failures=FAILURES)
-    verify(saved.path)
     with_optimizer = with_optimizer and not weights_only
     layout = content.layout_facts(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
@@ -139,7 +140,7 @@ def load_checkpoint(
     if with_rng:
         request["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=True)
     check_tensors(saved, content.without_fp8(request))
-    loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng)
+    loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng, whole=not weights_only)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
         state.best = content.saved_best(loaded)
@@ -163,8 +164,7 @@ def publish(
     message = cannot_write(store.folder, "{}")
     with _hidden_folder(state, store, iteration, message) as partial:
         content_metadata = dict(content.CONTENT_METADATA)
-        write(sharded_state(), partial, state.parallel.dp_cp.group, state.platform.device, content_metadata)
-        hashes = _hash_written(partial, state.parallel.world.rank, message)
+        hashes = write(sharded_state(), partial, state.parallel.dp_cp.group, content_metadata)
         on_rank_0(lambda: _commit(store, partial, iteration, _describe(state, partial), hashes), message, FAILURES)
 
 
@@ -222,13 +222,6 @@ def _optimizer_entry(state: TrainingState, models: dict[str, dict[str, Any]], is
     return content.optimizer_entry(state.optimizer, models, state.parallel, is_loading, distributed)
 
 
-def _hash_written(partial: Path, rank: int, message: str) -> dict[str, Any]:
-    """Hashes of all ranks' tensor files, each computed by the rank that wrote it. Collective."""
-    with agreed(message):
-        of_rank = hash_files(partial, [path.name for path in sorted(partial.glob(f"__{rank}_*.distcp"))])
-    return {name: entry for part in gather_objects(of_rank) for name, entry in part.items()}
-
-
 class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint differs from what was saved."""
 
@@ -238,21 +231,38 @@ class DamagedCheckpoint(CheckpointError):
         self.reason = reason
 
 
-def verify(path: Path) -> None:
-    """Compare the tensor files of a checkpoint with their hashes, the blocks shared by all ranks. Collective.
+def read_verified(request: dict[str, Any], path: Path, group: Any, *, whole: bool) -> dict[str, Any]:
+    """`read` of a checkpoint, whose blocks are compared with their hashes before a tensor in them is read. Collective.
+
+    Args:
+        whole: also compare the blocks that no rank reads.
 
     Raises:
-        DamagedCheckpoint: on every rank, if a block differs.
+        DamagedCheckpoint: on every rank, if a block differs; tensors of other blocks may have been overwritten.
+        CheckpointError: on every rank, if any rank could not read.
     """
+    message, rank, size = f"checkpoint {path} cannot be loaded: {{}}", dist.get_rank(), dist.get_world_size()
     hashes = on_rank_0(lambda: read_facts(path).get("hashes"), failures=FAILURES)
     if hashes is None:
         logger.info_rank_0(f"checkpoint {path} has no hashes, so its content cannot be verified")
-        return
-    tensors = {name: entry for name, entry in hashes.items() if name.endswith(".distcp")}
-    damage = find_damage(path, tensors, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    reason = next((text for text in gather_objects(damage) if text is not None), None)
+    tensors = {name: entry for name, entry in (hashes or {}).items() if name.endswith(".distcp")}
+    loaded, failure = {}, None
+    with BlockVerification(path, tensors) as verification:
+        try:
+            with torch.no_grad(), checked_by(verification), agreed(message, FAILURES):
+                loaded = read(request, path, group)
+            compared = gather_objects(verification.compared()) if whole else []
+            if whole:
+                with agreed(message, FAILURES):
+                    verification.compare_rest(set().union(*compared), rank, size)
+        except CheckpointError as error:  # on every rank
+            failure = error
+    reason = next((text for text in gather_objects(verification.damage) if text is not None), None)
     if reason is not None:
         raise DamagedCheckpoint(path, reason)
+    if failure is not None:
+        raise failure
+    return loaded
 
 
 def _describe(state: TrainingState, partial: Path) -> dict[str, Any]:
@@ -436,10 +446,10 @@ def _shown(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _read_and_set(
-    state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool
+    state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool, *, whole: bool
 ) -> dict[str, Any]:
+    loaded = read_verified(request, path, state.parallel.dp_cp.group, whole=whole)
     with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}", FAILURES):
-        loaded = read(request, path, state.parallel.dp_cp.group)
         content.load_model(state.chunks, loaded)
         if with_optimizer:
             from_checkpoint = state.config.optimizer.use_checkpoint_opt_param_scheduler

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -32,29 +32,44 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_wrap.checkpoint.files.host_copy import CopiedTensor, HostCopy
-from megatron_wrap.checkpoint.files.writer import FileToWrite, Index
+from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe
+from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import versions
 
+_BYTES_AROUND_A_TENSOR = 1024
+"""Of `torch.save`, and its part of the metadata."""
 FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""
 
 
-def write(sharded_state: dict[str, Any], folder: Path, group: Any, device: torch.device, content: Any) -> None:
+def write(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any) -> dict[str, Any]:
     """`dist_checkpointing.save` into an empty folder, the writing shared by the ranks of `group`. Collective over all
     ranks.
+
+    The files are written by threads of each rank. Megatron-Core's own writer forks processes for them, and a rank waits
+    for ever if one of these is killed.
+
+    Returns:
+        Name -> hashes of all ranks' tensor files, as of `hash_files`.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
     """
-    strategy = _SharedSave(versions.save_strategy(), group)
+    base = _PlanningSave("torch_dist", 1)
+    strategy = _SharedSave(base, group)
+    record: dict[str, Any] = {}
     with _agreed_save(strategy, folder):
-        arguments = versions.save_arguments(async_save=True)
-        request = dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
-        _execute(request, device)
+        buckets = _planned(sharded_state, folder, base, strategy, content)
+    _check_space(folder, buckets)
+    with _agreed_save(strategy, folder):
+        record = write_files(folder, _files(buckets, lambda tensor: tensor), lambda tensor: tensor.detach().cpu())
+        buckets.clear()
+    records = gather_objects(record)
+    on_rank_0(lambda: _finish(base, folder, records), cannot_write(folder.parent, "{}"), FAILURES)
+    return {name: entry for part in records for name, entry in part["hashes"].items()}
 
 
 @dataclass(frozen=True)
@@ -77,17 +92,61 @@ def plan(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any, 
     base = _PlanningSave("torch_dist", 1)
     strategy = _SharedSave(base, group)
     with _agreed_save(strategy, folder):
-        arguments = versions.save_arguments(async_save=True)
-        dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
-        buckets = base.writer.write_buckets or []
-        files = _copied(buckets, copy)
+        buckets = _planned(sharded_state, folder, base, strategy, content)
+    _check_space(folder, buckets)
+    with _agreed_save(strategy, folder):
+        copies = iter(copy.take([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
+        files = _files(buckets, lambda _: next(copies))
         buckets.clear()  # the writer, which writes the metadata later, would keep the tensors
+    return PlannedSave(files, lambda records: _finish(base, folder, records))
 
-    def finish(records: Sequence[Mapping[str, Any]]) -> None:
-        base.writer.finish(base.metadata, [[_write_result(part) for part in record["parts"]] for record in records])
-        save_config(CheckpointingConfig(base.backend, base.version), str(folder))
 
-    return PlannedSave(files, finish)
+def _planned(
+    sharded_state: dict[str, Any], folder: Path, base: _PlanningSave, strategy: Any, content: Any
+) -> list[Any]:
+    """Megatron-Core's buckets of this rank, (path, name, (objects, tensors)); the common state is written."""
+    arguments = versions.save_arguments(async_save=True)
+    dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
+    return base.writer.write_buckets or []
+
+
+def _check_space(folder: Path, buckets: Sequence[Any]) -> None:
+    """Compare the size of all ranks' files with the free space of the folder. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if there is too little.
+    """
+    needed = sum(gather_objects(_num_bytes(buckets)))
+
+    def compare() -> None:
+        free = free_bytes(folder)
+        if free is not None and needed > free:
+            sizes = f"it needs {needed / 2**30:,.3g} GiB, and {free / 2**30:,.3g} GiB are free there"
+            advice = "delete files, lower megatron_wrap.checkpoint.keep, or choose another folder"
+            raise CheckpointError(cannot_write(folder.parent, f"{sizes}: {advice}"))
+
+    on_rank_0(compare)
+
+
+def _num_bytes(buckets: Sequence[Any]) -> int:
+    """Size of this rank's files."""
+    total = 0
+    for _, _, (objects, tensors) in buckets:
+        total += sum(data.getbuffer().nbytes for _, data in objects)
+        total += sum(tensor.numel() * tensor.itemsize + _BYTES_AROUND_A_TENSOR for _, tensor in tensors)
+    return total
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this user can write into the folder's file system; None if it does not tell. Quotas are not known."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def _finish(base: _PlanningSave, folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the metadata, on global rank 0, without communication."""
+    base.writer.finish(base.metadata, [[_write_result(part) for part in record["parts"]] for record in records])
+    save_config(CheckpointingConfig(base.backend, base.version), str(folder))
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -107,13 +166,12 @@ class _PlanningSave(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, planned, *further)
 
 
-def _copied(buckets: Sequence[Any], copy: HostCopy) -> tuple[FileToWrite, ...]:
-    """The files of Megatron-Core's buckets, (path, name, (objects, tensors)), with their tensors in `copy`."""
-    copies = iter(copy.take([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
+def _files(buckets: Sequence[Any], content_of: Callable[[torch.Tensor], Any]) -> tuple[FileToWrite, ...]:
+    """The files of Megatron-Core's buckets; `content_of` is called for each tensor, in their order."""
     files = []
     for _, name, (objects, tensors) in buckets:
-        parts: list[tuple[Index, CopiedTensor | bytes]] = [(_index(item), data.getvalue()) for item, data in objects]
-        parts += [(_index(item), next(copies)) for item, _ in tensors]
+        parts: list[tuple[Index, Any]] = [(_index(item), data.getvalue()) for item, data in objects]
+        parts += [(_index(item), content_of(tensor)) for item, tensor in tensors]
         files.append(FileToWrite(name, tuple(parts)))
     return tuple(files)
 
@@ -206,33 +264,3 @@ class _AgreedRead(TorchDistLoadShardedStrategy):
                     raise refusals[0] from failure
                 raise
         return result
-
-
-def _execute(request: Any, device: torch.device) -> None:
-    """Run an asynchronous save's request synchronously.
-
-    Each of its parts ends in a collective (strategies/async_utils.py, state_dict_saver.py, serialization.py): a barrier
-    after the writing, rank 0's broadcast of the result, a barrier after the last file. A rank that fails before one of
-    them still takes part in it, so that the others do not hang.
-    """
-    written = None
-    try:
-        request._replace(finalize_fns=[]).execute_sync()
-    except FAILURES as failure:
-        written = failure
-        dist.barrier()
-
-    def rank_0_failed() -> None:
-        dist.broadcast(torch.ones(1, dtype=torch.int, device=device), src=0)
-
-    answers: list[Callable[[], Any]] = [rank_0_failed, dist.barrier]
-    for finish, answer in zip(request.finalize_fns, answers, strict=True):
-        try:
-            finish()
-        except CheckpointException:
-            raise  # raised on all ranks
-        except FAILURES:
-            answer()
-            raise
-    if written is not None:
-        raise written

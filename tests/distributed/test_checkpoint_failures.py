@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +64,14 @@ def _save_where_rank_0_fails(folder: Path, name: str) -> str:
     from megatron_wrap.errors import CheckpointError
 
     with runs.started(folder) as wrap:
-        from megatron.core.dist_checkpointing import serialization
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        from megatron_wrap.checkpoint import strategy
 
         def full(*arguments: Any, **named: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        owner: Any = FileSystemWriter if name == "finish" else serialization
+        owner: Any = FileSystemWriter if name == "finish" else strategy
         kept = getattr(owner, name)
         if wrap.dp_rank == 0:
             setattr(owner, name, full)
@@ -88,6 +92,54 @@ def test_a_failure_on_rank_0_only_does_not_hang_the_other_ranks(tmp_path: Path, 
     assert len(set(messages)) == 1
     assert "No space left on device" in messages[0]
     assert CheckpointStore(tmp_path).iterations() == [1]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, int | None]]:
+    """A folder with 5 MiB, and None; or one in which that has to be pretended, and its size."""
+    folder, size = tmp_path / "disk", 5 * 2**20
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        yield folder, size
+        return
+    yield folder, None
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def _save_twice(folder: Path, records: Path, pretended: int | None) -> tuple[str, list[int]]:
+    """With a disk for one checkpoint: the message of the second save, and the iterations that are saved."""
+    from megatron_wrap.checkpoint import strategy
+    from megatron_wrap.errors import CheckpointError
+
+    def free_bytes(partial: Path) -> int:
+        return (pretended or 0) - sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    kept = strategy.free_bytes
+    if pretended is not None:
+        strategy.free_bytes = free_bytes
+    keys = (f"{TRAIN}.save_interval=1", "megatron_wrap.checkpoint.on_save_error=continue")
+    try:
+        with runs.started(folder, (*keys, f"megatron_wrap.logger.output_dir={records}")) as wrap:
+            for step in range(2):
+                wrap.train(runs.samples()[4 * step : 4 * step + 4])  # the second one is not saved, and training goes on
+            with pytest.raises(CheckpointError) as error:
+                wrap.save()
+            return str(error.value), CheckpointStore(folder).iterations()
+    finally:
+        strategy.free_bytes = kept
+
+
+def test_a_save_that_does_not_fit_is_refused_before_it_is_written(
+    small_disk: tuple[Path, int | None], tmp_path: Path
+) -> None:
+    folder, pretended = small_disk
+    first, second = in_new_processes(2, _save_twice, folder, tmp_path, pretended)
+    assert first == second
+    message, left = first
+    assert re.search(r"it needs 0\.00\d+ GiB, and 0\.00\d+ GiB are free there: delete files", message), message
+    assert left == [1]
+    assert not list(folder.glob(".iter_*"))
 
 
 def _save_into_a_file(folder: Path) -> str:

@@ -15,11 +15,11 @@ COUNTS = {
     "codeparrot": 24,
     "config_typos": 100,
     "corrupt_checkpoint": 24,
+    "find_secrets": 1,
     "fuzz_config": 400,
-    "malformed_input": 60,
     "grpo": 1,
     "kill_during_save": 12,
-    "secrets": 1,
+    "malformed_input": 60,
 }
 
 

@@ -137,6 +137,18 @@ def test_a_checkpoint_as_reference(ranks, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
 
 
+def test_a_damaged_checkpoint_as_reference_is_named_with_the_newest_whole_one(ranks, tmp_path):
+    ranks(1).run(runs.train, (*COPY, f"{TRAIN}.save={tmp_path}", f"{TRAIN}.save_interval=1"), runs.pairs(), 2)
+    for name in ("__0_0.distcp", ".metadata"):
+        file = tmp_path / "iter_0000002" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{checkpoint: {tmp_path}}}",), runs.pairs())[0]
+        assert f"the reference model's checkpoint {file.parent} is damaged: {name} differs" in message
+        assert f"set {REFERENCE}.checkpoint to {tmp_path / 'iter_0000001'}, the newest whole one there" in message
+        file.write_bytes(content)
+
+
 def test_a_reference_follows_the_policy(ranks):
     copied = ranks(1).run(seconds.weights, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4)[0]
     start = copied[0][0]

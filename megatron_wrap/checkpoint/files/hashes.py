@@ -32,7 +32,18 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     counts = {name: -(-(folder / name).stat().st_size // BLOCK_BYTES) for name in names}
     hashes = iter(_hash_blocks(folder, [(name, index) for name, count in counts.items() for index in range(count)]))
     blocks = {name: [next(hashes) for _ in range(count)] for name, count in counts.items()}
-    return {name: {"blocks": values, "list": _hash_list(values)} for name, values in blocks.items()}
+    return {name: entry_of(values) for name, values in blocks.items()}
+
+
+def entry_of(blocks: list[str]) -> dict[str, Any]:
+    """The entry of a file in the manifest, given the hashes of its blocks."""
+    return {"blocks": blocks, "list": _hash_list(blocks)}
+
+
+def hash_threads() -> int:
+    """Threads of this process that hash: its share of the processors of this host."""
+    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MAX_THREADS, processors))
 
 
 def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: int = 1) -> str | None:
@@ -49,8 +60,13 @@ def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: i
         return f"cannot be read ({error})"
     for (name, index), value in zip(blocks, values, strict=True):
         if value != hashes[name]["blocks"][index]:
-            return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
+            return block_damage(name, index)
     return None
+
+
+def block_damage(name: str, index: int) -> str:
+    """A sentence about a block that differs."""
+    return f"{name} differs from its SHA-256 in the {BLOCK_BYTES >> 20} MiB from byte {index * BLOCK_BYTES}"
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
@@ -70,20 +86,21 @@ def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
 
 
 def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(blocks))
+    threads = min(hash_threads(), len(blocks))
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool, contextlib.suppress(RuntimeError):  # a program that ends has no pools
-            return list(pool.map(lambda block: _hash_block(folder / block[0], block[1]), blocks))
-    return [_hash_block(folder / name, index) for name, index in blocks]
+            return list(pool.map(lambda block: hash_block(folder / block[0], block[1]), blocks))
+    return [hash_block(folder / name, index) for name, index in blocks]
 
 
-def _hash_block(path: Path, index: int) -> str:
-    result, left = hashlib.sha256(), BLOCK_BYTES
-    with path.open("rb") as stream:
+def hash_block(path: Path, index: int) -> str:
+    """SHA-256 of a block of a file, hexadecimal."""
+    result, left, piece = hashlib.sha256(), BLOCK_BYTES, memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as stream:
         stream.seek(index * BLOCK_BYTES)
-        while left and (piece := stream.read(min(_PIECE_BYTES, left))):
-            result.update(piece)
-            left -= len(piece)
+        while left and (size := stream.readinto(piece[: min(_PIECE_BYTES, left)])):
+            result.update(piece[:size])
+            left -= size
     return result.hexdigest()
 
 

@@ -296,6 +296,11 @@ def missing_part(checkpoint: Path) -> str | None:
     return find_damage(checkpoint, small)
 
 
+def content_damage(checkpoint: Path) -> str | None:
+    """Why a checkpoint is incomplete or differs from what was saved, all files read; None if it does not."""
+    return missing_part(checkpoint) or find_damage(checkpoint, read_facts(checkpoint).get("hashes") or {})
+
+
 def read_facts(checkpoint: Path) -> dict[str, Any]:
     """The manifest: the facts passed to `commit`, the iteration and the file sizes; empty if there is none (saved by
     Megatron-LM)."""

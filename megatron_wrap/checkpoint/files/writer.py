@@ -15,19 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.host_copy import CopiedTensor
+from megatron_wrap.checkpoint.files.writing import FileToWrite
 
-Index = tuple[str, tuple[int, ...] | None, int | None]
-"""Name, offset and number of a part of a tensor, or of an object: torch's MetadataIndex."""
 _PROGRAM = "import sys; from megatron_wrap.checkpoint.files.writer_process import main; main(*map(int, sys.argv[1:]))"
-
-
-@dataclass(frozen=True)
-class FileToWrite:
-    """A file and its parts, in their order."""
-
-    name: str
-    parts: tuple[tuple[Index, CopiedTensor | bytes], ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +28,7 @@ class WriteJob:
     record: str
     """Name of the file that is written last: JSON with the position and size of each part and the hashes."""
     files: tuple[FileToWrite, ...]
+    """Their tensors are `CopiedTensor`s."""
     memory_bytes: int
     """Size of the shared buffer."""
 

@@ -1,4 +1,4 @@
-"""Program of the process that writes the files of asynchronous saves: writes, flushes to disk, hashes, reports."""
+"""Program of the process that writes the files of asynchronous saves: writes, hashes, flushes to disk, reports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ import pickle
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_wrap.checkpoint.files.hashes import hash_files
+from megatron_wrap.checkpoint.files.writing import write_files
 from megatron_wrap.utils.atomic_write import write_atomically
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob
+    from megatron_wrap.checkpoint.files.writer import WriteJob
 
 _PARENT_SECONDS, _ALIVE_SECONDS = 0.5, 1.0
 
@@ -97,55 +94,5 @@ def write(job: WriteJob, memory: int) -> None:
         OSError: a file cannot be written.
     """
     buffer = mmap.mmap(memory, job.memory_bytes, access=mmap.ACCESS_WRITE) if job.memory_bytes else None
-    with ThreadPoolExecutor(max(1, len(job.files))) as pool:
-        written = list(pool.map(lambda file: _write_file(job, file, buffer), job.files))
-    hashes = hash_files(job.folder, [file.name for file in job.files])
-    parts = [part for parts in written for part in parts]
-    write_atomically(job.folder / job.record, json.dumps({"parts": parts, "hashes": hashes}))
-
-
-def _write_file(job: WriteJob, file: FileToWrite, buffer: mmap.mmap | None) -> list[dict[str, Any]]:
-    """As torch's FileSystemWriter: each tensor as `torch.save` writes it, one after the other."""
-    parts = []
-    with (job.folder / file.name).open("wb") as stream:
-        for index, content in file.parts:
-            offset = stream.tell()
-            if isinstance(content, bytes):
-                stream.write(content)
-            else:
-                assert buffer is not None or not content.num_bytes
-                _save_tensor(content.tensor(buffer), stream)  # type: ignore[arg-type]
-            parts.append({"index": index, "file": file.name, "offset": offset, "length": stream.tell() - offset})
-        stream.flush()
-        os.fsync(stream.fileno())
-    return parts
-
-
-def _save_tensor(tensor: Tensor, stream: IO[bytes]) -> None:
-    import torch
-
-    watched = _WatchedStream(stream)
-    try:
-        torch.save(tensor, watched)  # type: ignore[arg-type]
-    except RuntimeError:
-        if watched.error is not None:  # torch raises its own error, which does not tell that the disk is full
-            raise watched.error from None
-        raise
-
-
-class _WatchedStream:
-    """Keeps the error of a write."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._stream.flush()
+    record = write_files(job.folder, job.files, lambda copy: copy.tensor(buffer))
+    write_atomically(job.folder / job.record, json.dumps(record))

@@ -7,13 +7,16 @@ variable changes. Megatron-Core has no argument for another reader, so its funct
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import importlib
 import io
 import os
 import pickle
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -26,6 +29,33 @@ from megatron_wrap.platform.megatron_core.replacements import Replacements
 from megatron_wrap.platform.megatron_core.versions import unexpected
 
 COMMON = "common.pt"
+
+
+class PartCheck(Protocol):
+    """What a reading asks before it uses a part of a file; offsets and lengths are in bytes."""
+
+    def begin(self, parts: Iterable[tuple[str, int, int]]) -> None:
+        """Told before a reading: the parts (file, offset, length) that it will use, in this order."""
+
+    def require(self, name: str, offset: int, length: int) -> None:
+        """Called before a part is used.
+
+        Raises:
+            CheckpointError: it must not be used.
+        """
+
+
+_check: contextvars.ContextVar[PartCheck | None] = contextvars.ContextVar("check of parts", default=None)
+
+
+@contextlib.contextmanager
+def checked_by(check: PartCheck) -> Iterator[None]:
+    """Within the context `RestrictedReader` asks `check`."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
 
 
 class RestrictedReader(FileSystemReader):
@@ -55,12 +85,17 @@ class RestrictedReader(FileSystemReader):
         """Read one file after the other.
 
         Raises:
-            CheckpointError: an object in a file refers to a class that checkpoints do not contain.
+            CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `checked_by`
+                refuses a part.
         """
         files: dict[str, list[Any]] = {}
         restricted: Any = _RestrictedPlanner(planner)
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        check = _check.get()
+        if check is not None:
+            infos = [self.storage_data[item.storage_index] for items in files.values() for item in items]
+            check.begin([(info.relative_path, info.offset, info.length) for info in infos])
         for name, items in files.items():
             file = Path(self.path) / name
             with restricted_pickle.refusing(file):
@@ -68,6 +103,12 @@ class RestrictedReader(FileSystemReader):
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
+
+    def _slice_file(self, file: Any, info: Any) -> Any:
+        check = _check.get()
+        if check is not None:
+            check.require(info.relative_path, info.offset, info.length)
+        return super()._slice_file(file, info)
 
 
 def read_metadata(file: Path) -> Any:

@@ -179,13 +179,6 @@ def router_loss_values() -> dict[str, Any]:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def save_strategy() -> Any:
-    """The save strategy for torch's distributed format: 0.16 takes (backend, version), 0.19 only the backend."""
-    serialization = importlib.import_module("megatron.core.dist_checkpointing.serialization")
-    factory = serialization.get_default_save_sharded_strategy
-    return factory("torch_dist", 1) if len(inspect.signature(factory).parameters) > 1 else factory("torch_dist")
-
-
 def save_arguments(async_save: bool) -> dict[str, Any]:
     """Arguments of `dist_checkpointing.save` besides the state, the folder and the strategy.
 

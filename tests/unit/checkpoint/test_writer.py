@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.files import host_copy
+from megatron_wrap.checkpoint.files import hashes, host_copy, verification, writing
 from megatron_wrap.checkpoint.files.hashes import hash_files
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob, Writer
+from megatron_wrap.checkpoint.files.writer import WriteJob, Writer
+from megatron_wrap.checkpoint.files.writing import FileToWrite, write_files
 from megatron_wrap.errors import CheckpointError
 
 TENSORS = (
@@ -98,7 +100,7 @@ def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
 import os, signal, sys, torch
 from pathlib import Path
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.writer import FileToWrite, WriteJob, Writer
+from megatron_wrap.checkpoint.files.writer import WriteJob, Writer
 copy = HostCopy(torch.device("cpu"), 1)
 writer = Writer(copy.descriptor)
 writer.start(WriteJob(Path(sys.argv[1]), "record", (), 0))
@@ -119,3 +121,49 @@ def test_too_little_memory_is_refused_before_it_is_used(copy: HostCopy, monkeypa
     with pytest.raises(CheckpointError, match=r"async_save: false"):
         copy.take([torch.zeros(1000)])
     assert copy.num_bytes == 0
+
+
+def test_files_are_hashed_block_by_block_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (hashes, writing):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
+    tensors = [torch.arange(float(size)) for size in (5, 900, 2000)]
+    files = [
+        FileToWrite(name, tuple((("tensor", None, number), tensor) for number, tensor in enumerate(tensors)))
+        for name in ("a", "b")
+    ]
+    record = write_files(tmp_path, files, lambda tensor: tensor)
+    for name in ("a", "b"):
+        content = (tmp_path / name).read_bytes()
+        blocks = [hashlib.sha256(content[at : at + 1000]).hexdigest() for at in range(0, len(content), 1000)]
+        whole = hashlib.sha256("".join(blocks).encode()).hexdigest()
+        assert record["hashes"][name] == {"blocks": blocks, "list": whole}
+    assert write_files(tmp_path, files, lambda tensor: tensor, hashed=False)["hashes"] == {}
+
+
+def test_blocks_are_compared_before_their_part_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (hashes, verification):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
+    (tmp_path / "a").write_bytes(bytes(4500))
+    recorded = hash_files(tmp_path, ["a"])
+    with (tmp_path / "a").open("r+b") as stream:
+        stream.seek(2999)
+        stream.write(b"x")
+    with verification.BlockVerification(tmp_path, recorded) as compared:
+        compared.begin([("a", 0, 2000), ("unknown", 0, 10)])
+        compared.require("a", 500, 1500)
+        compared.require("a", 3000, 1500)
+        compared.compare_rest(compared.compared() | {("a", 2)}, 0, 1)
+        assert compared.damage is None
+        with pytest.raises(CheckpointError, match="a differs from its SHA-256 in the 0 MiB from byte 2000"):
+            compared.require("a", 1500, 1400)
+    with verification.BlockVerification(tmp_path, recorded) as compared:
+        compared.compare_rest({("a", 0)}, 1, 4)  # 2 of the blocks 1, 2, 3 and 4
+        assert compared.damage is not None
+    (tmp_path / "a").unlink()
+    with (
+        verification.BlockVerification(tmp_path, recorded) as compared,
+        pytest.raises(CheckpointError, match="a cannot be read"),
+    ):
+        compared.require("a", 0, 1)

@@ -128,7 +128,7 @@ def test_checkpoint_can_be_loaded_by_both_versions(tmp_path):
         state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.arange(6.0)), "iteration": 7}
         arguments = versions.save_arguments(async_save=False)
         assert arguments == {"async_sharded_save": False}
-        dist_checkpointing.save(state, str(tmp_path), versions.save_strategy(), **arguments)
+        dist_checkpointing.save(state, str(tmp_path), **arguments)
         had_common_file = (tmp_path / "common.pt").exists()
         assert versions.common_state_file(tmp_path) is not had_common_file
         assert not versions.common_state_file(tmp_path)
