@@ -87,7 +87,8 @@ def _run_remote(url: str, verify: bool) -> int:
     if not remote.present():
         raise ConfigError(f"{remote.url} contains no checkpoints; give the folder that a run saved to")
     newest, best = next(iter(remote.newest_first()), None), remote.number(BEST)
-    rows, damaged = [_HEAD], []
+    rows: list[tuple[str, ...]] = [_HEAD]
+    damaged: list[str] = []
     for iteration in remote.present():
         problem, state = remote.missing_part(iteration), "complete"
         if problem is not None:
