@@ -220,10 +220,14 @@ def sizes(task: Task) -> str:
     if task.num_experts:
         balance = "forced balance" if task.forced_balance else "the model's own routing"
         width = f"{task.num_experts} experts of width {task.expert_width}, {task.experts_per_token} a token, {balance}"
+        width += f", a shared expert of width {task.shared_expert_width}" if task.shared_expert_width else ""
         devices += f", expert parallelism {task.expert_parallel}"
+    heads = f"{task.num_query_groups} key and value heads"
+    if task.kv_lora_rank:
+        heads = f"latent attention of ranks {task.q_lora_rank} and {task.kv_lora_rank}"
     return (
         f"{task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
-        f"heads, {task.num_query_groups} key and value heads, vocabulary {task.vocab_size:,}; sequence "
+        f"heads, {heads}, vocabulary {task.vocab_size:,}; sequence "
         f"{task.seq_length:,}, micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "
         f"{task.warmup} of warm-up."
