@@ -89,3 +89,18 @@ def several_updates(overrides: tuple[str, ...], rollouts: list[dict[str, Any]]) 
         last = [of_sample["routed_experts"] for of_sample in wrap.forward(batch)]
     first = [sample["routed_experts"] for sample in batch]
     return {"plain_loss": plain, "losses": losses, "first": first, "last": last}
+
+
+def losses(overrides: tuple[str, ...], routings: list[list[torch.Tensor]] | None, steps: int) -> dict[str, Any]:
+    """The loss of each step with replayed routing, and the routing: that of the run itself before each step, if none is
+    given."""
+    result: dict[str, Any] = {"losses": [], "routings": []}
+    with started(CONFIG, (*overrides, f"{REPLAY}R2", f"megatron_lm.train.common.train_iters={steps}")) as wrap:
+        batch = samples(wrap.global_batch_size, wrap.config.train.seq_length)
+        for number in range(steps):
+            recorded = [outputs["routed_experts"] for outputs in wrap.forward(batch)]
+            result["routings"].append(recorded if routings is None else routings[number])
+            replayed = zip(batch, result["routings"][-1], strict=True)
+            metrics = wrap.train([{**sample, "routed_experts": routing} for sample, routing in replayed])
+            result["losses"].append(metrics["loss"])
+    return result

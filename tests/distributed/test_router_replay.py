@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cp2-packed": ("cp2", PACKED),
     "dp2-pp2-vpp2-ep2-recomputed": ("dp2-pp2-vpp2-ep2", RECOMPUTED),
 }
+QUICK = ("recomputed", "dp2-ep2-packed", "tp2-ep2", "pp2-recomputed")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,9 @@ def test_changed_weights_select_the_recorded_experts(expected, routings) -> None
         assert (own.numpy()[kept] != recorded[kept]).any()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES]
+)
 def test_layouts_replay_like_one_rank(ranks, expected, routings, case: str) -> None:
     name, overrides = CASES[case]
     count, of_layout = layout(name)
@@ -110,3 +113,12 @@ def test_all_gather_of_unequal_numbers_of_tokens_is_refused(ranks) -> None:
     of_layout = ranks(2).run(_replay_runs.step, (*overrides, equal), None)
     (of_one,) = ranks(1).run(_replay_runs.step, (*MODEL, equal), None)
     assert of_layout[0] == pytest.approx(of_one, rel=1e-4)
+
+
+def test_grouped_experts_train_like_sequential_ones_with_their_routing(ranks) -> None:
+    """A run of scripts/drill/replayed_experts.py in small."""
+    steps, kind = 8, "megatron_lm.model.arch.experts_impl="
+    (sequential,) = ranks(1).run(_replay_runs.losses, (*MODEL, f"{kind}sequential"), None, steps)
+    (grouped,) = ranks(1).run(_replay_runs.losses, (*MODEL, f"{kind}grouped_mm"), sequential["routings"], steps)
+    assert sequential["losses"][-1] < sequential["losses"][0]
+    numpy.testing.assert_allclose(grouped["losses"], sequential["losses"], rtol=0, atol=1e-4)
