@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,16 @@ from megatron_wrap.engine.batches.sample_sharing import rows_in_order
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.engine.step_inputs import equal_runs, loss_micro_batches, normalized_loss, split
+from megatron_wrap.engine.step_inputs import (
+    equal_runs,
+    loss_micro_batches,
+    normalized_loss,
+    refuse_without_routing,
+    split,
+)
 from megatron_wrap.errors import ConfigError, DataError, FlowError, did_you_mean
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
@@ -79,7 +86,8 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
 
     Returns:
         On every rank one dictionary of CPU tensors per sample, in order: the sample's row of each output. A row with a
-        sequence dimension is cut to the sequence's length without padding, if a sample is one sequence.
+        sequence dimension is cut to the sequence's length without padding, if a sample is one sequence. With
+        `router_replay: R2` also `routed_experts` [tokens, layers with experts, topk], the experts of each token.
 
     Raises:
         DataError: a sample is wrong. FlowError: the flow breaks its contract.
@@ -91,16 +99,32 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     with evaluation_mode(state):
         for start, batch in _batches(state, samples):
             micro_batches = split(state, batch, state.micro_batching.by_samples(), seed + start)
-            rows = [
-                row
-                for run in equal_runs(state, micro_batches.training)
-                for of_micro_batch in state.pipeline_schedule.forward(
-                    state.chunks, state.localization.localize(run, state.extra_padding), outputs
-                )
-                for row in of_micro_batch
-            ]
+            refuse_without_routing(state, micro_batches.training, ("R3",))
+            rows: list[dict[str, Tensor]] = []
+            for run in equal_runs(state, micro_batches.training):
+                local = state.localization.localize(run, state.extra_padding)
+                rows += _rows(state, local, outputs)
             results += rows_in_order(rows, len(batch), flow.micro_batch_size, parallel)
     return results
+
+
+def _rows(
+    state: TrainingState, local: list[MicroBatch], outputs: Callable[[MicroBatch, Tensor], list[dict[str, Tensor]]]
+) -> list[dict[str, Tensor]]:
+    """One row of outputs for each sample of the micro-batches of one run, on the last pipeline stage. Collective."""
+    schedule = state.pipeline_schedule
+    routing = schedule.routing
+    if routing is None or routing.shape.mode != "R2":
+        return [row for of_micro_batch in schedule.forward(state.chunks, local, outputs) for row in of_micro_batch]
+    with routing.recording() as recorded:
+        rows = [row for of_micro_batch in schedule.forward(state.chunks, local, outputs) for row in of_micro_batch]
+    routed = routing.rows(recorded, local)
+    if rows and len(routed) != len(rows):
+        raise FlowError(
+            f"{type(state.flow).__name__} collates {len(routed)} sequences from {len(rows)} samples, whose routing "
+            "cannot be replayed; set megatron_lm.train.common.router_replay to disabled"
+        )
+    return [{**row, ROUTED_EXPERTS: of_row} for row, of_row in zip(rows, routed, strict=False)]
 
 
 def _batches(state: TrainingState, samples: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:

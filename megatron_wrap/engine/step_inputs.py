@@ -18,6 +18,8 @@ from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.reference.reference_model import with_reference_outputs
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.model.random_numbers import key_of
@@ -35,9 +37,11 @@ def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int
     if isinstance(batch, PreparedBatch):
         carried = batch.micro_batches(batch_key(state.micro_batching, seed, state.parallel.dp))
         if carried is not None:
+            refuse_without_routing(state, carried.training, ("R2", "R3"))
             return carried
     with phase(DATA):
         micro_batches = split(state, batch, state.micro_batching, seed)
+    refuse_without_routing(state, micro_batches.training, ("R2", "R3"))
     if not start:
         return micro_batches
     moved = [
@@ -95,6 +99,20 @@ def normalized_loss(
         step_weights=step_weights,
         num_microbatches=num_microbatches,
         sums=sums,
+    )
+
+
+def refuse_without_routing(state: TrainingState, micro_batches: Sequence[MicroBatch], modes: Sequence[str]) -> None:
+    """Raise a DataError if `router_replay` is one of `modes` and samples contain no routing."""
+    routing = state.flow.context.routing
+    if routing is None or routing.mode not in modes:
+        return
+    if all(ROUTED_EXPERTS in micro_batch.model_inputs for micro_batch in micro_batches):
+        return
+    origin = "wrap.forward returns it" if routing.mode == "R2" else "the rollout engine returns it"
+    raise DataError(
+        f'the samples contain no "{ROUTED_EXPERTS}", which megatron_lm.train.common.router_replay: {routing.mode} '
+        f"needs; add it to each sample ({origin}), or set router_replay to disabled"
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.contract.class_checks import packing_refusal
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.testing import comparison
 from megatron_wrap.testing.comparison import metric_differences, relative, rounding_floor
@@ -28,7 +29,7 @@ from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cau
 from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
 from megatron_wrap.testing.parity_overrides import check_overrides
 from megatron_wrap.testing.parity_report import LayoutVerdict, ParityReport
-from megatron_wrap.testing.parity_run import CaseResult, first_windows, run_case
+from megatron_wrap.testing.parity_run import CaseResult, first_windows, recorded_routing, run_case
 from megatron_wrap.testing.pools import Pools
 from megatron_wrap.testing.ranks import RankPool
 
@@ -68,7 +69,7 @@ def check_parity(
         reference_config = read_run(config, base)
         check_run(reference_config)
         with Pools(platform, ranks) as pools:
-            batch_samples = _samples(reference_config, samples, steps, pools)
+            batch_samples = _with_routing(reference_config, _samples(reference_config, samples, steps, pools), pools)
             on_one_process = functools.partial(pools.run, 1, run_case, reference_config, batch_samples, steps)
             reference, again = on_one_process(), on_one_process()
             notes, broken = _check_reference(reference, again)
@@ -263,3 +264,12 @@ def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int, pools
     if samples is None or not len(samples):
         raise DataError("check-parity: there are no samples; set megatron_wrap.data.train, or pass samples")
     return [samples[index % len(samples)] for index in range(needed)]
+
+
+def _with_routing(config: RunConfig, samples: list[Any], pools: Pools) -> list[Any]:
+    """With `router_replay`, samples that contain no routing get that of one process."""
+    if config.train.router_replay == "disabled" or any(ROUTED_EXPERTS in sample for sample in samples):
+        return samples
+    recording = replace(config, train=replace(config.train, router_replay="R2"))
+    routings = pools.run(1, recorded_routing, recording, samples)
+    return [{**sample, ROUTED_EXPERTS: routing} for sample, routing in zip(samples, routings, strict=True)]

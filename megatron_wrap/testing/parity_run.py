@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.testing.observer import Observer, Seen
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ def first_windows(config: RunConfig, count: int) -> list[Any]:
     size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     windows = open_indexed(config, size, tokenizer).training
     return [windows.read(position) for position in range(count)]
+
+
+def recorded_routing(config: RunConfig, samples: list[Any]) -> list[numpy.ndarray]:
+    """The routing of each sample with initial weights, on one process; `router_replay` of the config is R2."""
+    from megatron_wrap.core.wrap import MegatronWrap
+
+    with MegatronWrap(config) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        return [outputs[ROUTED_EXPERTS].numpy() for outputs in wrap.forward(samples)]
 
 
 def run_case(

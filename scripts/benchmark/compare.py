@@ -234,7 +234,11 @@ def sizes(task: Task) -> str:
     if task.num_experts:
         balance = "forced balance" if task.forced_balance else "the model's own routing"
         width = f"{task.num_experts} experts of width {task.expert_width}, {task.experts_per_token} a token, {balance}"
+        width += f", a shared expert of width {task.shared_expert_width}" if task.shared_expert_width else ""
         devices += f", expert parallelism {task.expert_parallel}"
+    heads = f"{task.num_query_groups} key and value heads"
+    if task.kv_lora_rank:
+        heads = f"latent attention of ranks {task.q_lora_rank} and {task.kv_lora_rank}"
     if task.lora_rank:
         width += f", adapters of rank {task.lora_rank} beside all linear layers"
     length = f"sequence {task.seq_length:,}"
@@ -243,7 +247,7 @@ def sizes(task: Task) -> str:
         length = f"sequences of {mean:,.0f} tokens in the mean and {task.seq_length:,} at most, packed"
     return (
         f"{task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
-        f"heads, {task.num_query_groups} key and value heads, vocabulary {task.vocab_size:,}; {length}, "
+        f"heads, {heads}, vocabulary {task.vocab_size:,}; {length}, "
         f"micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "
         f"{task.warmup} of warm-up."

@@ -1,10 +1,6 @@
 """Secrets of ten kinds in the environment, in the YAML and on the command line: nothing that a run writes has them.
 
-<<<<<<<< HEAD:scripts/drill/find_secrets.py
 python scripts/drill/find_secrets.py --count 1 [--seed 0]
-========
-python scripts/drill/find_secrets.py --count 1 [--seed 0]
->>>>>>>> bff67244208c1da54dae379ac8ddb1581e44c5cc:scripts/drill/find_secrets.py
 
 Each trial has new values, an own flow with options for them, and two runs of `megatron-wrap train`: one that trains,
 saves and is reported as a page, and one whose flow raises an error with every value in its message. All files beside

@@ -77,3 +77,17 @@ def test_adapters_beside_the_trainer_with_peft(tmp_path: Path) -> None:
     for name, program in programs.items():
         assert program["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name
         assert program["last_loss"] < program["first_loss"] - 0.1, name
+
+
+def test_deepseek_learns_like_that_of_transformers(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "tiny-deepseek", "--platform", "cpu", "--steps", "3", "--warmup", "1"]
+    command += ["--rounds", "1", "--against", "trainer", "megatron_lm.train.learning-rate.lr=1e-3"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    programs = json.loads((tmp_path / "compare.json").read_text())["presets"]["tiny-deepseek"]["programs"]
+    assert list(programs) == ["ours", "trainer"]
+    for name, program in programs.items():
+        assert program["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name
+    assert programs["ours"]["last_loss"] == pytest.approx(programs["trainer"]["last_loss"], abs=0.1)

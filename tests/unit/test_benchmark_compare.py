@@ -157,3 +157,28 @@ def test_the_table_and_the_chart(tmp_path: Path) -> None:
         for y, color in ((125, (63, 81, 181)), (165, (158, 158, 158)))
     ]
     assert widths[0] / widths[1] == pytest.approx(1.04, rel=0.01)
+
+
+@pytest.mark.parametrize("rope_fusion", [True, False])
+def test_bare_loop_gets_the_sizes_of_deepseek(rope_fusion: bool) -> None:
+    from comparison.flags import Flags
+    from comparison.presets import PRESETS
+    from comparison.task import task_of
+    from comparison.with_megatron_core import _transformer_config
+
+    preset = PRESETS["deepseek-v3-layers-balanced"]
+    path = str(FOLDER / preset.config)
+    task = task_of(read_run(path, preset.overrides), path, preset.overrides, "cuda", 1, warmup=1, steps=2)
+    config = _transformer_config(task, Flags("transformer_engine", rope_fusion=rope_fusion))
+    assert (config.kv_lora_rank, config.moe_router_num_groups, config.moe_shared_expert_intermediate_size) == (
+        512,
+        8,
+        640,
+    )
+    assert config.moe_router_force_load_balancing
+    assert config.moe_router_enable_expert_bias
+    # 6 FLOPs per weight and token, and causal attention of 192 and 128 per head
+    attention = 768 * (2048 + 32 * 192) + 2048 * (512 + 64) + 512 * 32 * 256 + 32 * 128 * 2048
+    weights = 8 * (attention + 2048 * (9 * 640 * 3 + 128)) + 2048 * 129280
+    flops = task.tokens_per_step * (6 * weights + 3 * 8 * 4096 * 32 * (192 + 128))
+    assert task.tflops(1.0) == pytest.approx(flops / 1e12)

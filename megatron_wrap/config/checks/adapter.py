@@ -27,14 +27,7 @@ def check_adapter(config: RunConfig) -> None:
     if settings is not None and settings.copy:
         key = f"models.{config.models.role}"
         refuse(config, [key], "with an adapter the first policy is its base, which needs no copy; write base")
-    if config.arch.num_experts is not None:
-        if config.arch.transformer_impl == "transformer_engine":
-            rule = "adapters in a mixture of experts are trained beside torch's layers; write auto or torch"
-            refuse(config, ["arch.transformer_impl"], rule)
-        if config.dtype.fp8 is not None:
-            refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
-    if config.dtype.fp8_param_gather:
-        refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
+    _check_layers(config)
     if adapter.path is not None and config.train.load is not None:
         refuse(
             config,
@@ -55,6 +48,52 @@ def check_adapter(config: RunConfig) -> None:
         _check_quantized(config)
     if adapter.target_parameters:
         _check_experts(config)
+    _check_patterns(config)
+
+
+def _check_quantized(config: RunConfig) -> None:
+    kind = config.adapter.base_weights
+    if config.adapter.keep_base:
+        text = f"checkpoints cannot contain weights in {kind}, which are made of those of hf_path; write false"
+        refuse(config, ["adapter.keep_base"], text)
+    if config.model_provider.hf_path is None and config.train.save is not None:
+        text = f"weights in {kind} are made of those of a Hugging Face folder, which a resumed run needs; set hf_path"
+        refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
+    if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
+        key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
+        text = f"weights in {kind} are those of torch's layers; write {'null' if key == 'dtype.fp8' else 'torch'}"
+        refuse(config, [key, "adapter.base_weights"], text)
+    if config.model_provider.verify_hf:
+        text = f"weights in {kind} differ from those of the folder; write false, or verify with base_weights: bf16"
+        refuse(config, ["model_provider.verify_hf"], text)
+
+
+def _check_experts(config: RunConfig) -> None:
+    """Refuse what adapters of experts do not support, in peft either."""
+    arch = config.arch
+    if config.adapter.lora_dropout:
+        rule = "fused experts cannot drop an adapter's inputs, as in peft; write 0.0"
+        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
+    if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
+        key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
+        rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"
+        refuse(config, ["adapter.target_parameters", key], rule)
+
+
+def _check_layers(config: RunConfig) -> None:
+    """Refuse layers beside which no adapter is trained."""
+    if config.arch.num_experts is not None:
+        if config.arch.transformer_impl == "transformer_engine":
+            rule = "adapters in a mixture of experts are trained beside torch's layers; write auto or torch"
+            refuse(config, ["arch.transformer_impl"], rule)
+        if config.dtype.fp8 is not None:
+            refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
+    if config.dtype.fp8_param_gather:
+        refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
+
+
+def _check_patterns(config: RunConfig) -> None:
+    adapter = config.adapter
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
     for index in adapter.layers_to_transform:
@@ -72,28 +111,3 @@ def check_adapter(config: RunConfig) -> None:
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
                 number = "a positive integer" if kind is int else "a positive number"
                 refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")
-
-
-def _check_quantized(config: RunConfig) -> None:
-    kind = config.adapter.base_weights
-    if config.adapter.keep_base:
-        text = f"checkpoints cannot contain weights in {kind}, which are made of those of hf_path; write false"
-        refuse(config, ["adapter.keep_base"], text)
-    if config.model_provider.hf_path is None and config.train.save is not None:
-        text = f"weights in {kind} are made of those of a Hugging Face folder, which a resumed run needs; set hf_path"
-        refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
-    if config.model_provider.verify_hf:
-        text = f"weights in {kind} differ from those of the folder; write false, or verify with base_weights: bf16"
-        refuse(config, ["model_provider.verify_hf"], text)
-
-
-def _check_experts(config: RunConfig) -> None:
-    """Refuse what adapters of experts do not support, in peft either."""
-    arch = config.arch
-    if config.adapter.lora_dropout:
-        rule = "fused experts cannot drop an adapter's inputs, as in peft; write 0.0"
-        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
-    if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
-        key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
-        rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"
-        refuse(config, ["adapter.target_parameters", key], rule)

@@ -12,9 +12,13 @@ def check_experts(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other.
     """
     if config.arch.num_experts is None:
+        if config.train.router_replay != "disabled":
+            rule = f"{config.train.router_replay} needs num_experts, and the model has no routers; write disabled"
+            refuse(config, ["train.router_replay", "arch.num_experts"], rule)
         return
     _check_layers(config)
     _check_router(config)
+    _check_replay(config)
     _check_losses(config)
     _check_layout(config, config.arch.num_experts)
 
@@ -95,6 +99,21 @@ def _check_router(config: RunConfig) -> None:
     if score_experts is not None and score_experts > experts // groups:
         rule = f"{score_experts} is more than the {experts // groups} experts of a group; lower it"
         refuse(config, ["arch.moe_router_group_score_experts"], rule)
+
+
+def _check_replay(config: RunConfig) -> None:
+    arch, mode = config.arch, config.train.router_replay
+    if arch.upstream.get("moe_enable_routing_replay"):
+        rule = "true alone replays nothing; write false, and set megatron_lm.train.common.router_replay: R2 or R3"
+        refuse(config, ["arch.moe_enable_routing_replay"], rule)
+    if mode == "disabled":
+        return
+    if arch.upstream.get("moe_router_fusion"):
+        rule = f"true selects experts within a kernel, which replays no routing; write false for router_replay {mode}"
+        refuse(config, ["arch.moe_router_fusion", "train.router_replay"], rule)
+    if arch.moe_router_load_balancing_type == "sinkhorn":
+        rule = f"sinkhorn has a selection of its own, which replays no routing; choose another type for {mode}"
+        refuse(config, ["arch.moe_router_load_balancing_type", "train.router_replay"], rule)
 
 
 def _check_losses(config: RunConfig) -> None:

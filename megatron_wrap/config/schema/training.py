@@ -81,6 +81,9 @@ class TrainConfig:
     neftune_noise_alpha: float | None = key(None, above=0, null_means_off=True)
     """Add uniform noise between -a and a, a = alpha / sqrt(L * hidden_size) for a sequence of L tokens, to the
     embeddings in training (NEFTune, arXiv:2310.05914); 5 is usual. null: none."""
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"
+    """Training routes each token to the experts in its sample's routed_experts. R2: those of the policy's own forward
+    pass, which wrap.forward then returns. R3: those of the rollout engine, in wrap.forward, too (arXiv:2510.11370)."""
     check_for_nan_in_loss_and_grad: bool = True
     """Refuse a step whose loss or gradient is not finite, before the weights change; megatron_wrap.bad_steps has what
     follows."""

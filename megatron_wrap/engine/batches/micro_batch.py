@@ -21,6 +21,7 @@ from megatron_wrap.flow.contract.collated import (
     loss_weights,
     sequence_lengths,
 )
+from megatron_wrap.flow.contract.routing import NOT_RECORDED, ROUTED_EXPERTS
 from megatron_wrap.parallel.collectives import ProcessGroup, all_reduce_values
 
 
@@ -120,15 +121,25 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         # fast kernels do not accept one
         inputs["attention_mask"] = None
     weight = flow.get_loss_weight(loss_inputs)
+    lengths, seqdims, pad_values = (
+        sequence_lengths(flow, model_inputs, width),
+        flow.get_fields_and_seqdims(),
+        flow.get_pad_values(),
+    )
+    if flow.context.routing is not None:
+        routing = flow.context.routing.collate(samples, lengths, width)
+        if routing is not None:
+            inputs[ROUTED_EXPERTS] = routing
+            seqdims, pad_values = {**seqdims, ROUTED_EXPERTS: 1}, {**pad_values, ROUTED_EXPERTS: NOT_RECORDED}
     return MicroBatch(
         model_inputs=inputs,
         loss_inputs=dict(loss_inputs),
         weights=loss_weights(flow, 1.0 if weight is None else weight),
         num_samples=len(samples),
-        lengths=sequence_lengths(flow, model_inputs, width),
+        lengths=lengths,
         width=width,
-        seqdims=flow.get_fields_and_seqdims(),
-        pad_values=flow.get_pad_values(),
+        seqdims=seqdims,
+        pad_values=pad_values,
         has_explicit_weight=weight is not None,
         sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.localize import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.passes.routing import RoutingReplay
+from megatron_wrap.errors import DataError
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
+from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 
 
@@ -27,6 +32,10 @@ class PipelineSchedule:
     sequence_parallel: bool
     half_precision: bool
     """Activations are bf16 or fp16."""
+    equal_tokens: bool = False
+    """Each micro-batch needs the same number of tokens on all processes that share the experts."""
+    routing: RoutingReplay | None = None
+    """With `router_replay`: the policy's routers."""
 
     def forward_backward(
         self, chunks: list[Any], local: list[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]
@@ -78,25 +87,34 @@ class PipelineSchedule:
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(iterator)
-            inputs = micro_batch.model_inputs
+            inputs = dict(micro_batch.model_inputs)
+            routed_experts = inputs.pop(ROUTED_EXPERTS, None)
             if model is not chunks[0] or self.parallel.pp.rank > 0:
                 inputs = self._later_stage_inputs(inputs)
-            return model(**inputs, **options), partial(three_values, micro_batch)
+            with nullcontext() if self.routing is None else self.routing.of_pass(model, routed_experts):
+                output = model(**inputs, **options)
+            return output, partial(three_values, micro_batch)
 
+        if self.equal_tokens:
+            self._refuse_unequal_tokens(local)
         # one iterator for each model chunk: an interleaved schedule runs the chunks on different micro-batches
         iterators = [iter(local) for _ in chunks]
         interleaved = len(chunks) > 1
         width = max(micro_batch.padded_width for micro_batch in local)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if interleaved else iterators[0],
-            model=chunks if interleaved else chunks[0],
-            num_microbatches=len(local),
-            seq_length=width,
-            micro_batch_size=local[0].num_rows,
-            decoder_seq_length=width,
-            forward_only=forward_only,
-        )
+        try:
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if interleaved else iterators[0],
+                model=chunks if interleaved else chunks[0],
+                num_microbatches=len(local),
+                seq_length=width,
+                micro_batch_size=local[0].num_rows,
+                decoder_seq_length=width,
+                forward_only=forward_only,
+            )
+        finally:
+            if self.routing is not None:
+                self.routing.end_of_run()
 
     def _later_stage_inputs(self, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """With sequence parallelism Megatron-Core splits the padding mask over tensor-parallel ranks on the first stage
@@ -105,3 +123,15 @@ class PipelineSchedule:
         if mask is None or not self.sequence_parallel:
             return inputs
         return {**inputs, PADDING_MASK: mask.chunk(tp.size, dim=1)[tp.rank]}
+
+    def _refuse_unequal_tokens(self, local: list[MicroBatch]) -> None:
+        """Raise a DataError, on all processes that share the experts, if their numbers of tokens differ. Collective."""
+        counts = gather_objects([part.num_rows * part.padded_width for part in local], self.parallel.ep.group)
+        for number, of_processes in enumerate(zip(*counts, strict=True), 1):
+            if len(set(of_processes)) > 1:
+                raise DataError(
+                    f"micro-batch {number} of {len(local)} has {sorted(set(of_processes))} tokens with padding on the "
+                    "processes that share the experts, and moe_token_dispatcher_type: allgather needs equal numbers; "
+                    "set megatron_lm.model.arch.moe_token_dispatcher_type: alltoall, or collate to equal lengths "
+                    "(megatron_wrap.flow.collate_type: fixed_length)"
+                )

@@ -3,7 +3,7 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.model.chunks import bare_model
 
 if TYPE_CHECKING:
@@ -196,9 +197,10 @@ def with_reference_outputs(
         named = flow.calculate_reference_outputs(micro_batch.loss_inputs, output)
         return {f"{models.role}_{name}": tensor for name, tensor in named.items()}
 
-    inputs = local
+    left_out = {ROUTED_EXPERTS}  # it has its own routing
     if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts
-        inputs = [_without_padding_mask(micro_batch) for micro_batch in local]
+        left_out.add(PADDING_MASK)
+    inputs = [_without(micro_batch, left_out) for micro_batch in local]
     with reference.on_device():
         outputs = schedule.forward(reference.chunks, inputs, compute)
     if not outputs:  # not the last pipeline stage
@@ -206,8 +208,8 @@ def with_reference_outputs(
     return [_with_loss_inputs(micro_batch, named, models) for micro_batch, named in zip(local, outputs, strict=True)]
 
 
-def _without_padding_mask(micro_batch: MicroBatch) -> MicroBatch:
-    inputs = {name: value for name, value in micro_batch.model_inputs.items() if name != PADDING_MASK}
+def _without(micro_batch: MicroBatch, left_out: Set[str]) -> MicroBatch:
+    inputs = {name: value for name, value in micro_batch.model_inputs.items() if name not in left_out}
     return replace(micro_batch, model_inputs=inputs)
 
 

@@ -27,6 +27,7 @@ from megatron_wrap.engine.batches.micro_batching import micro_batching_of
 from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+from megatron_wrap.engine.passes.routing import RoutingReplay
 from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
@@ -34,6 +35,7 @@ from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
@@ -102,10 +104,26 @@ def build_training_state(
             parallel=parallel,
             sequence_parallel=model_config.sequence_parallel,
             half_precision=config.dtype.bf16 or config.dtype.fp16,
+            equal_tokens=_needs_equal_tokens(config),
+            routing=_routing_replay(flow, parallel, chunks, model_config.sequence_parallel),
         ),
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
     )
+
+
+def _needs_equal_tokens(config: RunConfig) -> bool:
+    """Megatron-Core's all-gather of tokens takes equal numbers on all processes (transformer/moe/token_dispatcher.py,
+    MoEAllGatherTokenDispatcher)."""
+    spread = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
+    return spread and config.arch.moe_token_dispatcher_type == "allgather"
+
+
+def _routing_replay(
+    flow: MegatronWrapTrainingFlowBase, parallel: ParallelState, chunks: list[Any], sequence_parallel: bool
+) -> RoutingReplay | None:
+    shape = flow.context.routing
+    return None if shape is None else RoutingReplay(shape, chunks, parallel, sequence_parallel)
 
 
 def _localization(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema import derived
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.config import decode_flow_config
+from megatron_wrap.flow.contract.routing import RoutingShape
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
 
@@ -37,5 +39,15 @@ def build_flow(
         ),
         tokenizer=tokenizer,
         sources=tuple(source.name for source in config.data.train),
+        routing=_routing_shape(config),
     )
     return flow_class(decode_flow_config(flow_class, config), context)
+
+
+def _routing_shape(config: RunConfig) -> RoutingShape | None:
+    arch, mode = config.arch, config.train.router_replay
+    if mode == "disabled" or arch.num_experts is None:
+        return None
+    pattern = derived.moe_layer_pattern(arch)
+    layers = tuple(layer for layer, with_experts in enumerate(pattern) if with_experts)
+    return RoutingShape(layers, len(pattern), arch.num_experts, arch.moe_router_topk, mode)

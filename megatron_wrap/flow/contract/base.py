@@ -33,6 +33,8 @@ of the row's padding, in the order of the row. An unpacked micro-batch does not 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_wrap.flow.contract.routing import RoutingShape
+
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -86,6 +88,8 @@ class FlowContext:
     """Names of the sources of `megatron_wrap.data.train`, in their order."""
     collation: Collation = field(default_factory=Collation)
     """The collation in progress."""
+    routing: RoutingShape | None = None
+    """With `router_replay`: what a recorded routing of the model has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 from megatron_wrap.parallel.collectives import reduce_in_place
 
 
@@ -29,8 +30,7 @@ class Router(TopKRouter):
 
     def __init__(self, *, group_score_experts: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        if group_score_experts is not None:
-            self.router_replay = _GroupLimitedTopK(group_score_experts)
+        self.router_replay = self.choice = ExpertChoice(group_score_experts)
         self.load: Tensor | None = None
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
         assignments since `record_load`, without padding; None: not recorded."""
@@ -125,24 +125,6 @@ class Router(TopKRouter):
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             with torch.no_grad():
                 self.local_tokens_per_expert += counted.sum(dim=0)
-
-
-class _GroupLimitedTopK:
-    """Selects the top-k experts from the best groups. It has the interface of Megatron-Core's router replay, the only
-    hook for a different selection."""
-
-    def __init__(self, score_experts: int) -> None:
-        self.score_experts = score_experts
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Any
-    ) -> tuple[Tensor, Tensor]:
-        """(scores, indices) of the selected experts, both [tokens, topk], from scores [tokens, experts]."""
-        by_group = scores.unflatten(-1, (num_groups, -1))
-        group_scores = by_group.topk(self.score_experts, dim=-1).values.sum(dim=-1)
-        groups = group_scores.topk(group_topk, dim=-1).indices
-        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, groups, True)
-        return by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2).topk(topk, dim=-1)
 
 
 def _sum(tensor: Tensor, group: Any) -> Tensor:

@@ -49,6 +49,10 @@ PRESETS = {
     "moe-30b-a3b-layers-balanced": Preset(
         "moe-30b-a3b-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
     ),
+    "deepseek-v3-layers": Preset("deepseek-v3-layers.yaml", _sizes(4096, 4, 8)),
+    "deepseek-v3-layers-balanced": Preset(
+        "deepseek-v3-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
+    ),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
     "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),
     "tiny-lora-mixed": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA, *_MIXED)),
@@ -59,7 +63,24 @@ PRESETS = {
             *(f"{_ARCH}.{text}" for text in ("num_experts=8", "moe_ffn_hidden_size=64", "qk_layernorm=true")),
         ),
     ),
+    "tiny-deepseek": Preset(
+        "deepseek-v3-layers.yaml",
+        (
+            *_sizes(128, 2, 4),
+            "megatron_lm.train.dtype.__select__=fp32",
+            *(
+                f"{_ARCH}.{text}"
+                for text in (
+                    *("num_layers=2", "hidden_size=64", "ffn_hidden_size=128", "num_attention_heads=4"),
+                    *("vocab_size=4096", "q_lora_rank=32", "kv_lora_rank=32", "qk_head_dim=16", "v_head_dim=16"),
+                    *("qk_pos_emb_head_dim=8", "num_experts=16", "moe_ffn_hidden_size=32", "moe_router_topk=4"),
+                    *("moe_shared_expert_intermediate_size=32", "moe_router_num_groups=4", "moe_router_group_topk=2"),
+                )
+            ),
+        ),
+    ),
 }
-"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has
-samples of the usual lengths (`length_mix`), packed; `tiny` is for a CPU. `balanced`:
-random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own router."""
+"""Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has samples of the usual
+lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention.
+`balanced`: random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own
+router."""

@@ -13,15 +13,21 @@ from length_mix import length_mix
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.model import AdapterConfig
+from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import ExpertShape, ModelShape, tflops_per_device, training_flops
+from megatron_wrap.metrics.throughput import (
+    ExpertShape,
+    LatentAttentionShape,
+    ModelShape,
+    tflops_per_device,
+    training_flops,
+)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3 whose every layer has
-    experts, without model parallelism but that of experts. Sizes are global."""
+    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3 or DeepSeek-V3 whose every
+    layer has experts, without model parallelism but that of experts. Sizes are global."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -58,6 +64,17 @@ class Task:
     experts_per_token: int = 0
     expert_width: int = 0
     """Intermediate size of one expert."""
+    shared_expert_width: int = 0
+    """0: no shared expert."""
+    score_function: str = "softmax"
+    """"sigmoid": also with a bias for balance, as DeepSeek-V3 has it."""
+    num_groups: int | None = None
+    """Groups of experts, of which `group_topk` are chosen first."""
+    group_topk: int | None = None
+    scaling_factor: float | None = None
+    """Of the experts' weights."""
+    balancing: str = "aux_loss"
+    """Megatron-Core's kind of auxiliary loss; transformers has none in training."""
     aux_loss_coeff: float = 0.0
     router_dtype: str | None = None
     forced_balance: bool = False
@@ -68,6 +85,13 @@ class Task:
     lora_alpha: float = 0.0
     mixed_lengths: bool = False
     """Samples have the lengths of `length_mix`, the same ones in each step, and no program pads them."""
+    kv_lora_rank: int = 0
+    """0: attention is not latent, and the four sizes that follow do not apply."""
+    q_lora_rank: int = 0
+    qk_head_dim: int = 0
+    """Without the rotary part."""
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +130,7 @@ class Task:
             vocab_size=self.vocab_size,
             gated_linear_unit=True,
             experts=self._expert_shape(),
+            latent_attention=self._latent_shape(),
         )
         squares = sum(length**2 for length in self.sample_lengths)
         flops = training_flops(shape, self.tokens_per_step, squares)
@@ -116,7 +141,16 @@ class Task:
     def _expert_shape(self) -> ExpertShape | None:
         if not self.num_experts:
             return None
-        return ExpertShape(self.num_layers, self.num_experts, self.experts_per_token, self.expert_width, 0, False)
+        routed = (self.num_layers, self.num_experts, self.experts_per_token, self.expert_width)
+        return ExpertShape(*routed, self.shared_expert_width, False)
+
+    def _latent_shape(self) -> LatentAttentionShape | None:
+        if not self.kv_lora_rank:
+            return None
+        rotary = self.qk_pos_emb_head_dim
+        return LatentAttentionShape(
+            self.q_lora_rank, self.kv_lora_rank, self.qk_head_dim + rotary, rotary, self.v_head_dim
+        )
 
     def token_rows(self) -> numpy.ndarray:
         """[(warmup + steps) * global_batch_size, seq_length + 1] int64: the samples in order, the same in every
@@ -189,12 +223,29 @@ def task_of(
         lora_rank=config.adapter.r if config.adapter.adapter_type == "lora" else 0,
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
+        **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
     )
+
+
+def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
+    return {
+        "shared_expert_width": arch.moe_shared_expert_intermediate_size,
+        "score_function": arch.moe_router_score_function,
+        "num_groups": arch.moe_router_num_groups,
+        "group_topk": arch.moe_router_group_topk,
+        "scaling_factor": arch.moe_router_topk_scaling_factor,
+        "balancing": arch.moe_router_load_balancing_type,
+        "kv_lora_rank": arch.kv_lora_rank,
+        "q_lora_rank": arch.q_lora_rank,
+        "qk_head_dim": arch.qk_head_dim,
+        "qk_pos_emb_head_dim": arch.qk_pos_emb_head_dim,
+        "v_head_dim": arch.v_head_dim,
+    }
 
 
 def _refuse_other_models(config: RunConfig) -> None:
     arch, parallel = config.arch, config.parallel
-    llama = {
+    llama: dict[str, Any] = {
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
         "swiglu": True,
@@ -212,6 +263,10 @@ def _refuse_other_models(config: RunConfig) -> None:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if arch.multi_latent_attention and arch.num_experts is not None:
+        del llama["moe_shared_expert_intermediate_size"]
+        deepseek = {"multi_latent_attention": True, "moe_router_score_function": "sigmoid", "rope_type": "rope"}
+        llama |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
     wrong = [f"{name} {getattr(arch, name)!r}" for name, value in llama.items() if getattr(arch, name) != value]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
@@ -222,8 +277,8 @@ def _refuse_other_models(config: RunConfig) -> None:
     wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
-            f"the programs are compared on an untied Llama, or Qwen3 with experts, with data and expert parallelism "
-            f"alone, not with {', '.join(wrong)}; "
+            "the programs are compared on an untied Llama, or Qwen3 or DeepSeek-V3 with experts in all layers, with "
+            f"data and expert parallelism alone, not with {', '.join(wrong)}; "
             "override these keys"
         )
 

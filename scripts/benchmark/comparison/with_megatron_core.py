@@ -166,16 +166,19 @@ def _layers(task: Task, flags: Flags) -> Any:
     arguments: dict[str, Any] = {"qk_layernorm": task.qk_layernorm}
     if task.num_experts:
         arguments |= {"num_experts": task.num_experts, "moe_grouped_gemm": not local}
+    if task.kv_lora_rank:
+        arguments["multi_latent_attention"] = True
     if local:
         return get_gpt_layer_local_spec(normalization="RMSNorm", **arguments)
     return get_gpt_layer_with_transformer_engine_spec(**arguments)
 
 
 def _transformer_config(task: Task, flags: Flags) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     dtype = torch.bfloat16 if task.bf16 else torch.float32
-    return TransformerConfig(
+    config = MLATransformerConfig if task.kv_lora_rank else TransformerConfig
+    return config(
         num_layers=task.num_layers,
         hidden_size=task.hidden_size,
         ffn_hidden_size=task.ffn_hidden_size,
@@ -203,11 +206,21 @@ def _transformer_config(task: Task, flags: Flags) -> Any:
         cross_entropy_fusion_impl="te" if flags.cross_entropy == "te" else "native",
         qk_layernorm=task.qk_layernorm,
         **_experts(task, flags),
+        **_latent_attention(task),
     )
 
 
+def _latent_attention(task: Task) -> dict[str, Any]:
+    if not task.kv_lora_rank:
+        return {}
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    # without scaling YaRN is plain rotary embedding, which alone has no fused kernel there
+    rope = {"rope_type": "yarn", "rotary_scaling_factor": 1.0, "rotary_base": task.rotary_base}
+    return {name: getattr(task, name) for name in sizes} | {"multi_latent_attention": True, **rope}
+
+
 def _experts(task: Task, flags: Flags) -> dict[str, Any]:
-    """As Megatron-Bridge's recipe of Qwen3-30B-A3B sets them, without drops."""
+    """As Megatron-Bridge's recipes of Qwen3-30B-A3B and DeepSeek-V3 set them, without drops."""
     if not task.num_experts:
         return {}
     return {
@@ -217,7 +230,13 @@ def _experts(task: Task, flags: Flags) -> dict[str, Any]:
         "moe_grouped_gemm": flags.implementation == "transformer_engine",
         "moe_permute_fusion": flags.expert_fusion,
         "moe_router_fusion": flags.expert_fusion,
-        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_load_balancing_type": task.balancing,
+        "moe_router_score_function": task.score_function,
+        "moe_router_enable_expert_bias": task.score_function == "sigmoid",
+        "moe_router_num_groups": task.num_groups,
+        "moe_router_group_topk": task.group_topk,
+        "moe_router_topk_scaling_factor": task.scaling_factor,
+        "moe_shared_expert_intermediate_size": task.shared_expert_width or None,
         "moe_aux_loss_coeff": task.aux_loss_coeff,
         "moe_router_dtype": task.router_dtype,
         "moe_router_force_load_balancing": task.forced_balance,

@@ -1,5 +1,5 @@
-"""transformers' Trainer and trl's SFTTrainer on a Llama or a Qwen3 with experts of the same sizes, with bf16 weights,
-fused AdamW and transformers' grouped experts; with adapters of peft and with Liger-Kernel as well."""
+"""transformers' Trainer and trl's SFTTrainer on a Llama, or a Qwen3 or DeepSeek-V3 with experts of the same sizes, with
+bf16 weights, fused AdamW and transformers' grouped experts; with adapters of peft and with Liger-Kernel as well."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def _model(task: Task) -> Any:
     }
     model_class: type[transformers.PreTrainedModel] = transformers.LlamaForCausalLM
     config: transformers.PretrainedConfig
-    if task.num_experts:
+    if task.kv_lora_rank:
+        model_class = transformers.DeepseekV3ForCausalLM
+        config = transformers.DeepseekV3Config(**{**settings, **_deepseek(task)})
+    elif task.num_experts:
         model_class = transformers.Qwen3MoeForCausalLM
         config = transformers.Qwen3MoeConfig(
             **settings,
@@ -103,6 +106,27 @@ def _model(task: Task) -> Any:
         r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(model, lora)
+
+
+def _deepseek(task: Task) -> dict[str, Any]:
+    return {
+        "head_dim": task.qk_pos_emb_head_dim,
+        "q_lora_rank": task.q_lora_rank,
+        "kv_lora_rank": task.kv_lora_rank,
+        "qk_nope_head_dim": task.qk_head_dim,
+        "qk_rope_head_dim": task.qk_pos_emb_head_dim,
+        "v_head_dim": task.v_head_dim,
+        "n_routed_experts": task.num_experts,
+        "num_experts_per_tok": task.experts_per_token,
+        "moe_intermediate_size": task.expert_width,
+        "n_shared_experts": task.shared_expert_width // task.expert_width,
+        "n_group": task.num_groups,
+        "topk_group": task.group_topk,
+        "routed_scaling_factor": task.scaling_factor,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": True,
+        "experts_implementation": "grouped_mm",
+    }
 
 
 def _settings(task: Task, folder: str) -> dict[str, Any]:

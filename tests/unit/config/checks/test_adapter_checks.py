@@ -94,17 +94,26 @@ def test_a_pattern_that_matches_nothing_is_refused(override, message):
 def test_adapters_of_experts_that_cannot_be_are_refused(overrides, message):
     keys = ("target_parameters=[mlp.experts.gate_up_proj]", *overrides)
     with pytest.raises(ConfigError, match=message):
-        config = load_run_config(EXPERTS, (LORA, *(f"{KEYS}.{key}" for key in keys)))
-        check_values(config)
-        model = export_format(config, 4096)
-        adapted_layers(model.family.parameters(model.arch), config.adapter)
-    sequential = "megatron_lm.model.arch.experts_impl=sequential"
-    with pytest.raises(ConfigError, match="set experts_impl to grouped_mm"):
-        check_values(load_run_config(EXPERTS, (LORA, f"{KEYS}.{keys[0]}", sequential)))
-    with pytest.raises(ConfigError, match="this model has no experts"):
-        dense = load_run_config(CONFIG, (LORA, f"{KEYS}.{keys[0]}"))
-        model = export_format(dense, 4096)
-        adapted_layers(model.family.parameters(model.arch), dense.adapter)
+        _adapted(load_run_config(EXPERTS, (LORA, *(f"{KEYS}.{key}" for key in keys))))
+
+
+@pytest.mark.parametrize(
+    ("path", "override", "message"),
+    [
+        (EXPERTS, "megatron_lm.model.arch.experts_impl=sequential", "set experts_impl to grouped_mm"),
+        (CONFIG, f"{KEYS}.r=8", "this model has no experts"),
+    ],
+)
+def test_adapters_of_experts_need_grouped_ones(path, override, message):
+    config = load_run_config(path, (LORA, f"{KEYS}.target_parameters=[mlp.experts.gate_up_proj]", override))
+    with pytest.raises(ConfigError, match=message):
+        _adapted(config)
+
+
+def _adapted(config):
+    check_values(config)
+    model = export_format(config, 4096)
+    return adapted_layers(model.family.parameters(model.arch), config.adapter)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
