@@ -187,7 +187,8 @@ def _deltas(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[], 
     from megatron_wrap.nn.experts.lora import ExpertAdapter
     from megatron_wrap.nn.lora import adapters_by_weight
 
-    adapters, deltas = adapters_by_weight(model), {}
+    adapters = adapters_by_weight(model)
+    deltas: dict[str, Callable[[], Tensor]] = {}
     for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
         adapter = adapters.get(id(parameter))
         if isinstance(adapter, ExpertAdapter):

@@ -161,7 +161,7 @@ def _linear_layers(
 def _stacks_of_experts(chunk: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
     """(owner, name in the owner, layer, global name) of the linear layers of all experts of each transformer layer."""
     for layer in getattr(chunk.decoder, "layers", ()):
-        experts = getattr(layer.mlp, "experts", None)
+        experts: Any = getattr(layer.mlp, "experts", None)
         for child_name in ("linear_fc1", "linear_fc2") if experts is not None else ():
             name = f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{child_name}"
             yield experts, child_name, getattr(experts, child_name, experts), name
