@@ -68,7 +68,9 @@ class RemoteStore:
     def newest_first(self) -> list[int]:
         """Iterations with a manifest: that of the tracker and older ones, or all if there is none of the tracker's."""
         sent, tracked = self.sent(), self.number(TRACKER)
-        return [one for one in reversed(sent) if tracked not in sent or tracked is None or one <= tracked]
+        return [
+            iteration for iteration in reversed(sent) if tracked not in sent or tracked is None or iteration <= tracked
+        ]
 
     def number(self, name: str) -> int | None:
         """The iteration in the tracker, or in the record of the best; None if there is none."""
@@ -112,12 +114,12 @@ class RemoteStore:
         """
         if keep is None:
             return []
-        earlier = [one for one in self.sent() if one < newest]
-        removed = [one for one in earlier[: len(earlier) - (keep - 1)] if one != best]
-        kept = {newest, *(one for one in self.present() if one not in removed)}
+        earlier = [iteration for iteration in self.sent() if iteration < newest]
+        removed = [iteration for iteration in earlier[: len(earlier) - (keep - 1)] if iteration != best]
+        kept = {newest, *(iteration for iteration in self.present() if iteration not in removed)}
         references = self.sent(f"{REFERENCE}/")
-        folders = [folder_name(one) for one in removed]
-        folders += [f"{REFERENCE}/{folder_name(one)}" for one in references[:-1] if one not in kept]
+        folders = [folder_name(iteration) for iteration in removed]
+        folders += [f"{REFERENCE}/{folder_name(iteration)}" for iteration in references[:-1] if iteration not in kept]
         return [name for folder in folders for name in reversed(self.names(folder))]
 
     def download(self, iteration: int, folder: Path) -> str | None:
@@ -180,7 +182,7 @@ def fetch_newest(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".download.lock", f"downloads {url}"):
         remote = RemoteStore(url)
-        candidates = [one for one in remote.newest_first() if below is None or one < below]
+        candidates = [iteration for iteration in remote.newest_first() if below is None or iteration < below]
         store = CheckpointStore(folder)
         latest = store.latest()
         if keep_newer and latest is not None and (not candidates or latest >= candidates[0]):

@@ -60,7 +60,7 @@ class Uploads:
 
     def waiting(self) -> list[int]:
         """Iterations of the complete checkpoints that are not sent yet, ascending."""
-        return [one for one in self._store.iterations() if not self._is_sent(one)]
+        return [iteration for iteration in self._store.iterations() if not self._is_sent(iteration)]
 
     def make_room(self, policy: str) -> bool:
         """Whether a further checkpoint may wait for its upload; for a save that begins.
@@ -74,7 +74,7 @@ class Uploads:
         """
         while True:
             waiting = self.waiting()
-            sizes = {one: _size(self._store.folder_of(one)) for one in waiting}
+            sizes = {iteration: _size(self._store.folder_of(iteration)) for iteration in waiting}
             newest = sizes[waiting[-1]] if waiting else 0
             limit = _DEFAULT_COPIES * newest if self._limit is None else self._limit
             if sum(sizes.values()) + newest <= limit or not waiting:
@@ -89,7 +89,7 @@ class Uploads:
             if policy == "wait":
                 return False
             with self._lock:
-                droppable = [one for one in waiting[:-1] if one != self._current]
+                droppable = [iteration for iteration in waiting[:-1] if iteration != self._current]
                 if not droppable:
                     return True
                 self._store.remove(droppable[0])
@@ -117,7 +117,7 @@ class Uploads:
         left = self.waiting()
         if left:
             logger.warning_rank_0(
-                f"not in {self._url}: {', '.join(folder_name(one) for one in left)}"
+                f"not in {self._url}: {', '.join(folder_name(iteration) for iteration in left)}"
                 f"{f' ({self._failure})' if self._failure else ''}; "
                 f"kept in {self._store.folder}, from where the next start of this run sends "
                 f"{'it' if len(left) == 1 else 'them'}"
@@ -160,7 +160,7 @@ class Uploads:
         if self._ends.is_set():
             raise _Ended
         references = CheckpointStore(self._store.folder / REFERENCE)
-        earlier = (references.folder_of(one) for one in references.iterations() if one <= iteration)
+        earlier = (references.folder_of(number) for number in references.iterations() if number <= iteration)
         folders = {f"{REFERENCE}/{path.name}": path for path in earlier}
         folders = {name: path for name, path in folders.items() if not self._has(name, path)}
         folders[folder_name(iteration)] = self._store.folder_of(iteration)
@@ -210,9 +210,9 @@ class Uploads:
         """Remove local copies that are sent, but for the newest."""
         with self._lock:
             for store, prefix in ((self._store, ""), (references, f"{REFERENCE}/")):
-                for one in store.iterations()[:-1]:
-                    if self._has(prefix + folder_name(one), store.folder_of(one)):
-                        store.remove(one)
+                for iteration in store.iterations()[:-1]:
+                    if self._has(prefix + folder_name(iteration), store.folder_of(iteration)):
+                        store.remove(iteration)
 
     def _is_sent(self, iteration: int) -> bool:
         return self._has(folder_name(iteration), self._store.folder_of(iteration))
@@ -226,7 +226,9 @@ class Uploads:
                 self._record[part] |= values
                 for name in values if part == "complete" else ():
                     sent = self._record["sent"]
-                    self._record["sent"] = {file: one for file, one in sent.items() if not file.startswith(f"{name}/")}
+                    self._record["sent"] = {
+                        file: digest for file, digest in sent.items() if not file.startswith(f"{name}/")
+                    }
             with contextlib.suppress(OSError):  # what is not recorded is sent again
                 write_atomically(self._store.folder / RECORD, json.dumps(self._record))
 
