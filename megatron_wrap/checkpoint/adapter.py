@@ -22,7 +22,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("target_parameters", "use_rslora", "modules_to_save", "bias"),
+    *("target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias"),
 )
 """That determine modules, ranks and scales; others may differ in a run that continues."""
 
@@ -49,6 +49,12 @@ def check_adapter(
         raise CheckpointError(
             f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
             "set megatron_lm.train.common.finetune: true"
+        )
+    if adapted and not has_adapter and config.adapter.use_dora:
+        raise CheckpointError(
+            f"{checkpoint} contains no adapter, and DoRA begins with the norms of hf_path's weights; export it "
+            "(megatron-wrap export-hf) and set megatron_wrap.model_provider.hf_path to that folder, or write "
+            "megatron_wrap.adapter.use_dora: false"
         )
     if base is None:
         if adapted and config.adapter.base_weights != "bf16":

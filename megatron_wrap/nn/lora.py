@@ -71,6 +71,9 @@ class LinearAdapter(torch.nn.Module):
     base that belong to each. The factors are the adapter's own parameters, not those of a submodule: before a module's
     forward pass Megatron-Core waits for the gathering of the module's own ones (overlap_param_gather).
 
+    With `dora` the norm of each adapted row is trained as well, the parameter `lora_magnitude_NAME` (DoRA, Liu et al.,
+    arXiv:2402.09353, equation 5); no gradient flows through the norm that it replaces (section 4.3).
+
     Args:
         base: the linear layer; its `weight` is [outputs, inputs] on this rank.
         kind: how the base's weight is sharded over tensor-parallel ranks.
@@ -88,6 +91,7 @@ class LinearAdapter(torch.nn.Module):
         dropout: float,
         layer: int,
         sequence_parallel: bool,
+        dora: bool = False,
     ) -> None:
         super().__init__()
         weight: Any = base.weight
@@ -96,6 +100,7 @@ class LinearAdapter(torch.nn.Module):
         self.dropout = dropout
         self.layer = layer
         self.sequence_parallel = sequence_parallel
+        self.dora = dora
         self.enabled = True
         self.adapter_name = TRAINED
         self._outputs = weight.shape[0]
@@ -106,6 +111,8 @@ class LinearAdapter(torch.nn.Module):
             for name, rows in zip(module.b_names, module.parts, strict=True):
                 self._add_factor(f"lora_B_{name}", torch.empty(len(rows), module.rank, **new))
                 self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
+                if dora:
+                    self._add_factor(f"lora_magnitude_{name}", torch.empty(len(rows), **new))
         base.register_forward_hook(self._add_to_output)
 
     def _add_factor(self, name: str, values: Tensor) -> None:
@@ -123,12 +130,18 @@ class LinearAdapter(torch.nn.Module):
             self.register_buffer(factor, parameter.detach(), persistent=False)
 
     def sharded_dim(self, factor: str) -> int | None:
-        """Dimension of a factor, `lora_A_NAME` or `lora_B_NAME`, that is sharded over tensor-parallel ranks; None: it
-        is whole."""
-        return {("column", "lora_B"): 0, ("row", "lora_A"): 1}.get((self.kind, factor[:6]))
+        """Dimension of a factor, such as `lora_A_NAME`, that is sharded over tensor-parallel ranks; None: it is
+        whole."""
+        sharded = {("column", "B"): 0, ("column", "magnitude"): 0, ("row", "A"): 1}
+        return sharded.get((self.kind, factor.split("_")[1]))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The adapters' output for the base's input, in the parallel state of the base's output."""
+    def forward(self, inputs: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
+        """The base's output with what the adapters add to it, in the same parallel state.
+
+        Args:
+            inputs: of the base.
+            bias: of the base, if its output contains it.
+        """
         product = self._times_a(inputs)
         if self.kind == "column":
             if self.sequence_parallel:
@@ -140,23 +153,71 @@ class LinearAdapter(torch.nn.Module):
                 product = reduce_scatter_to_sequence_parallel_region(product)
             else:
                 product = reduce_from_tensor_model_parallel_region(product)
-        return torch.nn.functional.linear(product, self._placed_b())
+        added = torch.nn.functional.linear(product, self._placed_b())
+        if not self.dora:
+            return output + added
+        scales = self._scales_of_rows().to(output.dtype)
+        return output + (scales - 1) * (output if bias is None else output - bias) + scales * added
 
     def _factor(self, name: str) -> Tensor:
         factor: Tensor = getattr(self, name)
         return factor
 
     def delta(self) -> Tensor:
-        """The sum of the scaled products B A, as the base's weight [outputs, inputs] on this rank, in fp32."""
-        first = torch.cat([self._factor(f"lora_A_{module.name}").float() for module in self.modules_of])
-        return self._placed_b(torch.float32) @ first
+        """What a merge adds to the base's weight [outputs, inputs] on this rank, in fp32: the scaled products B A; with
+        `dora` rows are also scaled, which is collective over tensor-parallel ranks."""
+        product = self._placed_b(torch.float32) @ self._stacked_a().float()
+        if not self.dora:
+            return product
+        weight = self._base_weight().float()
+        return self._scales_of_rows().detach()[:, None] * (weight + product) - weight
+
+    def initialize_magnitudes(self) -> None:
+        """Set the magnitudes to the norms of the rows. Collective over tensor-parallel ranks."""
+        norms = self._norms_of_rows()
+        for name, rows in self._rows():
+            self._factor(f"lora_magnitude_{name}").data.copy_(norms[rows])
+
+    def _rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Name of each B, and its rows of the base's local weight."""
+        for module in self.modules_of:
+            for name in module.b_names:
+                yield name, self.get_buffer(f"rows_of_{name}")
+
+    def _scales_of_rows(self) -> Tensor:
+        """Magnitude over norm of each row, fp32 [outputs]; 1 in rows without an adapter."""
+        norms = self._norms_of_rows()
+        scales = torch.ones_like(norms)
+        for name, rows in self._rows():
+            scales = scales.index_copy(0, rows, self._factor(f"lora_magnitude_{name}").float() / norms[rows])
+        return scales
+
+    @torch.no_grad()
+    def _norms_of_rows(self) -> Tensor:
+        """Norm of each row of W, the base's weight, plus the scaled products B A, fp32 [outputs]. Its square is
+        |W|^2 + 2 <W A^T, B> + <B A A^T, B>, so no other matrix of the size of W is computed."""
+        weight, a, b = self._base_weight(), self._stacked_a(), self._placed_b(torch.float32)
+        crossed = torch.nn.functional.linear(weight, a).float()
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        squares += ((2 * crossed + b @ (a.float() @ a.float().t())) * b).sum(dim=1)
+        if self.kind == "row":
+            squares = reduce_from_tensor_model_parallel_region(squares)
+        return squares.clamp(min=0).sqrt()
+
+    def _base_weight(self) -> Tensor:
+        weight: Any = self.base_weight()
+        return weight.detach()
+
+    def _stacked_a(self) -> Tensor:
+        """A of all modules, [sum of ranks, inputs]."""
+        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
+        return factors[0] if len(factors) == 1 else torch.cat(factors)
 
     def _times_a(self, inputs: Tensor) -> Tensor:
         """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
-        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
         if not (self.training and self.dropout):
-            stacked = factors[0] if len(factors) == 1 else torch.cat(factors)
-            return torch.nn.functional.linear(inputs, stacked)
+            return torch.nn.functional.linear(inputs, self._stacked_a())
+        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
         # inputs that differ between tensor-parallel ranks take random numbers that differ, others the same ones
         differs = self.kind == "row" or self.sequence_parallel
         with get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
@@ -178,12 +239,13 @@ class LinearAdapter(torch.nn.Module):
             columns.append(placed)
         return torch.cat(columns, dim=1)
 
-    def _add_to_output(self, _base: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    def _add_to_output(self, base: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
         if not self.enabled:
             return output
+        bias = None if getattr(base, "skip_bias_add", True) else base.bias
         if isinstance(output, tuple):
-            return output[0] + self(inputs[0]), *output[1:]
-        return output + self(inputs[0])
+            return self(inputs[0], output[0], bias), *output[1:]
+        return self(inputs[0], output, bias)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Megatron-Core's description of the factors for checkpoints. Each layer has tensors of its own, because layers

@@ -243,6 +243,8 @@ def peft_factors(peft: Any) -> dict[str, Any]:
 
 def _trained(peft: Any) -> dict[str, Any]:
     named = ((name, value) for name, value in peft.named_parameters() if value.requires_grad)
+    norms = ".lora_magnitude_vector"
+    named = ((name.replace(f"{norms}.default.weight", norms), value) for name, value in named)
     return {name.replace(".modules_to_save", "").replace(".default.", "."): value for name, value in named}
 
 

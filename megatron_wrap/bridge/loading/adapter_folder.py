@@ -27,7 +27,6 @@ from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 _REFUSED = {
-    "use_dora": "DoRA",
     "trainable_token_indices": "trainable tokens",
     "lora_bias": "biases of adapters",
     "layer_replication": "replicated layers",
@@ -38,7 +37,7 @@ CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
-    *("layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "bias"),
+    *("layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
 )
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
@@ -51,10 +50,10 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),
     "bias": ("a text", lambda value: isinstance(value, str)),
-    "use_rslora": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("use_rslora", "use_dora"), ("true or false", lambda value: isinstance(value, bool))),
 }
 """Key -> its type in words, and the test of a value other than null."""
-_SAME = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

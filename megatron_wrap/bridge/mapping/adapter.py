@@ -69,6 +69,8 @@ class AdaptedLayer:
     """Number of experts of the stack; 0: one linear layer."""
     nested: bool = False
     """peft wraps a further tensor of the same experts around this one."""
+    dora: bool = False
+    """The norms of the adapted rows are trained as well."""
     before_019: bool = False
     """The files have the form of experts' factors that peft had before 0.19."""
 
@@ -96,7 +98,7 @@ class AdaptedLayer:
             if self.experts:
                 table |= self._factors_of_experts(module)
                 continue
-            stem = f"{self.name}{ADAPTER}"
+            stem, file_norms = f"{self.name}{ADAPTER}", f"{self.file_stem(module)}.lora_magnitude_vector"
             file_a, file_b = (f"{self.file_stem(module)}.lora_{letter}.weight" for letter in "AB")
             other, runs = self.weight.other, self.runs_of(module)
             assert other is not None, "a linear layer's weight has two dimensions"
@@ -106,12 +108,17 @@ class AdaptedLayer:
                     ((Run(file_a, 0, length),),), module.rank, along=1, split=self.weight.split
                 )
                 table[f"{stem}.lora_B_{module.key}"] = replicated(file_b, other, module.rank)
+                if self.dora:
+                    table[f"{stem}.lora_magnitude_{module.key}"] = replicated(file_norms, other)
                 continue
             table[f"{stem}.lora_A_{module.key}"] = replicated(file_a, module.rank, other)
             for number, (_, part) in enumerate(runs):
                 key = module.key if len(runs) == 1 else f"{module.key}_{number}"
                 renamed = tuple(replace(run, name=file_b) for run in part)
                 table[f"{stem}.lora_B_{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
+                if self.dora:
+                    renamed = tuple(replace(run, name=file_norms) for run in part)
+                    table[f"{stem}.lora_magnitude_{key}"] = WeightMapping((renamed,), None, split=self.weight.split)
         return table
 
     def _factors_of_experts(self, module: TargetModule) -> dict[str, WeightMapping]:
@@ -149,7 +156,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
         if targets:
-            layers.append(AdaptedLayer(name, mapping, targets))
+            layers.append(AdaptedLayer(name, mapping, targets, dora=config.use_dora))
     layers += experts
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
@@ -309,6 +316,7 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "rank_pattern": dict(config.rank_pattern or {}),
         "alpha_pattern": dict(config.alpha_pattern or {}),
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
         "bias": config.bias,

@@ -44,6 +44,8 @@ def check_adapter(config: RunConfig) -> None:
     if settings is not None and settings.adapter is not None and settings.adapter not in (adapter.others or {}):
         text = f"{settings.adapter} is no adapter of megatron_wrap.adapter.others; add it there"
         refuse(config, [f"models.{config.models.role}"], text)
+    if adapter.use_dora:
+        _check_dora(config)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
     if adapter.target_parameters:
@@ -111,3 +113,18 @@ def _check_patterns(config: RunConfig) -> None:
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
                 number = "a positive integer" if kind is int else "a positive number"
                 refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")
+
+
+def _check_dora(config: RunConfig) -> None:
+    """Refuse what goes with no norms of rows."""
+    adapter = config.adapter
+    if adapter.lora_dropout:
+        rule = "inputs cannot be dropped for the adapter alone, since DoRA scales the base's output; write 0.0"
+        refuse(config, ["adapter.use_dora", "adapter.lora_dropout"], rule)
+    if adapter.target_parameters:
+        refuse(config, ["adapter.use_dora", "adapter.target_parameters"], "fused experts have no DoRA, as in peft")
+    if adapter.base_weights != "bf16":
+        refuse(config, ["adapter.use_dora", "adapter.base_weights"], "DoRA needs the weights' own values; write bf16")
+    if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
+        key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
+        refuse(config, ["adapter.use_dora", key], "DoRA is trained beside torch's layers without FP8")

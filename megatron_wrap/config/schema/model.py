@@ -254,6 +254,8 @@ class AdapterConfig:
     """Regular expression of names of modules -> their alpha instead of lora_alpha; null: lora_alpha for all."""
     use_rslora: bool = False
     """Multiply by lora_alpha / sqrt(r) (rank-stabilized LoRA, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the norm of each row of the adapted weights as well (DoRA, arXiv:2402.09353); needs lora_dropout 0."""
     init_lora_weights: bool | Literal["gaussian"] = True
     """true: A uniform within 1 / sqrt(inputs), B zero; gaussian: A normal with deviation 1 / r, B zero; false: B as A,
     so that an adapter is active from the beginning, for tests."""

@@ -103,16 +103,19 @@ def add_adapters(
     The factors depend only on the seed and their names, so all parallel layouts start equal.
     """
     chunk.requires_grad_(False)
-    named = {layer.name: layer for layer in layers}
+    named, added = {layer.name: layer for layer in layers}, []
     for owner, child_name, child, name in list(_linear_layers(chunk, config)):
         if name in named:
-            adapter = _adapter(child, named[name], config, parallel)
-            owner.add_module(f"{child_name}{ADAPTER}", adapter)
+            added.append(_adapter(child, named[name], config, parallel))
+            owner.add_module(f"{child_name}{ADAPTER}", added[-1])
     for owner, child_name, child, name in list(_stacks_of_experts(chunk)):
         if name in named:
             owner.add_module(f"{child_name}{ADAPTER}", _expert_adapter(child, named[name], parallel))
     for name, factor, mapping in adapter_parameters(chunk, layers, config):
-        _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
+        if ".lora_magnitude_" not in name:
+            _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
+    for adapter in added if config.adapter.use_dora else ():
+        adapter.initialize_magnitudes()
     if config.recompute.recompute_granularity is not None:
         keep_graph(chunk)
 
@@ -209,6 +212,7 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
         dropout=config.adapter.lora_dropout,
         layer=int(layer.name.split(".")[2]),
         sequence_parallel=derived.sequence_parallel(config.parallel) and parallel.tp.size > 1,
+        dora=config.adapter.use_dora,
     )
 
 
