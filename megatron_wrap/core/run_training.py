@@ -12,6 +12,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.engine import split_step
 from megatron_wrap.engine.bad_steps import BadStep
+from megatron_wrap.engine.passes.replicas import refuse_differing_copies
 from megatron_wrap.engine.state.open_step import StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.engine.step import train_step
@@ -108,6 +109,9 @@ class RunTraining:
 
     def _finish(self, report: StepReport) -> dict[str, float]:
         state, train, iteration = self._state, self._state.config.train, self._state.progress.iteration
+        interval = train.check_weight_hash_across_dp_replicas_interval
+        if interval and iteration % interval == 0:
+            refuse_differing_copies(state)
         if state.reference is not None:
             state.reference.follow(state.chunks, iteration)
         self._records.step_taken(report)

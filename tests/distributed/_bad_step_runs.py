@@ -176,3 +176,25 @@ def refused_in_parts(overrides: Sequence[str]) -> str:
         except Exception as error:
             return str(error)
     return "no error"
+
+
+def differing_copies(overrides: Sequence[str], name: str) -> tuple[float, str]:
+    """The loss of a good step with equal copies, and the error of a step after one bit of a parameter of rank 1 has
+    changed."""
+    import torch.distributed as dist
+
+    from megatron_wrap.model.chunks import bare_model
+    from megatron_wrap.model.initial_weights import global_names
+
+    key = "megatron_lm.train.common.check_weight_hash_across_dp_replicas_interval=1"
+    with runs.started((*runs.options("Poisoned"), *overrides, key)) as wrap:
+        loss = wrap.train(samples()[: runs.BATCH])["loss"]
+        for model in map(bare_model, wrap.state.chunks):
+            for named in global_names(model, tied=False):
+                if named.name == name and dist.get_rank() == 1:
+                    named.of(named.tensor.data).view(-1).view(torch.uint8)[5] ^= 4
+        try:
+            wrap.train(samples()[runs.BATCH : 2 * runs.BATCH])
+        except Exception as error:
+            return loss, f"{type(error).__name__}: {error}"
+    return loss, "no error"

@@ -140,3 +140,19 @@ def test_a_rolled_back_run_equals_one_that_never_had_the_samples(name: str, rank
 def _records(folder: Path) -> list[tuple[int, float, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), bad.PARAMETER),
+        (options(tp=2, sp=True), "decoder.final_layernorm.weight"),
+        ((*EXPERTS, *options(tp=2, sp=True)), "decoder.layers.1.mlp.router.weight"),
+    ],
+)
+def test_copies_that_differ_are_one_error_that_names_parameter_and_rank(overrides, name, ranks) -> None:
+    results = ranks(2).run(bad.differing_copies, overrides, name)
+    assert results[0] == results[1]
+    loss, error = results[0]
+    assert loss > 0
+    assert f"TrainingError: after iteration 2 copies of {name} differ: rank" in error, error

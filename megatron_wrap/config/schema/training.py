@@ -87,6 +87,9 @@ class TrainConfig:
     check_for_nan_in_loss_and_grad: bool = True
     """Refuse a step whose loss or gradient is not finite, before the weights change; megatron_wrap.bad_steps has what
     follows."""
+    check_weight_hash_across_dp_replicas_interval: int | None = key(None, at_least=1, null_means_off=True)
+    """Every N iterations, compare checksums of the weights of all processes that have copies of the same ones, and end
+    the run before a save if copies differ; null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,80 @@
+"""Whether the processes that have copies of the same parameters still agree, bit for bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.errors import TrainingError
+from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.model.fp8_parameters import in_high_precision
+from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
+from megatron_wrap.parallel.collectives import gather_objects
+
+_WORDS = 2**22
+"""8-byte words that are added up at once."""
+Shard = tuple[str, int]
+"""Global name of a parameter, and index of its tensor-parallel shard."""
+
+
+def refuse_differing_copies(state: TrainingState) -> None:
+    """Compare the checksums of all copies of each parameter: those of data- and context-parallel replicas, and those of
+    tensor-parallel ranks where a parameter is not split. Collective.
+
+    Raises:
+        TrainingError: on every rank, if copies differ; it names the parameter and the ranks of the smaller part.
+    """
+    synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
+    copies: dict[Shard, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, sums in enumerate(gather_objects(_checksums(state))):
+        for shard, value in sums.items():
+            copies[shard][value].append(rank)
+    differing = {shard: list(by_value.values()) for shard, by_value in copies.items() if len(by_value) > 1}
+    if not differing:
+        return
+    (name, _), groups = next(iter(differing.items()))
+    *smaller, most = sorted(groups, key=len)
+    fewer = sorted(rank for group in smaller for rank in group)
+    further = f" and {counted(len(differing) - 1, 'other parameter')}" if len(differing) > 1 else ""
+    raise TrainingError(
+        f"after iteration {state.progress.iteration} copies of {name}{further} differ: {_ranks(fewer)} against "
+        f"{_ranks(most)}; faulty memory, or a flow that changes weights on some processes; resume from the newest "
+        "checkpoint, without the machine of the smaller part if it happens again"
+    )
+
+
+def _checksums(state: TrainingState) -> dict[Shard, int]:
+    """Checksum of each of this process's parameters."""
+    parallel, tied = state.parallel, not state.config.arch.untie_embeddings_and_output_weights
+    sums: dict[Shard, Tensor] = {}
+    for chunk in map(bare_model, state.chunks):
+        for parameter in global_names(chunk, tied):
+            split = split_dim(parameter.name, parameter.tensor) is not None
+            axis = parallel.expert_tp if is_expert(parameter.name) else parallel.tp
+            values = parameter.of(in_high_precision(parameter.tensor).detach())
+            sums[parameter.name, axis.rank if split else 0] = checksum(values)
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def checksum(values: Tensor) -> Tensor:
+    """int64 scalar on the same device: the bytes as words of 8, each times an odd number of its position, added up
+    modulo 2^64. One changed word always changes it, since odd numbers are invertible there."""
+    octets = values.contiguous().reshape(-1).view(torch.uint8)
+    words = functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for number, part in enumerate(words.split(_WORDS)):
+        first = number * _WORDS
+        factors = 2 * torch.arange(first, first + len(part), device=values.device) + 1
+        total += (part * factors).sum()
+    return total
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
