@@ -111,7 +111,7 @@ class RunTraining:
         state, train, iteration = self._state, self._state.config.train, self._state.progress.iteration
         interval = train.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
-            refuse_differing_copies(state)
+            refuse_differing_copies(state.chunks, state.config, state.parallel, iteration)
         if state.reference is not None:
             state.reference.follow(state.chunks, iteration)
         self._records.step_taken(report)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
-from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
 from megatron_wrap.model.initial_weights import global_names, is_expert, split_dim
 from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.parallel.state import ParallelState
 
 _WORDS = 2**22
 """8-byte words that are added up at once."""
@@ -24,16 +26,20 @@ Shard = tuple[str, int]
 """Global name of a parameter, and index of its tensor-parallel shard."""
 
 
-def refuse_differing_copies(state: TrainingState) -> None:
+def refuse_differing_copies(chunks: Sequence[Any], config: RunConfig, parallel: ParallelState, iteration: int) -> None:
     """Compare the checksums of all copies of each parameter: those of data- and context-parallel replicas, and those of
     tensor-parallel ranks where a parameter is not split. Collective.
+
+    Args:
+        chunks: this process's model chunks in Megatron-Core's DistributedDataParallel.
+        iteration: that has ended, for the message.
 
     Raises:
         TrainingError: on every rank, if copies differ; it names the parameter and the ranks of the smaller part.
     """
-    synchronize_parameters(state.chunks, bool(state.config.ddp.overlap_param_gather))
+    synchronize_parameters(chunks, bool(config.ddp.overlap_param_gather))
     copies: dict[Shard, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, sums in enumerate(gather_objects(_checksums(state))):
+    for rank, sums in enumerate(gather_objects(_checksums(chunks, config, parallel))):
         for shard, value in sums.items():
             copies[shard][value].append(rank)
     differing = {shard: list(by_value.values()) for shard, by_value in copies.items() if len(by_value) > 1}
@@ -44,17 +50,17 @@ def refuse_differing_copies(state: TrainingState) -> None:
     fewer = sorted(rank for group in smaller for rank in group)
     further = f" and {counted(len(differing) - 1, 'other parameter')}" if len(differing) > 1 else ""
     raise TrainingError(
-        f"after iteration {state.progress.iteration} copies of {name}{further} differ: {_ranks(fewer)} against "
+        f"after iteration {iteration} copies of {name}{further} differ: {_ranks(fewer)} against "
         f"{_ranks(most)}; faulty memory, or a flow that changes weights on some processes; resume from the newest "
         "checkpoint, without the machine of the smaller part if it happens again"
     )
 
 
-def _checksums(state: TrainingState) -> dict[Shard, int]:
+def _checksums(chunks: Sequence[Any], config: RunConfig, parallel: ParallelState) -> dict[Shard, int]:
     """Checksum of each of this process's parameters."""
-    parallel, tied = state.parallel, not state.config.arch.untie_embeddings_and_output_weights
+    tied = not config.arch.untie_embeddings_and_output_weights
     sums: dict[Shard, Tensor] = {}
-    for chunk in map(bare_model, state.chunks):
+    for chunk in map(bare_model, chunks):
         for parameter in global_names(chunk, tied):
             split = split_dim(parameter.name, parameter.tensor) is not None
             axis = parallel.expert_tp if is_expert(parameter.name) else parallel.tp
