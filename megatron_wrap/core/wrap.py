@@ -400,8 +400,8 @@ class MegatronWrap:
             name: of `megatron_wrap.adapter.others`; "default", the trained one; None: the base.
 
         Raises:
-            ConfigError: there is no such adapter. Within the context, everything that trains, saves or exports raises
-            TrainingError.
+            ConfigError: there is no such adapter.
+            TrainingError: within the context, by everything that trains, saves or exports.
         """
         from megatron_wrap.engine.evaluation import with_adapter
 

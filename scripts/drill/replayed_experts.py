@@ -1,7 +1,7 @@
 """Two runs of a small mixture of experts on text, with sequential and with grouped experts: the routing of the first is
 replayed in the second, so that both train the same experts on the same tokens.
 
-python scripts/drill/replayed_experts.py [CONFIG] [--steps 200] [a.b=c ...]
+python scripts/drill/replayed_experts.py [CONFIG] [--count 200] [a.b=c ...]
 
 In fp32, on one process. The routing of each step is that of a forward pass of the first run before the step. Prints the
 largest difference of a step's loss, and the share of choices that differ from the second run's own. Exits with 1 if
@@ -22,6 +22,9 @@ from megatron_wrap.core import MegatronWrap, exit_on_user_error
 ROUTED_EXPERTS = "routed_experts"
 BOUND = 1e-4
 SETTINGS = (
+    "megatron_lm.train.common.global_batch_size=4",
+    "megatron_lm.train.common.seq_length=64",
+    "megatron_lm.train.learning-rate.lr=3e-4",
     "megatron_lm.model.parallel.expert_model_parallel_size=1",
     "megatron_lm.train.common.router_replay=R2",
     "megatron_lm.train.common.save=null",
@@ -61,14 +64,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("config", nargs="?", default="configs/tiny-mixtral-sft.yaml")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--count", type=int, default=200, help="steps")
     arguments = parser.parse_intermixed_args()
     if "=" in arguments.config:
         arguments.overrides.insert(0, arguments.config)
         arguments.config = "configs/tiny-mixtral-sft.yaml"
     kind = "megatron_lm.model.arch.experts_impl="
-    first, routing = train(arguments.config, [*arguments.overrides, f"{kind}sequential"], arguments.steps, None)
-    second, chosen = train(arguments.config, [*arguments.overrides, f"{kind}grouped_mm"], arguments.steps, routing)
+    first, routing = train(arguments.config, [*arguments.overrides, f"{kind}sequential"], arguments.count, None)
+    second, chosen = train(arguments.config, [*arguments.overrides, f"{kind}grouped_mm"], arguments.count, routing)
     difference = max(abs(one - other) for one, other in zip(first, second, strict=True))
     different = total = 0
     for one, other in zip(itertools.chain(*routing), itertools.chain(*chosen), strict=True):

@@ -20,6 +20,7 @@ COUNTS = {
     "grpo": 1,
     "kill_during_save": 12,
     "malformed_input": 60,
+    "replayed_experts": 6,
 }
 
 

@@ -194,7 +194,7 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
         count = sum(other.startswith(experts) and other.endswith(".linear_fc1.weight") for other in table)
         nested = name.endswith(EXPERTS[0]) and f"{stem}.{EXPERTS[1]}" in chosen
         older = config.expert_files == "before_peft_0.19"
-        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), count, nested, older))
+        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), count, nested, before_019=older))
     return layers
 
 
