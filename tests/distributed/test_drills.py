@@ -18,7 +18,7 @@ COUNTS = {
     "find_secrets": 1,
     "fuzz_config": 400,
     "grpo": 1,
-    "kill_during_save": 12,
+    "kill_during_save": 6,
     "malformed_input": 60,
     "replayed_experts": 6,
 }
