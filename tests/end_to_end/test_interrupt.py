@@ -80,13 +80,19 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _content(task / "children").split()]
 
 
 def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return _content(Path(f"/proc/{pid}/cmdline"))
+
+
+def _content(file: Path) -> bytes:
+    """Nothing, if the thread or process has ended in the meantime."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def test_signals_save_and_the_run_continues_and_ends_with_its_launcher(tmp_path: Path) -> None:
