@@ -3,6 +3,7 @@ Megatron-Core."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from megatron_wrap.bridge.export.adapted import layers_with_adapters, other_adap
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.bridge.mapping.adapter import saved_parameters
+from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.model import AdapterConfig
@@ -33,7 +35,7 @@ def check_adapter(
     """Compare the adapter of a checkpoint, and the base that it needs, with the run's.
 
     Args:
-        base: path and digest of the Hugging Face folder that the checkpoint needs; None: it has all weights.
+        base: from `base_facts`, of the Hugging Face folder that the checkpoint needs; None: it has all weights.
         continues: the optimizer is loaded as well.
 
     Raises:
@@ -68,11 +70,31 @@ def check_adapter(
     needed = f"{checkpoint} contains an adapter of {base['path']} without the weights of that model"
     if hf_path is None:
         raise CheckpointError(f"{needed}; set megatron_wrap.model_provider.hf_path to it")
+    original = "set megatron_wrap.model_provider.hf_path to the original folder"
     if folder_digest(resolve_folder(hf_path)) != base["digest"]:
         raise CheckpointError(
             f"{needed}, and {hf_path} is another model or was changed: the digest of its config.json and weight files' "
-            "headers differs; set megatron_wrap.model_provider.hf_path to the original folder"
+            f"headers differs; {original}"
         )
+    hashes = base.get("hashes", {}) if config.adapter.base_digest == "weights" else {}
+    if damage := find_damage(resolve_folder(hf_path), hashes):
+        raise CheckpointError(f"{needed}, and in {hf_path} {damage}; {original}")
+
+
+def base_facts(config: RunConfig) -> dict[str, Any]:
+    """Path and digest of the run's base for a checkpoint; with `base_digest: weights` also the hashes of its weight
+    files, which a process reads once."""
+    hf_path = str(config.model_provider.hf_path)
+    folder = resolve_folder(hf_path)
+    facts: dict[str, Any] = {"path": hf_path, "digest": folder_digest(folder)}
+    if config.adapter.base_digest == "weights":
+        facts["hashes"] = _hashes_of_weights(folder)
+    return facts
+
+
+@functools.cache
+def _hashes_of_weights(folder: Path) -> dict[str, Any]:
+    return hash_files(folder, sorted(path.name for path in folder.glob("*.safetensors")))
 
 
 def check_others(checkpoint: Path, saved: Mapping[str, Mapping[str, str]], config: RunConfig) -> None:

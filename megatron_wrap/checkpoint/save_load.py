@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from megatron_wrap.bridge.export.adapted import other_adapters
 from megatron_wrap.bridge.export.training_record import training_record
-from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.adapter import check_adapter, check_others, compare_adapters
+from megatron_wrap.checkpoint.adapter import base_facts, check_adapter, check_others, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.files.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.files.verification import BlockVerification
@@ -26,7 +25,6 @@ from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
-from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
@@ -279,8 +277,7 @@ def _describe(state: TrainingState, partial: Path) -> dict[str, Any]:
         "training": training_record(state.config),
     }
     if saves_adapter_alone(state.config):
-        hf_path = str(state.config.model_provider.hf_path)
-        facts["base"] = {"path": hf_path, "digest": folder_digest(resolve_folder(hf_path))}
+        facts["base"] = base_facts(state.config)
     if others := other_adapters(state.config):
         facts["other_adapters"] = others
     return facts

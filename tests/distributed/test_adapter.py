@@ -158,7 +158,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-sp-ep2": (2, (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=1")),
 }
 ON_LAYOUTS = [
-    *(("llama", layout) for layout in LAYOUTS if "vpp" not in layout and "expert" not in layout and "ep2" not in layout),
+    *(
+        ("llama", layout)
+        for layout in LAYOUTS
+        if "vpp" not in layout and "expert" not in layout and "ep2" not in layout
+    ),
     ("query-value", "tp2-sp"),
     ("four-layers", "pp2-vpp2"),
     ("gpt2", "tp2-sp-pp2"),

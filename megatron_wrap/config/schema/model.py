@@ -267,6 +267,9 @@ class AdapterConfig:
     base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
     """How the frozen weights of linear layers are kept: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
     arXiv:2305.14314), each layer's computed when it needs them. nf4 needs torchao (megatron-wrap[qlora])."""
+    base_digest: Literal["headers", "weights"] = "headers"
+    """What of hf_path a checkpoint of the adapter alone records, and a resumed run compares: config.json and the names,
+    sizes and headers of the weight files; weights: their contents as well, which are read for it."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
     model_provider.hf_path."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.checkpoint.adapter import base_facts, check_adapter
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
 from megatron_wrap.config import load_run_config, write_resolved
@@ -93,3 +95,23 @@ def test_a_checkpoint_without_its_base_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"without the weights of that model; set megatron_wrap.model_provider.hf"
     ):
         check(LORA, f"{TRAIN}.save={tmp_path}")
+
+
+def test_changed_weights_of_the_base_are_found_on_request(tmp_path: Path) -> None:
+    """Their digest by headers is the same."""
+    torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    folder, file = tmp_path / "base", tmp_path / "base" / "model.safetensors"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    safetensors.save_file({"a": torch.zeros(8)}, file)
+    contents = load_run_config(CONFIG, (LORA, f"{ADAPTER}.base_digest=weights"))
+    contents = replace(contents, model_provider=replace(contents.model_provider, hf_path=str(folder)))
+    without = replace(contents, adapter=replace(contents.adapter, base_digest="headers"))
+    base = base_facts(contents)
+    assert "hashes" not in base_facts(without)
+    check_adapter(tmp_path, True, base, contents, True)
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    check_adapter(tmp_path, True, base, without, True)
+    check_adapter(tmp_path, True, base_facts(without), contents, True)
+    with pytest.raises(CheckpointError, match=r"in .*base model.safetensors differs from its SHA-256"):
+        check_adapter(tmp_path, True, base, contents, True)
