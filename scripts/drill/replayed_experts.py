@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/tiny-mixtral-sft.yaml"
 ROUTED_EXPERTS = "routed_experts"
 BOUND = 1e-4
 SETTINGS = (
@@ -62,13 +67,17 @@ def train(config: str, overrides: list[str], steps: int, replayed: list[list[Any
 def main() -> int:
     """Train both, compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("config", nargs="?", default="configs/tiny-mixtral-sft.yaml")
+    parser.add_argument("config", nargs="?", default=CONFIG)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--count", type=int, default=200, help="steps")
     arguments = parser.parse_intermixed_args()
     if "=" in arguments.config:
         arguments.overrides.insert(0, arguments.config)
-        arguments.config = "configs/tiny-mixtral-sft.yaml"
+        arguments.config = CONFIG
+    if arguments.config == CONFIG:
+        os.chdir(ROOT)
+        if not Path("examples/data/generated").is_dir():
+            subprocess.run([sys.executable, "examples/data/build.py"], check=True, stdout=subprocess.DEVNULL)
     kind = "megatron_lm.model.arch.experts_impl="
     first, routing = train(arguments.config, [*arguments.overrides, f"{kind}sequential"], arguments.count, None)
     second, chosen = train(arguments.config, [*arguments.overrides, f"{kind}grouped_mm"], arguments.count, routing)
