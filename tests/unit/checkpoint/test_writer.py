@@ -95,6 +95,7 @@ def test_errors_and_the_end_of_the_process_are_results(tmp_path: Path, copy: Hos
     assert writer.process_id is None
 
 
+@pytest.mark.matrix
 def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, torch

@@ -216,12 +216,13 @@ def _with_key(value: Any, path: tuple[Any, ...], name: str) -> Any:
 RUNS = ("tiny-llama-dpo.yaml", "tiny-llama-grpo.yaml", "tiny-mixtral-sft.yaml", "tiny-gpt-pretrain.yaml")
 
 
-def test_it_refuses_what_the_reader_refuses_and_nothing_else(read: Callable[[Any], str]) -> None:
-    generator = random.Random(23)
+@pytest.mark.parametrize("count", [MUTANTS // 5, pytest.param(MUTANTS, marks=pytest.mark.matrix)])
+def test_it_refuses_what_the_reader_refuses_and_nothing_else(read: Callable[[Any], str], count: int) -> None:
+    generator = random.Random(count)
     runs = [explicit_run(name) for name in RUNS] + [read_yaml(ROOT / "configs" / name).plain() for name in RUNS]
     assert all(not read(run) and VALIDATOR.is_valid(run) for run in runs)
     refused = 0
-    while refused < MUTANTS:
+    while refused < count:
         changed, path = mutant(generator.choice(runs), generator)
         refusal, valid = read(changed), VALIDATOR.is_valid(changed)
         refused += bool(refusal)

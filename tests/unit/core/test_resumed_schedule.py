@@ -35,7 +35,9 @@ def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> 
     [
         (f"{RATE}.lr_decay_iters=6",),
         (f"{RATE}.lr_decay_style=constant",),  # its length is train_iters, which has no effect
-        (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"),  # from a value to the same value
+        pytest.param(  # from a value to the same value
+            (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"), marks=pytest.mark.matrix
+        ),
     ],
     ids=["explicit decay", "constant rate", "constant weight decay"],
 )

@@ -66,6 +66,7 @@ def test_two_runs_write_the_same_bytes(data, tmp_path):
     }
 
 
+@pytest.mark.matrix
 def test_a_whole_folder_is_kept_and_a_broken_one_made_again(data, tmp_path):
     import shutil
 

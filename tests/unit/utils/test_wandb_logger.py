@@ -56,6 +56,7 @@ def read_history(folder):
     return rows
 
 
+@pytest.mark.matrix
 def test_run_without_a_key_is_recorded_offline(tmp_path):
     run = WandbLogger("project", "name", {"model": {"num_layers": 2}}, tmp_path / "out", rank=0)
     run.log(1, {"iteration": 1, "loss": 2.0})

@@ -85,6 +85,7 @@ def test_uploaded_checkpoints_are_what_was_saved_and_older_ones_are_removed(url,
     assert [line.endswith(end) for line, end in zip(lines[1:], ("verified, best", "verified", "newest"), strict=True)]
 
 
+@pytest.mark.matrix
 def test_dropped_connections_delay_an_upload_and_the_last_good_checkpoint_stays(url, server, tmp_path):
     store = CheckpointStore(tmp_path / "staging")
     save(store, 1)
@@ -138,6 +139,7 @@ def test_a_store_that_is_down_stops_no_save_and_the_limit_has_its_policy(url, se
     assert RemoteStore(url).sent() == left
 
 
+@pytest.mark.matrix
 def test_a_damaged_remote_checkpoint_is_replaced_by_the_one_before_it(url, tmp_path):
     store = CheckpointStore(tmp_path / "staging")
     uploads = Uploads(store.folder, url, keep=None, limit_bytes=None)
