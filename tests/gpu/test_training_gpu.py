@@ -22,9 +22,10 @@ def samples(count: int) -> list[dict]:
     return [{"input_ids": row.tolist(), "loss_mask": [1] * 257} for row in tokens]
 
 
-def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", save: bool = False) -> tuple:
+def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", save: bool = False, *more: str) -> tuple:
     """(losses of the steps, loss of an evaluation before them)."""
     overrides = [
+        *more,
         f"megatron_lm.model.arch.transformer_impl={implementation}",
         f"megatron_lm.train.dtype.__select__={dtype}",
         f"megatron_lm.train.common.save={folder}/checkpoints",
@@ -60,6 +61,13 @@ def test_resumed_run_equals_an_uninterrupted_run(tmp_path, implementation, ranks
 
     uninterrupted = train_deterministically("uninterrupted", 6)
     assert train_deterministically("resumed", 3, save=True) + train_deterministically("resumed", 3) == uninterrupted
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_deterministic_mode_repeats_a_run_bit_for_bit(tmp_path, implementation):
+    deterministic = "megatron_lm.model.arch.deterministic_mode=true"
+    runs = [train(tmp_path / name, implementation, 6, "bf16", False, deterministic) for name in ("first", "second")]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")

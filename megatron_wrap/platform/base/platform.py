@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,11 @@ NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
 }
 
 
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "^NVLS"}
+"""Variables of cuBLAS (required by torch.use_deterministic_algorithms), Transformer Engine's attention, and NCCL, as
+Megatron-LM's --deterministic-mode asks for them (megatron/training/arguments.py)."""
+
+
 class Platform(ABC):
     """The hardware of a run. Call `install` before the first use of Megatron-Core."""
 
@@ -86,12 +92,14 @@ class Platform(ABC):
         version = transformer_engine_version() if self.has_transformer_engine else None
         return Machine(self.name, version, megatron_core_version())
 
-    def install(self, environment: Mapping[str, str] | None = None) -> None:
+    def install(self, environment: Mapping[str, str] | None = None, deterministic: bool = False) -> None:
         """Prepare Megatron-Core for this platform; a second call does nothing.
 
         Args:
             environment: variables that CUDA reads at its first use; set until `uninstall`, unless they are set already
                 or CUDA is in use. Ignored on platforms without CUDA.
+            deterministic: until `uninstall`, torch takes deterministic kernels, and an operation without one is torch's
+                error that names it.
 
         Raises:
             PlatformError: unsupported or unexpected Megatron-Core, or no such device.
@@ -100,6 +108,8 @@ class Platform(ABC):
             return
         versions.check_version()
         try:
+            if deterministic:
+                self._use_deterministic_kernels(self._replacements)
             self._install(self._replacements, environment or {})
         except BaseException:
             self._replacements.close()
@@ -116,6 +126,18 @@ class Platform(ABC):
         if self._kernels is None:
             self._kernels = kernels
             layer_kernels.use(kernels, self._replacements)
+
+    def _use_deterministic_kernels(self, replacements: Replacements) -> None:
+        import torch
+
+        for name, value in _DETERMINISTIC.items():
+            replacements.keep_item(os.environ, name)
+            os.environ.setdefault(name, value)
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        replacements.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns
+        )
+        torch.use_deterministic_algorithms(True)
 
     @abstractmethod
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:

@@ -121,6 +121,22 @@ def test_each_run_chooses_its_attention_kernels():
         assert chosen() == before
 
 
+def test_deterministic_kernels_are_those_of_the_run(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+    before = {name: os.environ.get(name) for name in variables}
+    losses = []
+    for _ in range(2):
+        with started("megatron_lm.model.arch.deterministic_mode=true") as wrap:
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert {name: os.environ[name] for name in variables} == variables
+            losses.append(wrap.train(data()[:4])["loss"])
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert {name: os.environ.get(name) for name in variables} == before
+    assert losses[0] == losses[1]
+
+
 def test_close_keeps_the_caller_s_process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with started() as wrap:
