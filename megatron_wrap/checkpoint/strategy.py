@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -225,7 +227,7 @@ def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, A
     get_default_load_sharded_strategy(str(folder))
     strategy: Any = _AgreedRead(f"checkpoint {folder} cannot be read: {{}}; restore it, or load an older one")
     if group.size() > 1:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+        strategy = _SharedRead(strategy, group)
     return dist_checkpointing.load(sharded_state, str(folder), strategy)
 
 
@@ -240,6 +242,20 @@ class _SharedSave(FullyParallelSaveStrategyWrapper):
         self.entered = True
         agree(None)
         return super().async_save(*arguments, **named)
+
+
+class _SharedRead(FullyParallelLoadStrategyWrapper):
+    """Replicas share the reading, and send each other what they read.
+
+    Tensors that are sent must be contiguous: gloo writes to the storage of a view without its strides, and NCCL refuses
+    it. The halves of experts' fused weights are such views; they are read into tensors of their own.
+    """
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *arguments: Any, **named: Any) -> Any:
+        for tensor in nested_values(sharded_state_dict):
+            if isinstance(tensor, ShardedTensor) and tensor.data is not None and not tensor.data.is_contiguous():
+                tensor.data = torch.empty(tensor.data.shape, dtype=tensor.data.dtype, device=tensor.data.device)
+        return super().load(sharded_state_dict, checkpoint_dir, *arguments, **named)
 
 
 class _AgreedRead(TorchDistLoadShardedStrategy):

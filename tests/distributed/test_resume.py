@@ -48,6 +48,7 @@ SAME_LAYOUT = {
     "cp2": (2, CP2),
     "pp2-frozen-stage-distributed-bf16": (2, (*PP2, *FROZEN, *DISTRIBUTED, *BF16)),
     "ep2-distributed-bf16": (2, (*EP2, *DISTRIBUTED, *BF16)),
+    "dp2-experts": (2, EXPERTS),  # a replica sends the other the part of the experts that it has read
 }
 OTHER_LAYOUT = {
     "tp2-to-1": ((2, TP2), (1, ())),
@@ -71,7 +72,9 @@ OTHER_LAYOUT = {
 }
 
 
-@pytest.mark.parametrize("name", quick(SAME_LAYOUT, ("one-rank-fp16", "tp2-sp", "pp2-vpp2", "ep2-distributed-bf16")))
+@pytest.mark.parametrize(
+    "name", quick(SAME_LAYOUT, ("one-rank-fp16", "tp2-sp", "pp2-vpp2", "ep2-distributed-bf16", "dp2-experts"))
+)
 def test_the_same_layout_resumes_bit_for_bit_with_dropout(tmp_path: Path, name: str) -> None:
     processes, overrides = SAME_LAYOUT[name]
     overrides = (*overrides, *DROPOUT)

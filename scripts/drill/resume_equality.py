@@ -1,0 +1,135 @@
+"""A run of 12 steps resumed after each of its steps: losses, gradient norms and states are those of the unbroken run,
+bit for bit, on the CPU with dropout.
+
+python scripts/drill/resume_equality.py --count 30 [--jobs 2] [--results FILE]
+
+A trial is one of five kinds of runs (SFT, DPO, GRPO, pretraining on indexed documents, SFT of a mixture of experts) on
+one of six layouts: the unbroken run saves after every step, and eleven runs begin from its checkpoints. Exits with 1 if
+a loss, a gradient norm, a weight or a state of the optimizer of any step and rank differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
+import _checkpoint_runs as runs
+import _dpo_runs
+import _grpo_runs
+import _indexed_runs
+import _trials
+
+from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.testing.pools import import_for_ranks
+from megatron_wrap.testing.ranks import RankPool
+
+STEPS = 12
+COMMON = (*runs.DROPOUT, f"{runs.TRAIN}.train_iters={STEPS}", f"{runs.ARCH}.vocab_size={_dpo_runs.VOCAB}")
+FLOWS = {
+    "sft": (),
+    "dpo": (*_dpo_runs.DPO, *_dpo_runs.COPY),
+    "grpo": _grpo_runs.GRPO,
+    "pretraining": (),
+    "experts": runs.EXPERTS,
+}
+LAYOUTS = {
+    "one-rank": (1, ()),
+    "dp2-distributed": (2, runs.DISTRIBUTED),
+    "tp2-sp": (2, runs.TP2),
+    "pp2-vpp2": (2, runs.PP2_VPP2),
+    "cp2": (2, runs.CP2),
+    "tp2-sp-pp2": (4, (*runs.TP2, *runs.PP2)),
+}
+"""Processes and overrides; a mixture of experts has its experts on two ranks in dp2-distributed."""
+TRIALS = [
+    f"{flow} {list(LAYOUTS)[(number + shift) % len(LAYOUTS)]}"
+    for shift in range(len(LAYOUTS))
+    for number, flow in enumerate(FLOWS)
+]
+SAME, DIFFERENT = "same", _trials.WRONG
+
+
+def batches(flow: str, wrap: Any) -> Iterator[Sequence[Any]]:
+    """The batches from the run's next step on."""
+    if flow == "pretraining":
+        yield from wrap.batches()
+        return
+    made: Callable[[int], Sequence[Any]] = {"dpo": _dpo_runs.pairs, "grpo": _grpo_runs.rollouts}.get(flow, _tokens)
+    size = wrap.global_batch_size
+    samples = made(STEPS * size)
+    while wrap.iteration < STEPS:
+        yield samples[wrap.iteration * size : (wrap.iteration + 1) * size]
+
+
+def _tokens(count: int) -> list[dict[str, list[int]]]:
+    tokens = [pair["prompt_ids"] + pair["chosen_ids"] for pair in _dpo_runs.pairs(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+def train(folder: str, flow: str, overrides: tuple[str, ...], saves: bool) -> list[tuple[str, ...]]:
+    """The state at the start and after each step, with its loss and gradient norm, on one rank."""
+    with runs.started(folder, overrides) as wrap:
+        taken: list[tuple[str, ...]] = [(runs.state_digest(wrap),)]
+        for batch in batches(flow, wrap):
+            metrics = wrap.train(batch)
+            values = (float(metrics[name]).hex() for name in ("loss", "grad_norm"))
+            taken.append((runs.state_digest(wrap), *values))
+            if saves:
+                wrap.save()
+        return taken
+
+
+@contextlib.contextmanager
+def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
+    """Performs trials on pools of ranks of its own."""
+    import_for_ranks()
+    documents = _indexed_runs.write_prefix(folder / "documents", 200, seed=3)
+    pools: dict[int, RankPool] = {}
+
+    def trial(name: str) -> _trials.Result:
+        flow, layout = name.split()
+        ranks, overrides = LAYOUTS[layout]
+        if flow == "experts" and layout == "dp2-distributed":
+            overrides = (*overrides, f"{runs.PARALLEL}.expert_model_parallel_size=2")
+        overrides = (*COMMON, *FLOWS[flow], *COMMON, *overrides)
+        if flow == "pretraining":
+            overrides = (*overrides, *_indexed_runs.keys_of(documents))
+        whole, begun = folder / "whole", folder / "begun"
+        for path in (whole, begun):  # of a trial that failed
+            shutil.rmtree(path, ignore_errors=True)
+        pool = pools.pop(ranks, None) or RankPool(ranks, timeout_seconds=120)  # an error closes it
+        unbroken = pool.run(train, str(whole), flow, overrides, True)
+        wrong = [] if len(unbroken[0]) == STEPS + 1 else [f"the unbroken run took {len(unbroken[0]) - 1} steps"]
+        for step in range(1, STEPS):
+            others = {CheckpointStore(whole).folder_of(other).name for other in range(1, STEPS + 1) if other != step}
+            shutil.copytree(whole, begun, ignore=shutil.ignore_patterns(*others))
+            (begun / "latest_checkpointed_iteration.txt").write_text(str(step))
+            resumed = pool.run(train, str(begun), flow, overrides, False)
+            shutil.rmtree(begun)
+            for rank, (actual, expected) in enumerate(zip(resumed, unbroken, strict=True)):
+                if [actual[0][0], *actual[1:]] != [expected[step][0], *expected[step + 1 :]]:
+                    wrong.append(f"resumed after step {step}, rank {rank} differs")
+        pools[ranks] = pool
+        return {"kind": flow, "outcome": DIFFERENT if wrong else SAME, "detail": "; ".join(wrong)}
+
+    try:
+        yield trial
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def main(scratch: Path) -> int:
+    """Run the trials and print their table."""
+    parser = _trials.parser(__doc__ or "", len(TRIALS), "kinds of runs on layouts, of thirty")
+    arguments = parser.parse_args()
+    return _trials.report(_trials.run(arguments, TRIALS[: arguments.count], worker, scratch), [SAME])
+
+
+if __name__ == "__main__":
+    sys.exit(_trials.in_scratch(main))
