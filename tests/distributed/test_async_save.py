@@ -13,6 +13,7 @@ from typing import Any
 import _checkpoint_runs as runs
 import pytest
 from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, TP2, TRAIN
+from _covering import quick
 
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 
@@ -43,7 +44,7 @@ def _saved_at_each_step(folder: Path, overrides: tuple[str, ...]) -> tuple[list[
     return live, loaded
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, ["dp2-distributed-overlap-bf16"]))
 def test_each_save_contains_the_state_of_its_own_step(layout, ranks, tmp_path):
     count, overrides = LAYOUTS[layout]
     for live, loaded in ranks(count).run(_saved_at_each_step, tmp_path, overrides):
@@ -153,7 +154,11 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
 
 @pytest.mark.parametrize(
     ("failing_rank", "kind", "at_save"),
-    [(0, "full disk", False), (1, "full disk", True), (1, "killed", False)],
+    [
+        pytest.param(0, "full disk", False, marks=pytest.mark.matrix),
+        (1, "full disk", True),
+        pytest.param(1, "killed", False, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_writer_that_fails_is_one_error_on_all_ranks(failing_rank, kind, at_save, ranks, tmp_path):
     results = ranks(2).run(_failed, tmp_path, failing_rank, kind, at_save)
@@ -192,7 +197,9 @@ def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]
     return "no error", CheckpointStore(folder).iterations()
 
 
-@pytest.mark.parametrize("overrides", [(), ASYNC], ids=["plain", "asynchronous"])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(()), pytest.param(ASYNC, marks=pytest.mark.matrix)], ids=["plain", "asynchronous"]
+)
 def test_with_continue_the_third_failed_save_in_a_row_ends_the_run(overrides, ranks, tmp_path):
     results = ranks(2).run(_tolerated, tmp_path, overrides)
     assert results[0] == results[1]
@@ -222,6 +229,6 @@ def _ends(folder: Path, how: str) -> list[int]:
     return CheckpointStore(folder).iterations()
 
 
-@pytest.mark.parametrize(("count", "how"), [(1, "interrupt"), (2, "error")])
+@pytest.mark.parametrize(("count", "how"), [(1, "interrupt"), pytest.param(2, "error", marks=pytest.mark.matrix)])
 def test_a_run_that_ends_early_waits(count, how, ranks, tmp_path):
     assert ranks(count).run(_ends, tmp_path, how) == [[1]] * count

@@ -34,7 +34,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", quick(RUNS, [name for name in RUNS if name != "pp2"]))
+@pytest.mark.parametrize("name", quick(RUNS, ["one-recomputed", "dp2", "pp2-vpp2", "cp2"]))
 def test_the_error_names_micro_batch_sample_and_module(name: str, ranks) -> None:
     world_size, overrides = RUNS[name]
     results = ranks(world_size).run(bad.refused, overrides, (*KINDS, "weight"))
@@ -122,7 +122,7 @@ ROLLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(ROLLBACKS, ["one", "dp2-distributed"]))
+@pytest.mark.parametrize("name", quick(ROLLBACKS, ["dp2-distributed"]))
 def test_a_rolled_back_run_equals_one_that_never_had_the_samples(name: str, ranks, tmp_path) -> None:
     world_size, overrides = ROLLBACKS[name]
     names = ("whole", "without", "resumed") if world_size == 1 else ("resumed", "without")

@@ -166,10 +166,10 @@ def test_a_folder_that_cannot_be_created_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, ranks) -> Path:
     """Checkpoint of a plain run at iteration 2, on one rank."""
     folder = tmp_path_factory.mktemp("saved")
-    in_new_processes(1, runs.train, folder, (), 2, (2,))
+    ranks(1).run(runs.train, folder, (), 2, (2,))
     return folder
 
 
@@ -186,8 +186,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((f"{TRAIN}.train_iters=20",), ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]),
     ],
 )
-def test_checkpoint_of_another_run_is_refused(saved: Path, overrides: tuple[str, ...], words: list[str]) -> None:
-    (message,) = in_new_processes(1, refusal, saved, overrides)
+def test_checkpoint_of_another_run_is_refused(saved: Path, overrides: tuple[str, ...], words: list[str], ranks) -> None:
+    (message,) = ranks(1).run(refusal, saved, overrides)
     assert all(word in message for word in words), message
 
 
@@ -204,10 +204,10 @@ def test_checkpoint_of_another_run_is_refused(saved: Path, overrides: tuple[str,
     ],
 )
 def test_without_the_saved_configuration_the_error_names_the_first_parameter(
-    saved: Path, tmp_path: Path, overrides: tuple[str, ...], name: str, shapes: list[str]
+    saved: Path, tmp_path: Path, overrides: tuple[str, ...], name: str, shapes: list[str], ranks
 ) -> None:
     _copy_as_megatron_lm_writes(saved, tmp_path)
-    messages = in_new_processes(2, refusal, tmp_path, (*overrides, *TP2))
+    messages = ranks(2).run(refusal, tmp_path, (*overrides, *TP2))
     assert messages[0] == messages[1]
     assert name in messages[0]
     assert all(shape in messages[0] for shape in shapes), messages[0]
@@ -219,11 +219,11 @@ def _copy_as_megatron_lm_writes(source: Path, target: Path) -> None:
         (target / "iter_0000002" / extra).unlink()
 
 
-def test_truncated_data_files_are_one_error(saved: Path, tmp_path: Path) -> None:
+def test_truncated_data_files_are_one_error(saved: Path, tmp_path: Path, ranks) -> None:
     _copy_as_megatron_lm_writes(saved, tmp_path)
     for file in (tmp_path / "iter_0000002").glob("*.distcp"):
         os.truncate(file, file.stat().st_size // 2)
-    messages = in_new_processes(2, refusal, tmp_path, ())
+    messages = ranks(2).run(refusal, tmp_path, ())
     assert messages[0] == messages[1]
     assert "cannot be read" in messages[0]
 
@@ -240,13 +240,13 @@ def _reports(folder: Path, overrides: tuple[str, ...]) -> list[Any]:
     return [everything, resumed, weights, without]
 
 
-def test_the_report_lists_what_was_loaded(saved: Path) -> None:
-    (same,) = in_new_processes(1, _reports, saved, ())
+def test_the_report_lists_what_was_loaded(saved: Path, ranks) -> None:
+    (same,) = ranks(1).run(_reports, saved, ())
     everything, resumed, weights, without = same
     assert (everything.iteration, resumed, everything.skipped, everything.other_layout) == (2, 2, (), False)
     assert everything.loaded == ("weights", "optimizer and schedule", "random generators")
     assert weights.loaded == without.loaded == ("weights",)
-    other = in_new_processes(2, _reports, saved, TP2)[0][0]
+    other = ranks(2).run(_reports, saved, TP2)[0][0]
     assert other.other_layout
     assert other.skipped == ("random generators, saved on another layout",)
 
@@ -271,26 +271,26 @@ def _digest(folder: Path) -> str:
         return runs.state_digest(wrap)
 
 
-def test_saving_twice_is_harmless(tmp_path: Path) -> None:
-    ((times, digest),) = in_new_processes(1, _save_often, tmp_path)
+def test_saving_twice_is_harmless(tmp_path: Path, ranks) -> None:
+    ((times, digest),) = ranks(1).run(_save_often, tmp_path)
     assert times[0] == times[1] < times[2]
     assert CheckpointStore(tmp_path).iterations() == [1]
-    assert in_new_processes(1, _digest, tmp_path) == [digest]
+    assert ranks(1).run(_digest, tmp_path) == [digest]
 
 
-def test_without_the_optimizer_a_checkpoint_loads_into_another_kind_of_optimizer(saved: Path) -> None:
-    taken = in_new_processes(1, runs.train, saved, (f"{TRAIN}.no_load_optim=true", *DISTRIBUTED), 4)[0]
-    expected = in_new_processes(1, runs.train, saved, (f"{TRAIN}.no_load_optim=true",), 4)[0]
+def test_without_the_optimizer_a_checkpoint_loads_into_another_kind_of_optimizer(saved: Path, ranks) -> None:
+    taken = ranks(1).run(runs.train, saved, (f"{TRAIN}.no_load_optim=true", *DISTRIBUTED), 4)[0]
+    expected = ranks(1).run(runs.train, saved, (f"{TRAIN}.no_load_optim=true",), 4)[0]
     assert len(taken) == 2
     assert taken[0][0] == expected[0][0]
 
 
-def test_a_checkpoint_without_random_states_or_before_the_first_step_resumes(tmp_path: Path) -> None:
+def test_a_checkpoint_without_random_states_or_before_the_first_step_resumes(tmp_path: Path, ranks) -> None:
     overrides = (*DISTRIBUTED, f"{TRAIN}.no_save_rng=true")
-    in_new_processes(1, _save_at_once, tmp_path, overrides)
-    assert len(in_new_processes(1, runs.train, tmp_path, overrides, 2)[0]) == 2
-    in_new_processes(1, _save_at_once, tmp_path / "plain", (f"{OPTIMIZER}.sgd_momentum=0.0", *SGD))
-    assert len(in_new_processes(1, runs.train, tmp_path / "plain", (*SGD, f"{OPTIMIZER}.sgd_momentum=0.0"), 2)[0]) == 2
+    ranks(1).run(_save_at_once, tmp_path, overrides)
+    assert len(ranks(1).run(runs.train, tmp_path, overrides, 2)[0]) == 2
+    ranks(1).run(_save_at_once, tmp_path / "plain", (f"{OPTIMIZER}.sgd_momentum=0.0", *SGD))
+    assert len(ranks(1).run(runs.train, tmp_path / "plain", (*SGD, f"{OPTIMIZER}.sgd_momentum=0.0"), 2)[0]) == 2
 
 
 def _save_at_once(folder: Path, overrides: tuple[str, ...]) -> None:

@@ -59,10 +59,10 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", quick(RESUMED, ("one-rank",)))
-def test_a_resume_after_three_of_six_steps_is_bit_exact(tmp_path, name):
+def test_a_resume_after_three_of_six_steps_is_bit_exact(tmp_path, name, ranks):
     processes, layout = RESUMED[name]
     overrides = (*COPY, *layout, *DROPOUT, f"{runs.TRAIN}.save={tmp_path}", f"{runs.TRAIN}.micro_batch_size=1")
-    straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 6, 3)[0]
+    straight = ranks(processes).run(runs.train, overrides, runs.pairs(), 6, 3)[0]
     saved_once = (tmp_path / "reference" / "iter_0000000" / ".metadata").stat().st_mtime_ns
     resumed = in_new_processes(processes, runs.train, overrides, runs.pairs(), 6, 6)[0]
     assert len(resumed) == 3

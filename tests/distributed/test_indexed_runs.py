@@ -32,9 +32,9 @@ def blend(folder: Path) -> str:
     return f"[{{path: {folder}/a, weight: 70}}, {{path: {folder}/b, weight: 30}}]"
 
 
-def test_a_killed_blend_resumes_at_the_next_sample_on_another_dp_size(folder, tmp_path):
+def test_a_killed_blend_resumes_at_the_next_sample_on_another_dp_size(folder, tmp_path, ranks):
     overrides = keys_of(blend(folder), f"{DATA}.num_workers=1")
-    straight = in_new_processes(2, runs.train, tmp_path / "straight", overrides, 8)
+    straight = ranks(2).run(runs.train, tmp_path / "straight", overrides, 8)
     with pytest.raises(RankError):
         in_new_processes(2, runs.train, tmp_path / "killed", overrides, 8, 3, 5)
     (resumed,) = in_new_processes(1, runs.train, tmp_path / "killed", overrides, 8)
@@ -45,10 +45,10 @@ def test_a_killed_blend_resumes_at_the_next_sample_on_another_dp_size(folder, tm
     assert {sample[0] for sample in taken} == {"a", "b"}
 
 
-def test_a_decay_branch_continues_a_constant_run(folder, tmp_path):
+def test_a_decay_branch_continues_a_constant_run(folder, tmp_path, ranks):
     index = f"{DATA}.index_samples=200"
     constant = keys_of(f"{folder}/a", index, f"{RATE}.lr_decay_style=constant", f"{RATE}.lr_warmup_iters=2")
-    (straight,) = in_new_processes(1, runs.train, tmp_path / "run", constant, 8, 4)
+    (straight,) = ranks(1).run(runs.train, tmp_path / "run", constant, 8, 4)
     branch = keys_of(
         f"{folder}/a",
         index,
@@ -56,7 +56,7 @@ def test_a_decay_branch_continues_a_constant_run(folder, tmp_path):
         *(f"{RATE}.lr_decay_style=WSD", f"{RATE}.lr_wsd_decay_style=linear", f"{RATE}.min_lr=0"),
         *(f"{RATE}.lr_warmup_iters=2", "megatron_lm.train.optimizer.override_opt_param_scheduler=true"),
     )
-    (decayed,) = in_new_processes(1, runs.train, tmp_path / "branch", branch, 8)
+    (decayed,) = ranks(1).run(runs.train, tmp_path / "branch", branch, 8)
     assert [ids for ids, _, _ in decayed] == [ids for ids, _, _ in straight[4:8]]
     peak = straight[-1][2]
     assert [rate for _, _, rate in decayed] == pytest.approx([peak, 0.75 * peak, 0.5 * peak, 0.25 * peak])

@@ -64,11 +64,11 @@ def overrides_of(mode: Mode, folder: Path, workers: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", quick(MODES, ("budget-packed-skip",)))
-def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str) -> None:
+def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str, ranks) -> None:
     mode = MODES[name]
     (before, workers), (after, workers_after) = mode.before, mode.after
     overrides = overrides_of(mode, data, workers)
-    straight = in_new_processes(before, runs.train, data / "straight", overrides, 30)
+    straight = ranks(before).run(runs.train, data / "straight", overrides, 30)
     assert all(steps == straight[0] for steps in straight)
     with pytest.raises(RankError):
         in_new_processes(before, runs.train, data / "killed", overrides, 30, 10, 12)

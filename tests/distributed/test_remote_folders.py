@@ -45,6 +45,7 @@ def _run(folder: Path, environment: dict[str, str], until: int, *overrides: str)
         return begins, runs.state_digest(wrap), longest
 
 
+@pytest.mark.matrix
 def test_a_run_resumes_from_an_object_store_that_dropped_its_connections(server, ranks, tmp_path):
     url, environment = "s3://runs/resumed", _environment(tmp_path)
     remote = (f"{TRAIN}.save={url}", f"{CHECKPOINT}.keep=2")

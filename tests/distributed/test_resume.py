@@ -1,5 +1,5 @@
-"""Six steps equal three steps, a checkpoint, new processes and three more steps: bit for bit on the same layout, within
-rounding on another."""
+"""Six steps equal three steps, a checkpoint and three more steps: bit for bit in new processes on the same layout, and
+within rounding on another."""
 
 from __future__ import annotations
 
@@ -75,45 +75,45 @@ OTHER_LAYOUT = {
 @pytest.mark.parametrize(
     "name", quick(SAME_LAYOUT, ("one-rank-fp16", "tp2-sp", "pp2-vpp2", "ep2-distributed-bf16", "dp2-experts"))
 )
-def test_the_same_layout_resumes_bit_for_bit_with_dropout(tmp_path: Path, name: str) -> None:
+def test_the_same_layout_resumes_bit_for_bit_with_dropout(tmp_path: Path, name: str, ranks) -> None:
     processes, overrides = SAME_LAYOUT[name]
     overrides = (*overrides, *DROPOUT)
-    straight = in_new_processes(processes, runs.train, tmp_path, overrides, STEPS, (SAVED,))
+    straight = ranks(processes).run(runs.train, tmp_path, overrides, STEPS, (SAVED,))
     resumed = in_new_processes(processes, runs.train, tmp_path, overrides)
     assert (len(straight[0]), len(resumed[0])) == (STEPS, STEPS - SAVED)
     assert [steps[SAVED:] for steps in straight] == resumed
 
 
-def test_without_random_states_dropout_differs(tmp_path: Path) -> None:
-    straight = in_new_processes(1, runs.train, tmp_path, DROPOUT, 5, (SAVED,))[0]
-    without = in_new_processes(1, runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 5)[0]
+def test_without_random_states_dropout_differs(tmp_path: Path, ranks) -> None:
+    straight = ranks(1).run(runs.train, tmp_path, DROPOUT, 5, (SAVED,))[0]
+    without = ranks(1).run(runs.train, tmp_path, (*DROPOUT, "megatron_lm.train.common.no_load_rng=true"), 5)[0]
     assert [step[0] for step in without] != [step[0] for step in straight[SAVED:]]
 
 
-def test_a_run_keeps_what_its_checkpoint_was_saved_with(tmp_path: Path) -> None:
+def test_a_run_keeps_what_its_checkpoint_was_saved_with(tmp_path: Path, ranks) -> None:
     """On the CPU neither would be chosen; the optimizer states could not be loaded then."""
-    straight = in_new_processes(1, runs.train, tmp_path, (*DISTRIBUTED, *OVERLAP), 4, (2,))[0]
+    straight = ranks(1).run(runs.train, tmp_path, (*DISTRIBUTED, *OVERLAP), 4, (2,))[0]
     left_open = [f"{text.partition('=')[0]}=null" for text in (*DISTRIBUTED, *OVERLAP)]
-    assert in_new_processes(1, runs.train, tmp_path, tuple(left_open), 4, (4,))[0] == straight[2:]
+    assert ranks(1).run(runs.train, tmp_path, tuple(left_open), 4, (4,))[0] == straight[2:]
     saved = load_resolved(tmp_path / "iter_0000004/resolved.yaml")["megatron_lm"]
     assert saved["train"]["optimizer"]["use_distributed_optimizer"] is True
     assert saved["misc"]["ddp"]["overlap_param_gather"] is True
 
 
-def test_a_save_does_not_change_the_continuing_run(tmp_path: Path) -> None:
+def test_a_save_does_not_change_the_continuing_run(tmp_path: Path, ranks) -> None:
     overrides = (*DISTRIBUTED, *OVERLAP, *DROPOUT)
-    saving = in_new_processes(2, runs.train, tmp_path / "a", overrides, 4, (1, 2, 3))
-    assert saving == in_new_processes(2, runs.train, tmp_path / "b", overrides, 4)
+    saving = ranks(2).run(runs.train, tmp_path / "a", overrides, 4, (1, 2, 3))
+    assert saving == ranks(2).run(runs.train, tmp_path / "b", overrides, 4)
 
 
 @pytest.mark.parametrize(
     "name",
     quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1", "frozen-tied-pp2-to-tp2")),
 )
-def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str) -> None:
+def test_another_layout_resumes_within_rounding(tmp_path: Path, name: str, ranks) -> None:
     (before, saved), (after, resumed) = OTHER_LAYOUT[name]
-    straight = in_new_processes(before, runs.train, tmp_path, saved, STEPS, (SAVED,))[0]
-    rest = in_new_processes(after, runs.train, tmp_path, resumed)[0]
+    straight = ranks(before).run(runs.train, tmp_path, saved, STEPS, (SAVED,))[0]
+    rest = ranks(after).run(runs.train, tmp_path, resumed)[0]
     assert len(rest) == STEPS - SAVED
     for expected, actual in zip(straight[SAVED:], rest, strict=True):
         assert actual == pytest.approx(expected, rel=1e-5)
