@@ -156,3 +156,9 @@ class CheckpointError(MegatronWrapError):
 
 class TrainingError(MegatronWrapError):
     """Training cannot continue: a non-finite loss or gradient, or `train` called after `train_iters` steps."""
+
+
+class ProcessError(TrainingError):
+    """A process of a run has died or was stopped from outside: no mistake of the user, the same command may go on."""
+
+    exit_code = 1

@@ -52,13 +52,14 @@ class ProcessWatch:
         self._ends.set()
         self._thread.join()
 
-    def failed(self, exit_codes: Mapping[int, int], first: int, message: str) -> str:
+    def failed(self, exit_codes: Mapping[int, int], first: int, message: str, traceback: str = "") -> str:
         """Write the report of a failure; returns the sentence about it.
 
         Args:
             exit_codes: global rank -> exit code of each process that did not end with 0; negative: a signal.
             first: the rank that failed first.
             message: of its error; empty if it has left none.
+            traceback: of its error; empty for errors without one.
         """
         self.close()
         states = {rank: self._state(rank) or {"rank": rank} for rank in self._ranks}
@@ -75,6 +76,7 @@ class ProcessWatch:
             **failed,
             "cause": cause,
             "message": message,
+            "traceback": traceback,
             "exit_codes": {str(rank): code for rank, code in sorted(exit_codes.items())},
             "processes": list(states.values()),
             "stacks": {str(rank): text for rank, text in sorted(self._stacks.items())},

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.cli.arguments import count
 from megatron_wrap.cli.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
@@ -187,6 +187,14 @@ def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
         return 2
     sentence = f"rank {rank} ended with exit code {failure.exitcode}"
     if watch is not None:
-        sentence = watch.failed(codes, rank, str(failure.message) if failure.error_file_data else "")
+        sentence = watch.failed(codes, rank, *(_recorded(failure.message) if failure.error_file_data else ("", "")))
     print(f"error: {sentence}; messages of the processes are above", file=sys.stderr)
     return failure.exitcode if 0 < failure.exitcode < 256 else 1
+
+
+def _recorded(message: Any) -> tuple[str, str]:
+    """The error and its traceback that a process has recorded for torchrun's agent (parallel/launch.py)."""
+    if not isinstance(message, dict):
+        return str(message), ""
+    text, traceback = str(message.get("message", "")), str(message.get("extraInfo", {}).get("py_callstack", ""))
+    return text, "" if traceback == text else traceback

@@ -52,6 +52,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
+        _stores[:] = [dist.distributed_c10d._get_default_store()]
         return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=False)
     timeout = timedelta(minutes=timeout_minutes)
     if _is_under_torchrun():
@@ -65,6 +66,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     else:
         store = loopback_store(timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    _stores[:] = [dist.distributed_c10d._get_default_store()]
     return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=True)
 
 
@@ -77,6 +79,10 @@ def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     starts = store.add(f"megatron_wrap/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"megatron_wrap/start_{starts}", store), rank, world_size
+
+
+_stores: list[dist.Store] = []
+"""The store of the newest process group, which `exit_on_user_error` needs after the group has ended."""
 
 
 def stop(processes: Processes) -> None:
@@ -163,10 +169,12 @@ def _record_for_torchrun(message: str, details: str) -> None:
 
 
 def _claim_message() -> bool:
-    """Whether this rank prints the error."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Whether this rank prints the error. It may be the only one that has it, and have ended its process group."""
+    if environment_world_size() == 1:
+        return True
+    if not _stores:
         return environment_rank() == 0
     try:
-        return dist.distributed_c10d._get_default_store().add("megatron_wrap/error_claims", 1) == 1
+        return _stores[-1].add("megatron_wrap/error_claims", 1) == 1
     except Exception:  # the store was lost with another rank, which has printed its own error
         return False

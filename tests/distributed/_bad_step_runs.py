@@ -1,4 +1,5 @@
-"""Functions that the tests of non-finite steps run on each rank: values that become nan in one place of a step."""
+"""Functions that the tests of non-finite steps run on each rank: values that become nan, or inf, in one place of a
+step."""
 
 from __future__ import annotations
 
@@ -34,25 +35,28 @@ def bad_batch(kind: str) -> list[dict[str, Any]]:
     return batch
 
 
-class _NanBackward(torch.autograd.Function):
+class _BadBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, value: float) -> Tensor:
+        ctx.value = value
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * float("nan")
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.value, None
 
 
 @contextmanager
 def injected(wrap: Any, kind: str) -> Iterator[None]:
-    """A step makes nan in one place. activation: MODULE's output in a micro-batch with MARK. backward: the same of its
-    backward pass. weight: one value of PARAMETER. once: as activation, the first time only."""
+    """A step makes nan in one place, or inf with "activation inf". activation: MODULE's output in a micro-batch with
+    MARK. backward: the same of its backward pass. weight: one value of PARAMETER. once: as activation, the first time
+    only."""
     from megatron_wrap.model.chunks import bare_model
     from megatron_wrap.model.initial_weights import global_names
     from megatron_wrap.model.module_names import global_module_names
 
-    handles, marked, left = [], [False], [1 if kind == "once" else 10**6]
+    kind, _, text = kind.partition(" ")
+    handles, marked, left, value = [], [False], [1 if kind == "once" else 10**6], float(text or "nan")
 
     def see(module: Any, arguments: Any, keywords: Any) -> None:
         marked[0] = bool((keywords["input_ids"] == MARK).any())
@@ -62,7 +66,7 @@ def injected(wrap: Any, kind: str) -> Iterator[None]:
             return output
         left[0] -= 1
         first = output[0] if isinstance(output, tuple) else output
-        spoiled = _NanBackward.apply(first) if kind == "backward" else first * float("nan")
+        spoiled = _BadBackward.apply(first, value) if kind == "backward" else first * value
         return (spoiled, *output[1:]) if isinstance(output, tuple) else spoiled
 
     with torch.no_grad():
@@ -70,7 +74,7 @@ def injected(wrap: Any, kind: str) -> Iterator[None]:
             if kind == "weight":
                 for named in global_names(model, tied=False):
                     if named.name == PARAMETER:
-                        named.tensor.flatten()[7] = float("nan")
+                        named.tensor.flatten()[7] = value
             elif kind not in POISONS:
                 handles.append(model.register_forward_pre_hook(see, with_kwargs=True))
                 found = [module for module, name in global_module_names(model).items() if name == MODULE]

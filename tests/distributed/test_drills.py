@@ -12,6 +12,7 @@ pytestmark = pytest.mark.drill
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "drill"
 COUNTS = {
+    "bad_numbers": 8,
     "codeparrot": 24,
     "config_typos": 100,
     "corrupt_checkpoint": 24,
@@ -21,6 +22,8 @@ COUNTS = {
     "kill_during_save": 6,
     "malformed_input": 60,
     "replayed_experts": 6,
+    "resume_equality": 1,
+    "stopped_processes": 1,
 }
 
 

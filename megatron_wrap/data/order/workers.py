@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_wrap.errors import TrainingError
+from megatron_wrap.errors import ProcessError
 from megatron_wrap.platform.base.machine import process_state
 from megatron_wrap.utils.process_pool import become_worker, forking, picklable
 
@@ -90,7 +90,7 @@ class Workers:
         """The next item.
 
         Raises:
-            TrainingError: the worker has died.
+            ProcessError: the worker has died.
             Exception: the one that the worker raised for this item.
         """
         process, connection = self._workers[self._turn % len(self._workers)]
@@ -100,7 +100,7 @@ class Workers:
         except (EOFError, ConnectionResetError):
             process.join()
             self.close()
-            raise TrainingError(
+            raise ProcessError(
                 f"worker process {process.pid} of wrap.batches {_ending(process.exitcode)}; lower "
                 "megatron_wrap.data.num_workers or prefetch_batches if memory is short, or set num_workers: 0 to load "
                 "in the training process"
@@ -122,7 +122,7 @@ class Workers:
             stopped_seconds = stopped_seconds + _CHECK_SECONDS if is_stopped else 0.0
             if stopped_seconds >= _STOPPED_SECONDS:
                 self.close()
-                raise TrainingError(
+                raise ProcessError(
                     f"worker process {process.pid} of wrap.batches has been stopped for {stopped_seconds:.0f} s, by a "
                     "signal such as SIGSTOP; start the run again"
                 )
