@@ -22,7 +22,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias"),
+    *("layers_pattern", "target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias"),
 )
 """That determine modules, ranks and scales; others may differ in a run that continues."""
 

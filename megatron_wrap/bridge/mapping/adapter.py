@@ -350,8 +350,18 @@ def _is_target(module: str, config: AdapterConfig) -> bool:
         return False
     if not config.layers_to_transform:
         return True
-    match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
-    return match is not None and int(match[1]) in config.layers_to_transform
+    patterns = _texts(config.layers_pattern) or (r"[^.]*",)
+    match = next(filter(None, (_layer_number(module, pattern) for pattern in patterns)), None)
+    return match is not None and int(match["number"]) in config.layers_to_transform
+
+
+def _layer_number(module: str, pattern: str) -> re.Match[str] | None:
+    """peft's rule of layers_pattern (tuners/tuners_utils.py, check_target_module_exists); the group `number` is the index."""
+    return re.match(rf"(?:^|.*?\.)(?:{pattern})\.(?P<number>\d+)\.", module)
+
+
+def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
 
 
 def _matches(module: str, patterns: str | Iterable[str]) -> bool:
@@ -386,6 +396,13 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str], parameters: lis
             entry = pattern if isinstance(patterns, str) else (pattern,)
             if not any(_matches(name, entry) for name in modules):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
+    for pattern in _texts(config.layers_pattern):
+        if not any(_layer_number(name, pattern) for name in modules):
+            lists = sorted({part for name in modules for part in re.findall(r"([^.]+)\.\d+\.", name)})
+            raise ConfigError(
+                f"megatron_wrap.adapter.layers_pattern: {pattern} is no list of layers of the model"
+                f"{did_you_mean(pattern, lists)}; possible is {', '.join(lists)}"
+            )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key) or {}:
             if not any(_matches_ending(name, pattern) for name in [*modules, *parameters]):

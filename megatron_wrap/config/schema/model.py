@@ -248,6 +248,9 @@ class AdapterConfig:
     """Biases that are trained whole: all, or lora_only, those of the layers with adapters; their originals are kept."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
+    layers_pattern: str | tuple[str, ...] = ()
+    """Names of the lists that layers_to_transform counts in, such as layers or h; []: the first number of a module's
+    name."""
     rank_pattern: Mapping[str, int] | None = None
     """Regular expression of names of modules -> their rank instead of r; null: r for all."""
     alpha_pattern: Mapping[str, float] | None = None
