@@ -37,6 +37,12 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "use_dora": True, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]},
     ),
     "gpt2-dora": ("gpt2", {**PLAIN, "use_dora": True}),
+    "pissa": (
+        "qwen3",
+        {**PLAIN, "init_lora_weights": "pissa", "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"v_proj": 5}},
+    ),
+    "gpt2-pissa": ("gpt2", {**PLAIN, "init_lora_weights": "pissa", "use_rslora": True}),
+    "olora": ("phi3", {**PLAIN, "init_lora_weights": "olora"}),
     "phi3": ("phi3", PLAIN),
     "deepseek-v3": (
         "deepseek-v3",
@@ -89,6 +95,10 @@ def test_it_trains_as_peft_does(name, on_one_rank):
     assert unchanged
     assert numpy.abs(logits - base).max() > 1e-3
     assert numpy.abs(base - bridge.expected_logits(folder)).max() <= 1e-4
+    initial, factors = runs.trained_of(adapter, initial), runs.trained_of(adapter, factors)
+    if "init_lora_weights" in adapter:
+        for factor, expected in runs.peft_factors(runs.peft_model(folder, adapter)).items():
+            assert numpy.abs(initial[factor] - expected).max() <= 1e-5, factor
     peft = runs.peft_model(folder, adapter, initial)
     numpy.testing.assert_allclose(steps, runs.train_peft(peft), rtol=1e-4)
     for factor, expected in runs.peft_factors(peft).items():
@@ -158,7 +168,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-sp-ep2": (2, (TP2, SP, f"{P}expert_model_parallel_size=2", f"{P}expert_tensor_parallel_size=1")),
 }
 ON_LAYOUTS = [
-    *(("llama", layout) for layout in LAYOUTS if "vpp" not in layout and "expert" not in layout and "ep2" not in layout),
+    *(
+        ("llama", layout)
+        for layout in LAYOUTS
+        if "vpp" not in layout and "expert" not in layout and "ep2" not in layout
+    ),
     ("query-value", "tp2-sp"),
     ("four-layers", "pp2-vpp2"),
     ("gpt2", "tp2-sp-pp2"),
@@ -168,6 +182,10 @@ ON_LAYOUTS = [
     ("dora", "tp2-sp"),
     ("dora", "dp2-distributed-overlap"),
     ("gpt2-dora", "tp2-sp-pp2"),
+    ("pissa", "tp2-sp-pp2"),
+    ("pissa", "dp2-distributed-overlap"),
+    ("gpt2-pissa", "tp2-sp"),
+    ("olora", "tp2"),
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
@@ -200,10 +218,11 @@ def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_pat
     assert measured[5]
 
 
-def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(folder_of, ranks, tmp_path):
-    """With DoRA, saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
+@pytest.mark.parametrize("key", ["use_dora=true", "init_lora_weights=pissa"])
+def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(key, folder_of, ranks, tmp_path):
+    """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
     folder = str(folder_of("llama")[0])
-    tensor, pipeline = (("megatron_wrap.adapter.use_dora=true", *LAYOUTS[name][1]) for name in ("tp2-sp", "pp2"))
+    tensor, pipeline = ((f"megatron_wrap.adapter.{key}", *LAYOUTS[name][1]) for name in ("tp2-sp", "pp2"))
     whole = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path), 5, None)[0]
     saved = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 3, None)[0]
     assert whole[0][:3] == saved[0]
@@ -220,14 +239,16 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
         )
 
 
-@pytest.mark.parametrize("name", ["patterns", "whole"])
+@pytest.mark.parametrize("name", ["patterns", "whole", "pissa"])
 def test_an_adapter_of_peft_is_loaded_on_a_layout(name, on_one_rank, ranks, tmp_path):
     """The factors are peft's bit for bit, and the logits those of its model."""
     folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank(name)
+    factors = runs.trained_of(adapter, factors)
     peft = runs.peft_model(folder, adapter, factors)
     peft.save_pretrained(tmp_path / "peft")
     settings = (runs.SELECT, *runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
     loaded, actual = ranks(4).run(runs.load, str(folder), settings, str(tmp_path / "out"))[0]
+    loaded = runs.trained_of(adapter, loaded)
     assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
     assert numpy.abs(actual - logits).max() <= 1e-5
     started = ranks(1).run(runs.load, str(tmp_path / "peft"), (), str(tmp_path / "out"))[0]

@@ -44,7 +44,7 @@ REFUSED_INITIAL = {
     "pissa_niter": "factors of a randomized decomposition, other ones in each run; save it converted, by "
     "path_initial_model_for_weight_conversion",
     **dict.fromkeys(
-        ("pissa", "olora", "corda", "lora_ga"),
+        ("corda", "lora_ga"),
         "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion",
     ),
     "loftq": "the factors belong to a base that LoftQ quantized",
@@ -62,11 +62,13 @@ _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
 )
+_DECOMPOSED = ("pissa", "olora")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
     "lora_alpha": ("a number", lambda value: _is_integer(value) or isinstance(value, float)),
     **dict.fromkeys(
-        ("target_modules", "exclude_modules", "layers_pattern"), ("a text or a list of texts", lambda value: _are_texts(value))
+        ("target_modules", "exclude_modules", "layers_pattern"),
+        ("a text or a list of texts", lambda value: _are_texts(value)),
     ),
     "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
@@ -149,6 +151,8 @@ def adapter_keys(folder: str | os.PathLike[str]) -> dict[str, Any]:
     keys = {name: theirs[name] for name in _KEYS if theirs.get(name)}
     if isinstance(keys.get("layers_to_transform"), int):
         keys["layers_to_transform"] = [keys["layers_to_transform"]]
+    if theirs.get("init_lora_weights") in _DECOMPOSED:
+        keys["init_lora_weights"] = theirs["init_lora_weights"]
     saved = saved_modules(theirs)
     return {**keys, **({"modules_to_save": saved} if saved else {}), "path": os.fspath(folder)}
 
@@ -181,7 +185,8 @@ def open_adapter(
             f"{folder}: task_type is {theirs.get('task_type')}, an adapter of {kind}; set "
             f"megatron_wrap.model_provider.provider_key to {provider}, or load another adapter"
         )
-    ours = peft_config(layers, config, None, task)
+    _compare_initial(folder, theirs.get("init_lora_weights"), config)
+    ours = peft_config(layers, config, None, task, converted=False)
     for key in _SAME:
         saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
         if (saved or None) != (ours[key] or None):
@@ -207,6 +212,16 @@ def open_adapter(
             f"{folder}: modules_to_save is [{saved}] there and [{', '.join(config.modules_to_save)}] here; write "
             f"megatron_wrap.adapter.modules_to_save=[{saved}]"
         )
-    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config))
+    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
+
+
+def _compare_initial(folder: str | os.PathLike[str], theirs: Any, config: AdapterConfig) -> None:
+    """Factors of PiSSA and OLoRA belong to a base without the product of the initial ones, others to the base."""
+    saved = theirs if theirs in _DECOMPOSED else "true"
+    if saved != (config.init_lora_weights if config.decomposes_base else "true"):
+        raise CheckpointError(
+            f"{folder}: init_lora_weights is {theirs} there and {config.init_lora_weights} here; write "
+            f"megatron_wrap.adapter.init_lora_weights={saved}"
+        )

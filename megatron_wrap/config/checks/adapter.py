@@ -46,6 +46,8 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, [f"models.{config.models.role}"], text)
     if adapter.use_dora:
         _check_dora(config)
+    if adapter.decomposes_base:
+        _check_decomposed(config)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
     if adapter.target_parameters:
@@ -130,3 +132,18 @@ def _check_dora(config: RunConfig) -> None:
     if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
         key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
         refuse(config, ["adapter.use_dora", key], "DoRA is trained beside torch's layers without FP8")
+
+
+def _check_decomposed(config: RunConfig) -> None:
+    """Refuse what has no decomposition of the base's weights."""
+    adapter = config.adapter
+    kind = f"init_lora_weights {adapter.init_lora_weights}"
+    if adapter.target_parameters:
+        rule = f"{kind} decomposes weights of linear layers, not those of fused experts, as in peft; write true"
+        refuse(config, ["adapter.init_lora_weights", "adapter.target_parameters"], rule)
+    if adapter.base_weights != "bf16":
+        rule = f"{kind} needs the weights' own values; write bf16"
+        refuse(config, ["adapter.init_lora_weights", "adapter.base_weights"], rule)
+    if adapter.use_dora:
+        rule = "peft's conversion to an adapter of the original base loses DoRA's norms; write true"
+        refuse(config, ["adapter.init_lora_weights", "adapter.use_dora"], rule)

@@ -41,6 +41,7 @@ def folder_with(folder: Path, **values: Any) -> Path:
         ({"bias": "all"}, (), r"bias is all there and none here; write megatron_wrap\.adapter\.bias=all"),
         ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
         ({"use_bdlora": {"nblocks": 2}}, (), "use_bdlora is .* cannot be loaded: factors are not block-diagonal"),
+        ({"init_lora_weights": "pissa"}, (), "pissa there and True here; write .*init_lora_weights=pissa"),
         ({"init_lora_weights": "pissa_niter_4"}, (), "pissa_niter_4 and cannot be loaded: .*conversion"),
     ],
 )

@@ -51,6 +51,8 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ((LORA, f"{KEYS}.alpha_pattern={{'*x': 2}}"), r"\*x is not a regular expression"),
         ((LORA, f"{KEYS}.r=0"), "must be at least 1"),
         ((LORA, f"{KEYS}.use_dora=true", f"{KEYS}.lora_dropout=0.1"), "DoRA scales the base's output"),
+        ((LORA, f"{KEYS}.init_lora_weights=pissa", f"{KEYS}.base_weights=fp8"), "needs the weights' own values"),
+        ((LORA, f"{KEYS}.init_lora_weights=olora", f"{KEYS}.use_dora=true"), "conversion .* loses DoRA's norms"),
         ((LORA, f"{KEYS}.use_dora=true", f"{KEYS}.base_weights=fp8"), "needs the weights' own values"),
         (
             (LORA, f"{KEYS}.base_weights=nf4", "megatron_lm.train.common.save=x"),
