@@ -113,11 +113,11 @@ class LinearAdapter(torch.nn.Module):
         self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice
         for module in self.modules_of:
             new = {"dtype": weight.dtype, "device": weight.device}
-            for kind in self._kinds:
-                self._add_factor(f"{kind}_A_{module.name}", torch.empty(module.rank, weight.shape[1], **new))
+            for beginning in self._kinds:
+                self._add_factor(f"{beginning}_A_{module.name}", torch.empty(module.rank, weight.shape[1], **new))
             for name, rows in zip(module.b_names, module.parts, strict=True):
-                for kind in self._kinds:
-                    self._add_factor(f"{kind}_B_{name}", torch.empty(len(rows), module.rank, **new))
+                for beginning in self._kinds:
+                    self._add_factor(f"{beginning}_B_{name}", torch.empty(len(rows), module.rank, **new))
                 self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
                 if dora:
                     self._add_factor(f"lora_magnitude_{name}", torch.empty(len(rows), **new))

@@ -48,6 +48,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-v3",
         {**PLAIN, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
+    "deepseek-v3-olora": (
+        "deepseek-v3",
+        {**PLAIN, "target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "init_lora_weights": "olora"},
+    ),
     "mixtral": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "mixtral-experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "qwen3-moe-experts": (
@@ -186,6 +190,7 @@ ON_LAYOUTS = [
     ("pissa", "dp2-distributed-overlap"),
     ("gpt2-pissa", "tp2-sp"),
     ("olora", "tp2"),
+    ("deepseek-v3-olora", "tp2-sp"),
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
@@ -344,6 +349,12 @@ def test_frozen_adapters_beside_the_trained_one(folder_of, ranks, tmp_path):
         result = ranks(1).run(runs.train, folder, runs.overrides_of(adapter), str(tmp_path / name), 1)[0]
         others[name], expected[name] = str(tmp_path / name / "adapter"), result[3]
         expected[None] = result[4]
+    # one whose base peft changed
+    peft = runs.peft_model(Path(folder), {"r": 3, "init_lora_weights": "pissa"})
+    for parameter in peft.parameters():
+        parameter.data.mul_(1.1 if parameter.requires_grad else 1)
+    peft.save_pretrained(tmp_path / "decomposed")
+    others["decomposed"], expected["decomposed"] = str(tmp_path / "decomposed"), runs.peft_logits(peft)
     layout = (*LAYOUTS["tp2-sp"][1], *LAYOUTS["pp2"][1])
     arguments = folder, others, layout, str(tmp_path / "run")
     before, after, refused, names = ranks(4).run(runs.with_named_adapters, *arguments)[0]

@@ -156,6 +156,15 @@ class AdaptedLayer:
         return table
 
 
+def _refuse_large_rank(module: TargetModule, shape: Sequence[int], config: AdapterConfig) -> None:
+    if module.rank > min(shape):
+        raise ConfigError(
+            f"megatron_wrap.adapter.init_lora_weights: {config.init_lora_weights} has at most {min(shape)} vectors of "
+            f"{module.name}, whose weight is {shape[0]} x {shape[1]}, and its rank is {module.rank}; write a smaller "
+            "r, or one in rank_pattern"
+        )
+
+
 def _after(mapping: WeightMapping, dim: int, start: int) -> WeightMapping:
     """The mapping to the part of the same tensors that begins at index `start` of dimension `dim`."""
     if mapping.along != dim:
@@ -174,7 +183,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
 
     Raises:
         ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module,
-            or one of modules_to_save a module that cannot be trained whole.
+            or one of modules_to_save a module that cannot be trained whole; a rank is larger than a decomposed weight.
     """
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
     if any(".mlp.experts." in name for name in linear):
@@ -188,6 +197,8 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     layers = []
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
+        for module in targets if config.decomposes_base else ():
+            _refuse_large_rank(module, mapping.shapes()[f"{module.name}.weight"], config)
         if targets:
             layers.append(AdaptedLayer(name, mapping, targets, dora=config.use_dora, decomposed=config.decomposes_base))
     layers += experts

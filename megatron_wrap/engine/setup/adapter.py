@@ -231,7 +231,7 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
 def _decompose(chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig, parallel: ParallelState) -> None:
     """Set the factors to those of each Hugging Face module's whole weight, which is gathered over the tensor-parallel
     ranks; one is in memory at a time. Collective over tensor- and data-parallel ranks."""
-    weights = {name: layer.weight for _, _, layer, name in _linear_layers(chunk, config)}  # type: ignore[misc]
+    weights: dict[str, Any] = {name: layer.weight for _, _, layer, name in _linear_layers(chunk, config)}
     factors = {name: factor for name, factor, _ in adapter_parameters(chunk, layers, config)}
     for layer in layers:
         if layer.name not in weights:
@@ -268,17 +268,7 @@ def _whole_weight(name: str, weight: Tensor, layer: AdaptedLayer, parallel: Para
 def initial_factors(weight: Tensor, module: TargetModule, pissa: bool) -> tuple[Tensor, Tensor]:
     """peft's A [rank, inputs] and B [outputs, rank] of an fp32 weight [outputs, inputs] (LoraLayer.pissa_init,
     olora_init): the largest singular vectors with the roots of the singular values, or the first vectors of QR.
-
-    Raises:
-        ConfigError: the weight has fewer rows or columns than the rank.
     """
-    if module.rank > min(weight.shape):
-        kind = "pissa" if pissa else "olora"
-        raise ConfigError(
-            f"megatron_wrap.adapter.init_lora_weights: {kind} has {min(weight.shape)} factors of {module.name}, whose "
-            f"weight is {weight.shape[0]} x {weight.shape[1]}, and its rank is {module.rank}; write a smaller r, or "
-            "one in rank_pattern"
-        )
     if not pissa:
         q, r = torch.linalg.qr(weight)
         return r[: module.rank].contiguous(), q[:, : module.rank].contiguous()

@@ -88,9 +88,16 @@ def test_a_pattern_that_matches_nothing_is_refused(override, message):
         adapted_layers(model.family.parameters(model.arch), config.adapter)
 
 
+def test_a_rank_above_the_size_of_a_decomposed_weight_is_refused():
+    large = (f"{KEYS}.init_lora_weights=olora", f"{KEYS}.rank_pattern={{v_proj: 4096}}")
+    with pytest.raises(ConfigError, match=r"olora has at most \d+ vectors of model.layers.0.self_attn.v_proj"):
+        _adapted(load_run_config(CONFIG, (LORA, *large)))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (("init_lora_weights=pissa",), "not those of fused experts, as in peft"),
         (("lora_dropout=0.1",), "cannot drop an adapter's inputs, as in peft; write 0.0"),
         (("target_parameters=[experts.gate_proj]",), "gate_proj matches no fused experts.*mlp.experts.gate_up_proj"),
         (("rank_pattern={gate_up_projs: 3}",), "rank_pattern: gate_up_projs matches"),
