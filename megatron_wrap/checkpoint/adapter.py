@@ -24,9 +24,10 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias"),
+    *("layers_pattern", "target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias", "init_lora_weights"),
 )
-"""That determine modules, ranks and scales; others may differ in a run that continues."""
+"""That determine modules, ranks, scales and whether initial factors are kept; others may differ in a run that
+continues."""
 
 
 def check_adapter(
@@ -51,6 +52,12 @@ def check_adapter(
         raise CheckpointError(
             f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
             "set megatron_lm.train.common.finetune: true"
+        )
+    if adapted and not has_adapter and config.adapter.decomposes_base:
+        raise CheckpointError(
+            f"{checkpoint} contains no adapter, and megatron_wrap.adapter.init_lora_weights: "
+            f"{config.adapter.init_lora_weights} begins with factors of hf_path's weights; export it (megatron-wrap "
+            "export-hf) and set megatron_wrap.model_provider.hf_path to that folder, or write true"
         )
     if adapted and not has_adapter and config.adapter.use_dora:
         raise CheckpointError(
@@ -170,7 +177,8 @@ def _modules(config: RunConfig, adapter: AdapterConfig) -> set[Any]:
     layers = layers_with_adapters(replace(config, adapter=adapter))
     hf_format = export_format(config, config.arch.vocab_size or 1)
     whole = saved_parameters(hf_format.family.parameters(hf_format.arch), adapter)
-    return {module for layer in layers for module in layer.modules} | set(whole)
+    initial = {adapter.init_lora_weights} if adapter.decomposes_base else set()
+    return {module for layer in layers for module in layer.modules} | set(whole) | initial
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,9 @@ CONTENT_METADATA: dict[str, Any] = {
 }
 SAVED_MODULES = "modules_to_save."
 """Beginning of the names of parameters that are trained whole beside adapters."""
-ADAPTER_PART = re.compile(rf"_adapter\.(\d+\.)?lora_(?:A|B|magnitude)_|(^|\.){re.escape(SAVED_MODULES)}")
+ADAPTER_PART = re.compile(
+    rf"_adapter\.(\d+\.)?(?:lora_(?:A|B|magnitude)|initial_[AB])_|(^|\.){re.escape(SAVED_MODULES)}"
+)
 _ORIGINAL = "original."
 """Beginning of the keys of their originals in `model_entries`."""
 RNG_KEY = "rng_state_of_rank"

@@ -74,6 +74,10 @@ class LinearAdapter(torch.nn.Module):
     With `dora` the norm of each adapted row is trained as well, the parameter `lora_magnitude_NAME` (DoRA, Liu et al.,
     arXiv:2402.09353, equation 5); no gradient flows through the norm that it replaces (section 4.3).
 
+    With `decomposed` the initial factors are kept as the frozen parameters `initial_A_NAME` and `initial_B_NAME`, the
+    latter negative, and their product is added as well: the base is W - B0 A0 (PiSSA, Meng et al., arXiv:2404.02948;
+    OLoRA, Büyükakyüz, arXiv:2406.01775) while its weight stays W.
+
     Args:
         base: the linear layer; its `weight` is [outputs, inputs] on this rank.
         kind: how the base's weight is sharded over tensor-parallel ranks.
@@ -92,6 +96,7 @@ class LinearAdapter(torch.nn.Module):
         layer: int,
         sequence_parallel: bool,
         dora: bool = False,
+        decomposed: bool = False,
     ) -> None:
         super().__init__()
         weight: Any = base.weight
@@ -101,22 +106,30 @@ class LinearAdapter(torch.nn.Module):
         self.layer = layer
         self.sequence_parallel = sequence_parallel
         self.dora = dora
+        self.decomposed = decomposed
         self.enabled = True
         self.adapter_name = TRAINED
         self._outputs = weight.shape[0]
         self.base_weight = lambda: base.weight  # not a submodule, which would list the base twice
         for module in self.modules_of:
             new = {"dtype": weight.dtype, "device": weight.device}
-            self._add_factor(f"lora_A_{module.name}", torch.empty(module.rank, weight.shape[1], **new))
+            for beginning in self._kinds:
+                self._add_factor(f"{beginning}_A_{module.name}", torch.empty(module.rank, weight.shape[1], **new))
             for name, rows in zip(module.b_names, module.parts, strict=True):
-                self._add_factor(f"lora_B_{name}", torch.empty(len(rows), module.rank, **new))
+                for beginning in self._kinds:
+                    self._add_factor(f"{beginning}_B_{name}", torch.empty(len(rows), module.rank, **new))
                 self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
                 if dora:
                     self._add_factor(f"lora_magnitude_{name}", torch.empty(len(rows), **new))
         base.register_forward_hook(self._add_to_output)
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Beginnings of the names of factors, in the order in which they are stacked."""
+        return ("lora", "initial") if self.decomposed else ("lora",)
+
     def _add_factor(self, name: str, values: Tensor) -> None:
-        parameter: Any = torch.nn.Parameter(values)
+        parameter: Any = torch.nn.Parameter(values, requires_grad=not name.startswith("initial_"))
         dim = self.sharded_dim(name)
         set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
         parameter.sequence_parallel = self.sequence_parallel and dim is None
@@ -210,28 +223,32 @@ class LinearAdapter(torch.nn.Module):
 
     def _stacked_a(self) -> Tensor:
         """A of all modules, [sum of ranks, inputs]."""
-        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
+        factors = [self._factor(f"{kind}_A_{module.name}") for module in self.modules_of for kind in self._kinds]
         return factors[0] if len(factors) == 1 else torch.cat(factors)
 
     def _times_a(self, inputs: Tensor) -> Tensor:
-        """[..., sum of ranks]; each module has a dropout of its own, as in peft."""
+        """[..., sum of ranks]; each module has a dropout of its own, as in peft, and none of initial factors."""
         if not (self.training and self.dropout):
             return torch.nn.functional.linear(inputs, self._stacked_a())
-        factors = [self._factor(f"lora_A_{module.name}") for module in self.modules_of]
         # inputs that differ between tensor-parallel ranks take random numbers that differ, others the same ones
         differs = self.kind == "row" or self.sequence_parallel
         with get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
-            dropped = [torch.nn.functional.dropout(inputs, self.dropout) for _ in factors]
-        pairs = zip(dropped, factors, strict=True)
-        return torch.cat([torch.nn.functional.linear(values, factor) for values, factor in pairs], dim=-1)
+            dropped = [torch.nn.functional.dropout(inputs, self.dropout) for _ in self.modules_of]
+        products = []
+        for module, values in zip(self.modules_of, dropped, strict=True):
+            products.append(torch.nn.functional.linear(values, self._factor(f"lora_A_{module.name}")))
+            if self.decomposed:
+                products.append(torch.nn.functional.linear(inputs, self._factor(f"initial_A_{module.name}")))
+        return torch.cat(products, dim=-1)
 
     def _placed_b(self, dtype: torch.dtype | None = None) -> Tensor:
         """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
         columns = []
-        for module in self.modules_of:
-            own = [self._factor(f"lora_B_{name}") for name in module.b_names]
+        for module, kind in ((module, kind) for module in self.modules_of for kind in self._kinds):
+            own = [self._factor(f"{kind}_B_{name}") for name in module.b_names]
             factors = [factor.to(dtype or factor.dtype) * module.scale for factor in own]
-            if len(self.modules_of) == len(factors) == 1 and len(factors[0]) == self._outputs:
+            single = len(self.modules_of) == len(self._kinds) == len(factors) == 1
+            if single and len(factors[0]) == self._outputs:
                 return factors[0]
             placed = factors[0].new_zeros(self._outputs, module.rank)
             for name, factor in zip(module.b_names, factors, strict=True):

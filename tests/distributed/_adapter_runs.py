@@ -236,6 +236,16 @@ def train_peft(peft: Any) -> list[tuple[float, float]]:
     return steps
 
 
+def trained_of(adapter: dict[str, Any], factors: dict[str, Any]) -> dict[str, Any]:
+    """The trained factors of an exported adapter, which with PiSSA and OLoRA has the initial ones beside them."""
+    if adapter.get("init_lora_weights") not in ("pissa", "olora"):
+        return factors
+    return {
+        name: values[: len(values) // 2] if "lora_A" in name else values[:, : values.shape[1] // 2]
+        for name, values in factors.items()
+    }
+
+
 def peft_factors(peft: Any) -> dict[str, Any]:
     """Name in peft's files -> trained parameter."""
     return {name: value.detach().numpy() for name, value in _trained(peft).items()}

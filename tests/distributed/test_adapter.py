@@ -37,10 +37,20 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "use_dora": True, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]},
     ),
     "gpt2-dora": ("gpt2", {**PLAIN, "use_dora": True}),
+    "pissa": (
+        "qwen3",
+        {**PLAIN, "init_lora_weights": "pissa", "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"v_proj": 5}},
+    ),
+    "gpt2-pissa": ("gpt2", {**PLAIN, "init_lora_weights": "pissa", "use_rslora": True}),
+    "olora": ("phi3", {**PLAIN, "init_lora_weights": "olora"}),
     "phi3": ("phi3", PLAIN),
     "deepseek-v3": (
         "deepseek-v3",
         {**PLAIN, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    ),
+    "deepseek-v3-olora": (
+        "deepseek-v3",
+        {**PLAIN, "target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "init_lora_weights": "olora"},
     ),
     "mixtral": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "mixtral-experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
@@ -89,6 +99,10 @@ def test_it_trains_as_peft_does(name, on_one_rank):
     assert unchanged
     assert numpy.abs(logits - base).max() > 1e-3
     assert numpy.abs(base - bridge.expected_logits(folder)).max() <= 1e-4
+    initial, factors = runs.trained_of(adapter, initial), runs.trained_of(adapter, factors)
+    if "init_lora_weights" in adapter:
+        for factor, expected in runs.peft_factors(runs.peft_model(folder, adapter)).items():
+            assert numpy.abs(initial[factor] - expected).max() <= 1e-5, factor
     peft = runs.peft_model(folder, adapter, initial)
     numpy.testing.assert_allclose(steps, runs.train_peft(peft), rtol=1e-4)
     for factor, expected in runs.peft_factors(peft).items():
@@ -172,6 +186,11 @@ ON_LAYOUTS = [
     ("dora", "tp2-sp"),
     ("dora", "dp2-distributed-overlap"),
     ("gpt2-dora", "tp2-sp-pp2"),
+    ("pissa", "tp2-sp-pp2"),
+    ("pissa", "dp2-distributed-overlap"),
+    ("gpt2-pissa", "tp2-sp"),
+    ("olora", "tp2"),
+    ("deepseek-v3-olora", "tp2-sp"),
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
@@ -204,10 +223,11 @@ def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_pat
     assert measured[5]
 
 
-def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(folder_of, ranks, tmp_path):
-    """With DoRA, saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
+@pytest.mark.parametrize("key", ["use_dora=true", "init_lora_weights=pissa"])
+def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(key, folder_of, ranks, tmp_path):
+    """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
     folder = str(folder_of("llama")[0])
-    tensor, pipeline = (("megatron_wrap.adapter.use_dora=true", *LAYOUTS[name][1]) for name in ("tp2-sp", "pp2"))
+    tensor, pipeline = ((f"megatron_wrap.adapter.{key}", *LAYOUTS[name][1]) for name in ("tp2-sp", "pp2"))
     whole = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path), 5, None)[0]
     saved = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 3, None)[0]
     assert whole[0][:3] == saved[0]
@@ -224,14 +244,16 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
         )
 
 
-@pytest.mark.parametrize("name", ["patterns", "whole"])
+@pytest.mark.parametrize("name", ["patterns", "whole", "pissa"])
 def test_an_adapter_of_peft_is_loaded_on_a_layout(name, on_one_rank, ranks, tmp_path):
     """The factors are peft's bit for bit, and the logits those of its model."""
     folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank(name)
+    factors = runs.trained_of(adapter, factors)
     peft = runs.peft_model(folder, adapter, factors)
     peft.save_pretrained(tmp_path / "peft")
     settings = (runs.SELECT, *runs.overrides_of({**adapter, "path": str(tmp_path / "peft")}), *LAYOUTS["tp2-sp-pp2"][1])
     loaded, actual = ranks(4).run(runs.load, str(folder), settings, str(tmp_path / "out"))[0]
+    loaded = runs.trained_of(adapter, loaded)
     assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
     assert numpy.abs(actual - logits).max() <= 1e-5
     started = ranks(1).run(runs.load, str(tmp_path / "peft"), (), str(tmp_path / "out"))[0]
@@ -327,6 +349,12 @@ def test_frozen_adapters_beside_the_trained_one(folder_of, ranks, tmp_path):
         result = ranks(1).run(runs.train, folder, runs.overrides_of(adapter), str(tmp_path / name), 1)[0]
         others[name], expected[name] = str(tmp_path / name / "adapter"), result[3]
         expected[None] = result[4]
+    # one whose base peft changed
+    peft = runs.peft_model(Path(folder), {"r": 3, "init_lora_weights": "pissa"})
+    for parameter in peft.parameters():
+        parameter.data.mul_(1.1 if parameter.requires_grad else 1)
+    peft.save_pretrained(tmp_path / "decomposed")
+    others["decomposed"], expected["decomposed"] = str(tmp_path / "decomposed"), runs.peft_logits(peft)
     layout = (*LAYOUTS["tp2-sp"][1], *LAYOUTS["pp2"][1])
     arguments = folder, others, layout, str(tmp_path / "run")
     before, after, refused, names = ranks(4).run(runs.with_named_adapters, *arguments)[0]

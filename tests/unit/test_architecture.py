@@ -47,6 +47,7 @@ FOREIGN = {
     ("engine/", "grad_sync_func"): SCHEDULE,
     ("engine/", "grad_scale_func"): SCHEDULE,
     ("engine/", "allreduce"): MARK,
+    ("checkpoint/", "data"): "memory into which Megatron-Core reads a shard",
     ("data/", "*"): "the fields of an object that the tokenized cache creates",
     ("engine/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",

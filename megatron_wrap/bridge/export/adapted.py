@@ -127,7 +127,7 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     def size(family: Family) -> int:
         return sum(math.prod(shape) for shape in family.shapes(hf_format.arch).values())
 
-    trainable = size(adapter_family(hf_format.family, layers, config.adapter))
+    trainable = size(adapter_family(hf_format.family, layers, config.adapter, converted=False))
     total = size(hf_format.family) + trainable
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)
@@ -155,7 +155,8 @@ def adapter_lines(config: RunConfig, vocab_size: int | None) -> list[str]:
     modules: Counter[tuple[str, int]] = Counter()
     parameters: Counter[tuple[str, int]] = Counter()
     for layer in layers_with_adapters(config, vocab_size):
-        shapes = {name: shape for factor in layer.factors().values() for name, shape in factor.shapes().items()}
+        factors = layer.factors(converted=False).values()
+        shapes = {name: shape for factor in factors for name, shape in factor.shapes().items()}
         for module in layer.modules:
             kind = module.key, module.rank
             modules[kind] += 1

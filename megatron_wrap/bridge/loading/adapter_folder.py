@@ -26,24 +26,49 @@ from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
-_REFUSED = {
-    "trainable_token_indices": "trainable tokens",
-    "lora_bias": "biases of adapters",
-    "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "activated adapters",
-    "use_qalora": "QALoRA",
+REFUSED = {
+    "trainable_token_indices": "rows of the embedding are not trained alone",
+    "lora_bias": "factors have no biases",
+    "layer_replication": "the base has other layers",
+    "alora_invocation_tokens": "an adapter applies to all tokens",
+    "use_qalora": "inputs are not pooled in groups",
+    "use_bdlora": "factors are not block-diagonal",
+    "monteclora_config": "factors are not sampled",
+    "kasa_config": "factors have no singular values between them",
+    "velora_config": "activations are kept whole",
+    "arrow_config": "adapters are not routed",
+    "megatron_config": "the base has transformers' names, not those of Megatron-Core",
 }
+"""Options of peft that cannot be loaded -> the reason."""
+REFUSED_INITIAL = {
+    "pissa_niter": "factors of a randomized decomposition, other ones in each run; save it converted, by "
+    "path_initial_model_for_weight_conversion",
+    **dict.fromkeys(
+        ("corda", "lora_ga"),
+        "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion",
+    ),
+    "loftq": "the factors belong to a base that LoftQ quantized",
+}
+"""Beginnings of init_lora_weights whose folders cannot be loaded -> the reason."""
+WITHOUT_EFFECT = (
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # of initial factors
+    *("megatron_core", "qalora_group_size", "runtime_config"),
+    "ensure_weight_tying",  # of tied modules, which modules_to_save and target_modules refuse
+)
+"""Options of peft that change nothing in a folder without the refused ones."""
 CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
-    *("layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
 )
+_DECOMPOSED = ("pissa", "olora")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
     "lora_alpha": ("a number", lambda value: _is_integer(value) or isinstance(value, float)),
     **dict.fromkeys(
-        ("target_modules", "exclude_modules"), ("a text or a list of texts", lambda value: _are_texts(value))
+        ("target_modules", "exclude_modules", "layers_pattern"),
+        ("a text or a list of texts", lambda value: _are_texts(value)),
     ),
     "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
@@ -70,9 +95,13 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for key, (kind, holds) in _TYPES.items():
         if values.get(key) is not None and not holds(values[key]):
             raise CheckpointError(f"{path}: {key} must be {kind}, not {describe(values[key])}; save the adapter again")
-    refused = [name for key, name in _REFUSED.items() if values.get(key)]
-    if refused:
-        raise CheckpointError(f"{path}: {', '.join(refused)} cannot be loaded; only plain LoRA is supported")
+    for key, reason in REFUSED.items():
+        if values.get(key):
+            raise CheckpointError(f"{path}: {key} is {describe(values[key])} and cannot be loaded: {reason}")
+    initial = values.get("init_lora_weights")
+    for kind, reason in REFUSED_INITIAL.items():
+        if isinstance(initial, str) and initial.lower().startswith(kind):
+            raise CheckpointError(f"{path}: init_lora_weights is {initial} and cannot be loaded: {reason}")
     return values
 
 
@@ -122,6 +151,8 @@ def adapter_keys(folder: str | os.PathLike[str]) -> dict[str, Any]:
     keys = {name: theirs[name] for name in _KEYS if theirs.get(name)}
     if isinstance(keys.get("layers_to_transform"), int):
         keys["layers_to_transform"] = [keys["layers_to_transform"]]
+    if theirs.get("init_lora_weights") in _DECOMPOSED:
+        keys["init_lora_weights"] = theirs["init_lora_weights"]
     saved = saved_modules(theirs)
     return {**keys, **({"modules_to_save": saved} if saved else {}), "path": os.fspath(folder)}
 
@@ -154,7 +185,8 @@ def open_adapter(
             f"{folder}: task_type is {theirs.get('task_type')}, an adapter of {kind}; set "
             f"megatron_wrap.model_provider.provider_key to {provider}, or load another adapter"
         )
-    ours = peft_config(layers, config, None, task)
+    _compare_initial(folder, theirs.get("init_lora_weights"), config)
+    ours = peft_config(layers, config, None, task, converted=False)
     for key in _SAME:
         saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
         if (saved or None) != (ours[key] or None):
@@ -180,6 +212,16 @@ def open_adapter(
             f"{folder}: modules_to_save is [{saved}] there and [{', '.join(config.modules_to_save)}] here; write "
             f"megatron_wrap.adapter.modules_to_save=[{saved}]"
         )
-    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config))
+    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
+
+
+def _compare_initial(folder: str | os.PathLike[str], theirs: Any, config: AdapterConfig) -> None:
+    """Factors of PiSSA and OLoRA belong to a base without the product of the initial ones, others to the base."""
+    saved = theirs if theirs in _DECOMPOSED else "true"
+    if saved != (config.init_lora_weights if config.decomposes_base else "true"):
+        raise CheckpointError(
+            f"{folder}: init_lora_weights is {theirs} there and {config.init_lora_weights} here; write "
+            f"megatron_wrap.adapter.init_lora_weights={saved}"
+        )

@@ -71,6 +71,8 @@ class AdaptedLayer:
     """peft wraps a further tensor of the same experts around this one."""
     dora: bool = False
     """The norms of the adapted rows are trained as well."""
+    decomposed: bool = False
+    """The initial factors, whose product is taken from the base, are kept beside the trained ones."""
     before_019: bool = False
     """The files have the form of experts' factors that peft had before 0.19."""
 
@@ -91,8 +93,29 @@ class AdaptedLayer:
         parts = [tuple(run for run in part if run.name == name) for part in self.weight.parts]
         return [(index, runs) for index, runs in enumerate(parts) if runs]
 
-    def factors(self) -> dict[str, WeightMapping]:
-        """Global name of each factor -> its tensor in peft's file."""
+    def factors(self, converted: bool = True) -> dict[str, WeightMapping]:
+        """Global name of each factor -> its tensor in peft's file.
+
+        Args:
+            converted: the file is an adapter of the original base: with `decomposed`, factors of twice the rank, the
+                trained ones and the initial ones, as peft's LoraModel.subtract_mutated_init makes them; False: the
+                trained factors alone, which belong to the changed base.
+        """
+        table = self._trained_factors()
+        if not (self.decomposed and converted):
+            return table
+        ranks = {module.key: module.rank for module in self.modules}
+        for name, mapping in list(table.items()):
+            stem, _, kind = name.rpartition(".")
+            _, letter, rest = kind.split("_", 2)
+            if letter == "magnitude":
+                continue
+            key = next(key for key in sorted(ranks, key=len, reverse=True) if rest == key or rest.startswith(f"{key}_"))
+            initial = f"{stem}.initial_{letter}_{rest}"
+            table[initial] = _after(mapping, 0 if letter == "A" else 1, ranks[key])
+        return table
+
+    def _trained_factors(self) -> dict[str, WeightMapping]:
         table: dict[str, WeightMapping] = {}
         for module in self.modules:
             if self.experts:
@@ -133,6 +156,25 @@ class AdaptedLayer:
         return table
 
 
+def _refuse_large_rank(module: TargetModule, shape: Sequence[int], config: AdapterConfig) -> None:
+    if module.rank > min(shape):
+        raise ConfigError(
+            f"megatron_wrap.adapter.init_lora_weights: {config.init_lora_weights} has at most {min(shape)} vectors of "
+            f"{module.name}, whose weight is {shape[0]} x {shape[1]}, and its rank is {module.rank}; write a smaller "
+            "r, or one in rank_pattern"
+        )
+
+
+def _after(mapping: WeightMapping, dim: int, start: int) -> WeightMapping:
+    """The mapping to the part of the same tensors that begins at index `start` of dimension `dim`."""
+    if mapping.along != dim:
+        return replace(mapping, other_start=start)
+    parts = tuple(
+        tuple(replace(run, start=run.start + start, stop=run.stop + start) for run in part) for part in mapping.parts
+    )
+    return replace(mapping, parts=parts)
+
+
 def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
     """The linear layers with adapters, in model order.
 
@@ -141,7 +183,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
 
     Raises:
         ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module,
-            or one of modules_to_save a module that cannot be trained whole.
+            or one of modules_to_save a module that cannot be trained whole; a rank is larger than a decomposed weight.
     """
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
     if any(".mlp.experts." in name for name in linear):
@@ -155,8 +197,10 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     layers = []
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
+        for module in targets if config.decomposes_base else ():
+            _refuse_large_rank(module, mapping.shapes()[f"{module.name}.weight"], config)
         if targets:
-            layers.append(AdaptedLayer(name, mapping, targets, dora=config.use_dora))
+            layers.append(AdaptedLayer(name, mapping, targets, dora=config.use_dora, decomposed=config.decomposes_base))
     layers += experts
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
@@ -275,9 +319,15 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], entries: Sequence[st
             )
 
 
-def adapter_family(family: Family, layers: Sequence[AdaptedLayer], config: AdapterConfig) -> Family:
-    """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`."""
-    factors = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
+def adapter_family(
+    family: Family, layers: Sequence[AdaptedLayer], config: AdapterConfig, converted: bool = True
+) -> Family:
+    """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`.
+
+    Args:
+        converted: as of `AdaptedLayer.factors`.
+    """
+    factors = {name: mapping for layer in layers for name, mapping in layer.factors(converted).items()}
     return replace(
         family,
         parameters=lambda arch: {**factors, **saved_parameters(family.parameters(arch), config)},
@@ -293,13 +343,18 @@ def task_type(family: Family) -> str:
     return SEQUENCE_CLASSIFICATION if has_scalar_head(family) else "CAUSAL_LM"
 
 
-def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str) -> dict[str, Any]:
+def peft_config(
+    layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str, converted: bool = True
+) -> dict[str, Any]:
     """Content of adapter_config.json, from which peft.PeftModel builds the same adapters.
 
     Args:
         base: folder or hub id of the base model; None: unknown.
         task: peft's task type, from `task_type`.
+        converted: as of `AdaptedLayer.factors`.
     """
+    if config.decomposes_base and converted:
+        config = _of_twice_the_rank(config)
     modules = [module.name for layer in layers if not layer.experts for module in layer.modules]
     head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
     saved = list(dict.fromkeys([*config.modules_to_save, *head]))
@@ -322,6 +377,19 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
         "bias": config.bias,
         "modules_to_save": saved or None,
     }
+
+
+def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
+    """The adapter whose factors are the trained ones beside the initial ones, with the same scales."""
+    more = math.sqrt(2) if config.use_rslora else 2
+    return replace(
+        config,
+        r=2 * config.r,
+        lora_alpha=more * config.lora_alpha,
+        rank_pattern={pattern: 2 * rank for pattern, rank in (config.rank_pattern or {}).items()} or None,
+        alpha_pattern={pattern: more * alpha for pattern, alpha in (config.alpha_pattern or {}).items()} or None,
+        init_lora_weights=True,
+    )
 
 
 def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapping:
@@ -350,8 +418,19 @@ def _is_target(module: str, config: AdapterConfig) -> bool:
         return False
     if not config.layers_to_transform:
         return True
-    match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
-    return match is not None and int(match[1]) in config.layers_to_transform
+    patterns = _texts(config.layers_pattern) or (r"[^.]*",)
+    match = next(filter(None, (_layer_number(module, pattern) for pattern in patterns)), None)
+    return match is not None and int(match["number"]) in config.layers_to_transform
+
+
+def _layer_number(module: str, pattern: str) -> re.Match[str] | None:
+    """peft's rule of layers_pattern (tuners/tuners_utils.py, check_target_module_exists); the group `number` is an
+    index."""
+    return re.match(rf"(?:^|.*?\.)(?:{pattern})\.(?P<number>\d+)\.", module)
+
+
+def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
 
 
 def _matches(module: str, patterns: str | Iterable[str]) -> bool:
@@ -386,6 +465,13 @@ def _refuse_unmatched(config: AdapterConfig, modules: list[str], parameters: lis
             entry = pattern if isinstance(patterns, str) else (pattern,)
             if not any(_matches(name, entry) for name in modules):
                 raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
+    for pattern in _texts(config.layers_pattern):
+        if not any(_layer_number(name, pattern) for name in modules):
+            lists = sorted({part for name in modules for part in re.findall(r"([^.]+)\.\d+\.", name)})
+            raise ConfigError(
+                f"megatron_wrap.adapter.layers_pattern: {pattern} is no list of layers of the model"
+                f"{did_you_mean(pattern, lists)}; possible is {', '.join(lists)}"
+            )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key) or {}:
             if not any(_matches_ending(name, pattern) for name in [*modules, *parameters]):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
 
-ADAPTER_FACTOR = f"{ADAPTER}.lora_"
+ADAPTER_FACTORS = (f"{ADAPTER}.lora_", f"{ADAPTER}.initial_")
 """In the names of adapters' factors, which a base's family does not have."""
 
 SEPARATE_NORMS = {
@@ -50,7 +50,7 @@ def mapped_parameters(
     for name, parameter in itertools.chain(tensors, _router_biases(chunk)):
         for fused, separate in SEPARATE_NORMS.items():
             name = name.replace(fused, separate)
-        if name not in table and (family.is_adapter or ADAPTER_FACTOR in name):
+        if name not in table and (family.is_adapter or any(part in name for part in ADAPTER_FACTORS)):
             continue
         if name not in table:
             raise CheckpointError(

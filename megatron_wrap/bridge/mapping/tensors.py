@@ -57,6 +57,7 @@ class Mapping:
         transposed: Hugging Face stores the matrix transposed (GPT-2's Conv1D).
         padded: the parameter may be longer than its runs (vocabulary); the padding is zero and is not exported.
         fp32: Megatron-Core and transformers keep it in fp32 for every model dtype.
+        other_start: index of the Hugging Face tensors' other dimension at which the parameter begins.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -66,6 +67,7 @@ class Mapping:
     transposed: bool = False
     padded: bool = False
     fp32: bool = False
+    other_start: int = 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each Hugging Face tensor of this parameter, as far as its runs cover the tensor."""
@@ -123,6 +125,11 @@ class Mapping:
 
     def _region(self, start: int, stop: int) -> Region:
         region = self._local_region(start, stop)
+        if self.other_start:
+            region = tuple(
+                (low + self.other_start, high + self.other_start) if dim != self.along else (low, high)
+                for dim, (low, high) in enumerate(region)
+            )
         return region[::-1] if self.transposed else region
 
 

@@ -46,6 +46,8 @@ def check_adapter(config: RunConfig) -> None:
         refuse(config, [f"models.{config.models.role}"], text)
     if adapter.use_dora:
         _check_dora(config)
+    if adapter.decomposes_base:
+        _check_decomposed(config)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
     if adapter.target_parameters:
@@ -98,10 +100,12 @@ def _check_patterns(config: RunConfig) -> None:
     adapter = config.adapter
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
+    if adapter.layers_pattern and not adapter.layers_to_transform:
+        refuse(config, ["adapter.layers_pattern"], "needs layers_to_transform, the indices in that list, as in peft")
     for index in adapter.layers_to_transform:
         if not 0 <= index < config.arch.num_layers:
             refuse(config, ["adapter.layers_to_transform"], f"there is no layer {index} of {config.arch.num_layers}")
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         patterns = getattr(adapter, key) or ()
         for pattern in [patterns] if isinstance(patterns, str) else patterns if "pattern" in key else ():
             try:
@@ -128,3 +132,18 @@ def _check_dora(config: RunConfig) -> None:
     if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
         key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
         refuse(config, ["adapter.use_dora", key], "DoRA is trained beside torch's layers without FP8")
+
+
+def _check_decomposed(config: RunConfig) -> None:
+    """Refuse what has no decomposition of the base's weights."""
+    adapter = config.adapter
+    kind = f"init_lora_weights {adapter.init_lora_weights}"
+    if adapter.target_parameters:
+        rule = f"{kind} decomposes weights of linear layers, not those of fused experts, as in peft; write true"
+        refuse(config, ["adapter.init_lora_weights", "adapter.target_parameters"], rule)
+    if adapter.base_weights != "bf16":
+        rule = f"{kind} needs the weights' own values; write bf16"
+        refuse(config, ["adapter.init_lora_weights", "adapter.base_weights"], rule)
+    if adapter.use_dora:
+        rule = "peft's conversion to an adapter of the original base loses DoRA's norms; write true"
+        refuse(config, ["adapter.init_lora_weights", "adapter.use_dora"], rule)

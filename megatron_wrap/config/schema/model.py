@@ -248,6 +248,9 @@ class AdapterConfig:
     """Biases that are trained whole: all, or lora_only, those of the layers with adapters; their originals are kept."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
+    layers_pattern: str | tuple[str, ...] = ()
+    """Names of the lists that layers_to_transform counts in, such as layers or h; []: the first number of a module's
+    name."""
     rank_pattern: Mapping[str, int] | None = None
     """Regular expression of names of modules -> their rank instead of r; null: r for all."""
     alpha_pattern: Mapping[str, float] | None = None
@@ -256,9 +259,11 @@ class AdapterConfig:
     """Multiply by lora_alpha / sqrt(r) (rank-stabilized LoRA, arXiv:2312.03732)."""
     use_dora: bool = False
     """Train the norm of each row of the adapted weights as well (DoRA, arXiv:2402.09353); needs lora_dropout 0."""
-    init_lora_weights: bool | Literal["gaussian"] = True
-    """true: A uniform within 1 / sqrt(inputs), B zero; gaussian: A normal with deviation 1 / r, B zero; false: B as A,
-    so that an adapter is active from the beginning, for tests."""
+    init_lora_weights: bool | Literal["gaussian", "pissa", "olora"] = True
+    """true: A uniform within 1 / sqrt(inputs), B zero; gaussian: A normal with deviation 1 / r, B zero; pissa
+    (arXiv:2404.02948) and olora (arXiv:2406.01775): the largest singular vectors, or the first ones of a QR
+    decomposition, of each weight, whose product is taken from the base; false: B as A, so that an adapter is active
+    from the beginning, for tests."""
     loraplus_lr_ratio: float | None = key(None, above=0)
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354); null: equal."""
     others: Mapping[str, str] | None = None
@@ -273,3 +278,8 @@ class AdapterConfig:
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
     model_provider.hf_path."""
+
+    @property
+    def decomposes_base(self) -> bool:
+        """Whether the initial factors are those of the base's weights, and their product is taken from the base."""
+        return self.init_lora_weights in ("pissa", "olora")

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters, with_other_adapter
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, is_linear, saved_parameters
+from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, TargetModule, is_linear, saved_parameters
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
@@ -24,6 +24,7 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import GlobalParameter, global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
 from megatron_wrap.nn.trained_copies import CHILD, TrainedCopies
+from megatron_wrap.parallel.collectives import broadcast_on, reduce_in_place
 from megatron_wrap.parallel.state import ParallelState
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def adapt_chunks(
     for name in config.adapter.others or {}:
         _add_other(name, config, parallel, chunks, vocab_size)
     for chunk in map(bare_model, chunks):
-        add_adapters(chunk, layers, config, parallel)
+        add_adapters(chunk, layers, config, parallel, decompose=from_path)
         train_whole(chunk, saved, config)
         if folder is not None:
             load_weights(chunk, config.arch, folder, parallel)
@@ -95,12 +96,19 @@ def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig
 
 
 def add_adapters(
-    chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig, parallel: ParallelState
+    chunk: torch.nn.Module,
+    layers: list[AdaptedLayer],
+    config: RunConfig,
+    parallel: ParallelState,
+    decompose: bool = True,
 ) -> None:
     """Freeze the parameters of a bare model chunk and add adapters with initial factors beside its linear layers. An
     adapter of `linear_qkv` is its sibling `linear_qkv_adapter`.
 
-    The factors depend only on the seed and their names, so all parallel layouts start equal.
+    The factors depend only on the seed and their names, or on the whole weights, so all parallel layouts start equal.
+
+    Args:
+        decompose: False leaves the factors of `init_lora_weights: pissa | olora` to a caller that loads a checkpoint.
     """
     chunk.requires_grad_(False)
     named, added = {layer.name: layer for layer in layers}, []
@@ -111,8 +119,10 @@ def add_adapters(
     for owner, child_name, child, name in list(_stacks_of_experts(chunk)):
         if name in named:
             owner.add_module(f"{child_name}{ADAPTER}", _expert_adapter(child, named[name], parallel))
+    if config.adapter.decomposes_base and decompose:
+        _decompose(chunk, layers, config, parallel)
     for name, factor, mapping in adapter_parameters(chunk, layers, config):
-        if ".lora_magnitude_" not in name:
+        if ".lora_magnitude_" not in name and not config.adapter.decomposes_base:
             _fill(name, factor, mapping, config.adapter, config.train.seed, parallel)
     for adapter in added if config.adapter.use_dora else ():
         adapter.initialize_magnitudes()
@@ -213,7 +223,58 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
         layer=int(layer.name.split(".")[2]),
         sequence_parallel=derived.sequence_parallel(config.parallel) and parallel.tp.size > 1,
         dora=config.adapter.use_dora,
+        decomposed=layer.decomposed,
     )
+
+
+@torch.no_grad()
+def _decompose(chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig, parallel: ParallelState) -> None:
+    """Set the factors to those of each Hugging Face module's whole weight, which is gathered over the tensor-parallel
+    ranks; one is in memory at a time. Collective over tensor- and data-parallel ranks."""
+    weights: dict[str, Any] = {name: layer.weight for _, _, layer, name in _linear_layers(chunk, config)}
+    factors = {name: factor for name, factor, _ in adapter_parameters(chunk, layers, config)}
+    for layer in layers:
+        if layer.name not in weights:
+            continue
+        for module in layer.modules:
+            whole = _whole_weight(f"{module.name}.weight", weights[layer.name], layer, parallel)
+            a, b = initial_factors(whole, module, config.adapter.init_lora_weights == "pissa")
+            for values in (a, b):  # of one rank: decompositions may differ between processors
+                broadcast_on(values, 0, parallel.tp.group)
+                broadcast_on(values, 0, parallel.dp_cp.group)
+            stem = layer.file_stem(module)
+            wholes = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+            for name, mapping in layer.factors(converted=False).items():
+                if wholes.keys() & mapping.shapes().keys():
+                    initial = factors[name.replace(".lora_", ".initial_")]
+                    for piece in local_pieces(name, factors[name], mapping, parallel):
+                        values = wholes[piece.name][tuple(slice(*bounds) for bounds in piece.region)]
+                        view_of(factors[name], piece, piece.region).copy_(values)
+                        view_of(initial, piece, piece.region).copy_(-values if ".lora_B_" in name else values)
+
+
+def _whole_weight(name: str, weight: Tensor, layer: AdaptedLayer, parallel: ParallelState) -> Tensor:
+    """A Hugging Face module's weight [outputs, inputs] in fp32, on every tensor-parallel rank."""
+    shape = layer.weight.shapes()[name]
+    whole = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+    for piece in local_pieces(layer.name, weight, layer.weight, parallel):
+        if piece.name == name:
+            whole[tuple(slice(*bounds) for bounds in piece.region)] = view_of(weight, piece, piece.region).float()
+    if layer.weight.split and tuple(weight.shape) != layer.weight.local_shape(1):
+        reduce_in_place(whole, "sum", parallel.tp.group)
+    return whole.t() if layer.weight.transposed else whole
+
+
+def initial_factors(weight: Tensor, module: TargetModule, pissa: bool) -> tuple[Tensor, Tensor]:
+    """peft's A [rank, inputs] and B [outputs, rank] of an fp32 weight [outputs, inputs] (LoraLayer.pissa_init,
+    olora_init): the largest singular vectors with the roots of the singular values, or the first vectors of QR.
+    """
+    if not pissa:
+        q, r = torch.linalg.qr(weight)
+        return r[: module.rank].contiguous(), q[:, : module.rank].contiguous()
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[: module.rank] / module.scale).sqrt()
+    return (roots[:, None] * right[: module.rank]).contiguous(), (left[:, : module.rank] * roots).contiguous()
 
 
 @torch.no_grad()

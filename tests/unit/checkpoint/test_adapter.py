@@ -56,6 +56,7 @@ def test_a_misspelled_module_is_reported_by_the_adapter_not_by_the_checkpoint(tm
             "r was 4 .*, target_modules was all-linear when it was saved and is .*write megatron_wrap.adapter.r=4 "
             "megatron_wrap.adapter.target_modules=all-linear",
         ),
+        ((), ("init_lora_weights=pissa",), "init_lora_weights was true when it was saved and is pissa here"),
         ((), ("rank_pattern={q_proj: 4}",), r"rank_pattern was null .* is \{q_proj: 4\}"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
-from megatron_wrap.bridge.loading.adapter_folder import adapter_keys
+from megatron_wrap.bridge.loading.adapter_folder import REFUSED, WITHOUT_EFFECT, adapter_keys
 from megatron_wrap.config import load_run_config
+from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import MegatronWrapError
 
 CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-sft.yaml"
@@ -38,6 +40,9 @@ def folder_with(folder: Path, **values: Any) -> Path:
         ({}, (f"{KEYS}.modules_to_save=[norm]",), r"is \[\] there and \[norm\] here"),
         ({"bias": "all"}, (), r"bias is all there and none here; write megatron_wrap\.adapter\.bias=all"),
         ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
+        ({"use_bdlora": {"nblocks": 2}}, (), "use_bdlora is .* cannot be loaded: factors are not block-diagonal"),
+        ({"init_lora_weights": "pissa"}, (), "pissa there and True here; write .*init_lora_weights=pissa"),
+        ({"init_lora_weights": "pissa_niter_4"}, (), "pissa_niter_4 and cannot be loaded: .*conversion"),
     ],
 )
 def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_path):
@@ -45,6 +50,17 @@ def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_pa
     config = load_run_config(CONFIG, (f"{KEYS}.__select__=lora", f"{KEYS}.path={folder}", *overrides))
     with pytest.raises(MegatronWrapError, match=message):
         adapter_folder(config, layers_with_adapters(config))
+
+
+def test_every_option_of_peft_is_supported_or_refused_by_name():
+    """So that none is ignored where it changes the model."""
+    peft = pytest.importorskip("peft")
+    described = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping"}
+    described |= {"peft_version", "fan_in_fan_out", "init_lora_weights"}  # the file's origin, and the family's form
+    supported = {field.name for field in dataclasses.fields(AdapterConfig)}
+    options = {field.name for field in dataclasses.fields(peft.LoraConfig)} - described
+    assert not set(REFUSED) & supported
+    assert options - supported == {*REFUSED, *WITHOUT_EFFECT}
 
 
 def test_keys_of_a_folder(tmp_path):
