@@ -171,7 +171,7 @@ class Script(Work):
         """Run it as `__main__`; its exit code is the result."""
         with _ranks_of_run(self.config) as takes_part:
             if takes_part:
-                sys.argv = list(self.program)
+                sys.argv[:] = self.program
                 try:
                     runpy.run_path(self.program[0], run_name="__main__")
                 except SystemExit as end:
@@ -272,8 +272,7 @@ def _write_into(folder: Path) -> None:
     """Append the output of this process to `folder/rank_N.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{ray.train.get_context().get_world_rank()}.log"
-    stream = path.open("a", buffering=1, encoding="utf-8")
     sys.stdout.flush(), sys.stderr.flush()
-    for descriptor in (1, 2):
-        os.dup2(stream.fileno(), descriptor)
-    sys.stdout = sys.stderr = stream
+    with path.open("ab") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
