@@ -32,7 +32,7 @@ def run_under_ray(
     num_workers: int | tuple[int, int] | None = None,
     max_failures: int = 3,
 ) -> int:
-    """Run a configuration in the cluster of RAY_ADDRESS or of this node, else in one that lasts as long as the run.
+    """Run a configuration in the cluster of RAY_ADDRESS, else in one on this node that lasts as long as the run.
 
     Shows what rank 0 prints; `OUTPUT_DIR/logs` has the output of every rank. A signal lets the run save after its step
     and end, as without Ray; the second one ends it at once.
@@ -69,13 +69,11 @@ def _connect(workers: int) -> None:
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **quiet)
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:
-            raise
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(**quiet)
+    else:
         cpus = max(workers, os.cpu_count() or 1)
-        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
+        ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
 
 
 class _Followed:

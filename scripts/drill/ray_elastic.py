@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +81,17 @@ def _elastic(home: Path, cluster: Any, nodes: list[Any]) -> None:
     scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=2.0)
     elastic = trainer(runs.CONFIG, runs.overrides(home, STEPS), loop=loop, scaling_config=scaling)
 
-    def change() -> None:
-        _wait_for(home / "journal", REMOVED, 4)
+    with ThreadPoolExecutor(1) as runner:  # Ray starts nodes in the main thread only
+        run = runner.submit(elastic.fit)
+        _wait_for(home / "journal", REMOVED, 4, run)
         cluster.remove_node(nodes.pop())
-        _wait_for(home / "journal", ADDED, 2)
+        _wait_for(home / "journal", ADDED, 2, run)
         nodes.append(cluster.add_node(**NODE))
-
-    threading.Thread(target=change, daemon=True).start()
-    elastic.fit()
+        run.result()
 
 
-def _wait_for(journal: Path, iteration: int, replicas: int) -> None:
-    while not journal.exists() or runs.steps_of(journal).get(iteration, [0])[-1] != replicas:
+def _wait_for(journal: Path, iteration: int, replicas: int, run: Future[Any]) -> None:
+    while not run.done() and (not journal.exists() or runs.steps_of(journal).get(iteration, [0])[-1] != replicas):
         time.sleep(0.2)
 
 

@@ -32,7 +32,7 @@ def worker(folder: Path, seed: int) -> Iterator[object]:
     warnings.simplefilter("ignore")
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
 
     def trial(name: str) -> _trials.Result:
         from megatron_wrap.launch.ray import trainer

@@ -17,7 +17,7 @@ def cluster():
     """A cluster in this process's machine."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
 
