@@ -128,7 +128,12 @@ class Work:
             os.chdir(self.folder)
         if self.logs is not None:
             _write_into(Path(self.logs))
-        return self.run()
+        try:
+            return self.run()
+        except MegatronWrapError:
+            if self.logs is not None:  # the driver prints one line, Ray would print a traceback before it
+                _write_to(os.devnull)
+            raise
 
     def run(self) -> Any:
         """The work itself."""
@@ -272,7 +277,11 @@ def _write_into(folder: Path) -> None:
     """Append the output of this process to `folder/rank_N.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{ray.train.get_context().get_world_rank()}.log"
+    _write_to(path)
+
+
+def _write_to(path: str | os.PathLike[str]) -> None:
     sys.stdout.flush(), sys.stderr.flush()
-    with path.open("ab") as stream:
+    with open(path, "ab") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
