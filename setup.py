@@ -28,6 +28,7 @@ REQUIREMENTS = [
     "filelock>=3.12",
     "jinja2",  # chat templates of transformers
 ]
+RAY = ["ray[train]==2.60.0"]
 REMOTE = ["s3fs==2026.9.0", "gcsfs==2026.10.0"]
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn", "liger-kernel>=0.8.5,<0.9"],
@@ -35,11 +36,13 @@ EXTRAS = {
     "png": ["matplotlib"],
     "qlora": ["torchao>=0.18,<0.19"],
     "eval": ["lm_eval>=0.4.13,<0.5"],
+    "ray": RAY,
     "remote": REMOTE,  # hf:// needs nothing more: huggingface_hub comes with transformers
     "dev": [
         *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
         *("tensorboard", "matplotlib", "lm_eval>=0.4.13,<0.5", "jsonschema", "torchao>=0.18,<0.19"),
         *("s3fs==2026.9.0", "moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5"),
+        *RAY,
     ],
 }
 

@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="run megatron-wrap check, and print what would be started"
     )
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="what starts the processes: torchrun's agent on this node, or Ray Train (docs/cluster.md)",
+    )
     add_process_arguments(parser)
 
 
@@ -45,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the processes."""
     if arguments.dry_run:
         return _dry_run(arguments)
+    if arguments.launcher == "ray":
+        return _under_ray(arguments)
     config = with_local_copies(read_run(arguments.config, arguments.overrides))
     nodes = nodes_of(config, arguments.nproc_per_node)
     own_script = script_of(arguments)
@@ -62,6 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
         command = ["train", arguments.config, *options, *arguments.overrides]
         print(hide_secrets(next_steps(config, command, evaluates=own_script is None)))
     return exit_code
+
+
+def _under_ray(arguments: argparse.Namespace) -> int:
+    """Trains in as many of Ray's workers as --nproc-per-node says; returns the exit code."""
+    from megatron_wrap.launch.ray_command import run_under_ray
+
+    own_script = script_of(arguments)
+    script = [own_script, arguments.config, *arguments.overrides] if own_script else None
+    return run_under_ray(arguments.config, arguments.overrides, script=script, num_workers=arguments.nproc_per_node)
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:

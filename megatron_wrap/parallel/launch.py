@@ -145,8 +145,10 @@ def _is_under_torchrun() -> bool:
 
 def _exit(code: int) -> NoReturn:
     """End this process. Other ranks may wait for it in a collective, so no destructor of a process group may wait for
-    them."""
+    them. A thread leaves that to the program which started it, such as a worker of Ray."""
     sys.stdout.flush()
+    if threading.current_thread() is not threading.main_thread():
+        raise SystemExit(code)
     if _is_under_torchrun() or dist.is_initialized():
         os._exit(code)
     sys.exit(code)

@@ -30,7 +30,17 @@ CATALOGUES = {"cli/", "bridge/families/"}
 CODE = read_package()
 
 MEGATRON = {"platform/", "parallel/", "ops/", "nn/", "model/", "bridge/", "data/", "engine/", "checkpoint/"}
-DISTRIBUTED = {"parallel/", "metrics/", "profiling/", "checkpoint/", "engine/", "platform/", "testing/", "cli/"}
+DISTRIBUTED = {
+    "parallel/",
+    "metrics/",
+    "profiling/",
+    "checkpoint/",
+    "engine/",
+    "platform/",
+    "testing/",
+    "cli/",
+    "launch/",
+}
 
 LOADED_BY_VARIABLE = {
     "registry.py": "its targets are checked where they stand, as `module:Attribute`",

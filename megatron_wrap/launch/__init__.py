@@ -1,0 +1,1 @@
+"""Runs on clusters: Ray, Slurm, Kubernetes."""

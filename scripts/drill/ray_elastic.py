@@ -1,0 +1,113 @@
+"""Elastic data parallelism: nodes of a Ray cluster are removed and added, and a run goes 4 -> 2 -> 4 replicas.
+
+python scripts/drill/ray_elastic.py --count 1
+
+Each trial is a run of 2 to 4 gloo workers on two nodes of `ray.cluster_utils.Cluster`, which saves every third of 18
+steps. After step 7 one node is removed, after step 13 one is added. Exits with 1 unless the replicas were 4, 2 and 4,
+the samples of every step are those of an unbroken run on four ranks, and loss and gradient norm of the first step on
+two replicas, which starts from the same state, differ by at most 1e-6 (relative) from it. `drift` in the result is the
+largest difference of all steps: sums over other replicas are rounded differently, and later steps start from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
+import _checkpoint_runs
+import _ray_runs as runs
+import _trials
+
+STEPS, REMOVED, ADDED = 18, 7, 13
+NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+
+
+@contextlib.contextmanager
+def worker(folder: Path) -> Iterator[object]:
+    """A cluster of this job, and the unbroken run."""
+    _checkpoint_runs.in_new_processes(4, runs.without_ray, folder / "unbroken", STEPS)
+    unbroken = runs.steps_of(folder / "unbroken" / "journal")
+    warnings.simplefilter("ignore")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, log_to_driver=False)
+
+    def trial(name: str) -> _trials.Result:
+        home = folder / f"trial{name}"
+        home.mkdir()
+        nodes = [cluster.add_node(**NODE), cluster.add_node(**NODE)]
+        cluster.wait_for_nodes()
+        try:
+            _elastic(home, cluster, nodes)
+        finally:
+            for node in nodes:
+                cluster.remove_node(node)
+        taken = runs.steps_of(home / "journal")
+        replicas = [step[-1] for _, step in sorted(taken.items())]
+        changes = [size for index, size in enumerate(replicas) if index == 0 or replicas[index - 1] != size]
+        drift = max((_difference(taken[key], unbroken[key]) for key in unbroken if key in taken), default=1.0)
+        difference = _difference(taken[REMOVED], unbroken[REMOVED])
+        result = {"kind": "4 -> 2 -> 4", "replicas": replicas, "difference": difference, "drift": drift}
+        if changes != [4, 2, 4]:
+            return {**result, "outcome": _trials.WRONG, "detail": f"replicas {replicas}"}
+        if taken.keys() != unbroken.keys() or any(taken[key][0] != unbroken[key][0] for key in unbroken):
+            return {**result, "outcome": _trials.WRONG, "detail": "other samples than those of the unbroken run"}
+        if difference > 1e-6:
+            return {**result, "outcome": _trials.WRONG, "detail": f"losses or norms differ by {difference:.1e}"}
+        return {**result, "outcome": "equal"}
+
+    try:
+        yield trial
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _elastic(home: Path, cluster: Any, nodes: list[Any]) -> None:
+    """The run; `nodes` are those that the cluster has at its end."""
+    import ray.train
+
+    from megatron_wrap.launch.ray import trainer
+
+    loop = runs.WaitingLoop(home / "journal", {REMOVED: 4, ADDED: 2})
+    scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=2.0)
+    elastic = trainer(runs.CONFIG, runs.overrides(home, STEPS), loop=loop, scaling_config=scaling)
+
+    with ThreadPoolExecutor(1) as runner:  # Ray starts nodes in the main thread only
+        run = runner.submit(elastic.fit)
+        _wait_for(home / "journal", REMOVED, 4, run)
+        cluster.remove_node(nodes.pop())
+        _wait_for(home / "journal", ADDED, 2, run)
+        nodes.append(cluster.add_node(**NODE))
+        run.result()
+
+
+def _wait_for(journal: Path, iteration: int, replicas: int, run: Future[Any]) -> None:
+    while not run.done() and (not journal.exists() or runs.steps_of(journal).get(iteration, [0])[-1] != replicas):
+        time.sleep(0.2)
+
+
+def _difference(step: list[Any], other: list[Any]) -> float:
+    pairs = [(float.fromhex(step[index]), float.fromhex(other[index])) for index in (1, 2)]
+    return max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)
+
+
+def main(scratch: Path) -> int:
+    """Run the trials."""
+    arguments = _trials.parser(__doc__ or "", 1, "elastic runs").parse_args()
+    names = [str(number) for number in range(arguments.count)]
+    return _trials.report(_trials.run(arguments, names, worker, scratch), ["equal"])
+
+
+if __name__ == "__main__":
+    sys.exit(_trials.in_scratch(main))
