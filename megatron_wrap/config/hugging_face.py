@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.config_json_types import check_types
+from megatron_wrap.config.quantization import Quantization, read_quantization
 from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.reading.nest import ValidatedNest
 from megatron_wrap.config.reading.origins import Origin, SetBy
@@ -79,6 +80,8 @@ class HuggingFaceConfig:
     """The `Family` of its model_type."""
     arch_values: Mapping[str, Any]
     """Key of `megatron_lm.model.arch` -> value."""
+    quantization: Quantization | None = None
+    """Of the weights."""
 
     @property
     def shown(self) -> str:
@@ -143,17 +146,16 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"{shown}: has no model_type; name the folder of a transformers model")
     family = family_of(values["model_type"], shown)
-    if values.get("quantization_config"):
-        raise UnsupportedModel(f"{shown}: has a quantization_config; use weights in bf16, fp16 or fp32")
     try:
         if family.model_type in _SHIPPED:
             check_types(values)
+        quantization = read_quantization(values)
         arch = family.arch_values(values)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{shown}: this {family.model_type} cannot be built: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{shown}: {error}; download the file again") from error
-    return HuggingFaceConfig(folder, values, family, arch)
+    return HuggingFaceConfig(folder, values, family, arch, quantization)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

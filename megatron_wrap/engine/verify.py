@@ -237,10 +237,9 @@ def _transformers(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """transformers' outputs of the embedding and the layers for the first sequence, and the logits of all sequences, on
     the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder.folder, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    config = _configuration(folder)
+    model = _model_class(folder).from_pretrained(
+        folder.folder, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
     ).eval()
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
     logits = []
@@ -252,6 +251,24 @@ def _transformers(
             if number == 0:
                 outputs["embedding"] = result.hidden_states[0][0].float()
     return outputs, logits
+
+
+def _model_class(folder: WeightFolder) -> Any:
+    """transformers' class of the folder's family, which may be that of another model_type."""
+    import transformers
+
+    return getattr(transformers, folder.family.architecture, transformers.AutoModelForCausalLM)
+
+
+def _configuration(folder: WeightFolder) -> Any:
+    """transformers' configuration of the folder; quantized weights are dequantized, its default on the CPU alone."""
+    import transformers
+
+    config_class = getattr(_model_class(folder), "config_class", None) or transformers.AutoConfig
+    config = config_class.from_pretrained(folder.folder)
+    if folder.quantization is not None:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
+    return config
 
 
 def _compare_weights(stream: WeightStream, folder: WeightFolder, rank: int) -> tuple[TensorDifference, ...]:

@@ -57,6 +57,7 @@ def card_text(
     base = _base(record)
     rows = {
         "Base model": base,
+        **_weight_rows(record),
         "Steps": f"{iteration:,}",
         "Flow": f"`{record['flow']}`",
         **_data_rows(record["data"]),
@@ -136,6 +137,12 @@ def _base(record: TrainingRecord) -> str:
     if identifier is not None:
         return f"[{identifier}](https://huggingface.co/{identifier})"
     return _code_span(_last_part(model))
+
+
+def _weight_rows(record: TrainingRecord) -> dict[str, str]:
+    """How the weights of the base were stored, if they were quantized."""
+    quantized = record.get("base_quantization")
+    return {} if quantized is None else {"Weights of the base": f"{quantized}; those of this model are not quantized"}
 
 
 def _data_rows(data: Sequence[DataRecord]) -> dict[str, str]:

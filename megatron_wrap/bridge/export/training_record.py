@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.hugging_face import read_hugging_face_config
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.hidden_secrets import without_secrets
@@ -30,7 +31,12 @@ class DataRecord(TypedDict):
     """As `SourceConfig.kind`; mock, or none for samples that a program passes."""
 
 
-class TrainingRecord(TypedDict):
+class _OfNewerCheckpoints(TypedDict, total=False):
+    base_quantization: str | None
+    """How the weights of the folder are stored; null: not quantized."""
+
+
+class TrainingRecord(_OfNewerCheckpoints):
     """A training run; paths are as in its configuration."""
 
     name: str
@@ -60,6 +66,7 @@ def training_record(config: RunConfig) -> TrainingRecord:
     record = TrainingRecord(
         name=config.name,
         base_model=config.model_provider.hf_path,
+        base_quantization=_quantization(config.model_provider.hf_path),
         base_checkpoint=config.train.load,
         data=records or [DataRecord(use="training", path="", kind="mock" if data.data_key == "mock" else "none")],
         flow=flow.flow_key,
@@ -69,6 +76,11 @@ def training_record(config: RunConfig) -> TrainingRecord:
         output_dir=os.path.abspath(os.path.expanduser(derived.output_dir(config))),
     )
     return cast(TrainingRecord, without_secrets(record))
+
+
+def _quantization(hf_path: str | None) -> str | None:
+    quantization = None if hf_path is None else read_hugging_face_config(hf_path).quantization
+    return None if quantization is None else quantization.shown
 
 
 def package_versions() -> dict[str, str]:

@@ -39,11 +39,12 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
     provider = config.model_provider
     if provider.hf_path is None:
         return None
-    family = family_of_model(config, read_hugging_face_config(provider.hf_path).family)
+    of_folder = read_hugging_face_config(provider.hf_path)
+    family = family_of_model(config, of_folder.family)
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
     folder = local_folder(provider.hf_path, patterns)
     try:
-        weights = WeightFolder(folder, family, provider.hf_allow_pickle)
+        weights = WeightFolder(folder, family, provider.hf_allow_pickle, of_folder.quantization)
         weights.check(folder_arch(config))
     except CheckpointError as error:
         raise CheckpointError(f"{HF_PATH}: {error}") from error

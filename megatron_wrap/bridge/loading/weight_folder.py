@@ -9,12 +9,14 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.loading.quantized_tensors import QuantizedTensor, dequantized, with_quantized
+from megatron_wrap.bridge.loading.stored_tensors import StoredTensor, stored_tensors
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
+from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.config.reading.json_file import MAX_BYTES as JSON_BYTES
 from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.schema.model import ArchConfig
@@ -60,17 +62,6 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a folder."""
-
-    file: Path
-    name: str
-    """Its name in the file."""
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class WeightFolder:
     """The weights of one folder by their full names.
 
@@ -78,28 +69,39 @@ class WeightFolder:
         folder: contains model.safetensors, or its shards and index, or any single *.safetensors.
         family: of the model; its prefix is added if the files' names lack it.
         allow_pickle: read pytorch_model*.bin if there is no safetensors file.
+        quantization: of the weights; None: they are not quantized.
 
     Raises:
-        CheckpointError: there are no weights, or a file is missing, truncated or corrupt.
+        CheckpointError: there are no weights, a file is missing, truncated or corrupt, or scales of quantized weights
+            are missing or have another shape.
     """
 
-    def __init__(self, folder: Path, family: Family, allow_pickle: bool = False) -> None:
-        self.folder, self.family = folder, family
+    def __init__(
+        self, folder: Path, family: Family, allow_pickle: bool = False, quantization: Quantization | None = None
+    ) -> None:
+        self.folder, self.family, self.quantization = folder, family, quantization
         self._pickled: dict[Path, dict[str, Any]] = {}
         stored = self._find(allow_pickle)
+        if quantization is not None:
+            stored = with_quantized(stored, quantization)
         prefix = family.base_prefix
         if stored and not any(name.startswith(prefix) for name in stored):
             stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A slice of a tensor, on the CPU. It may be memory-mapped: copy it and drop the reference.
+        """A slice of a tensor, on the CPU; of a quantized one, its values in fp32. It may be memory-mapped: copy it and drop
+        the reference.
 
         Raises:
             CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
         """
         entry = self.tensors[name]
-        values = self._slice(entry, tuple(slice(start, stop) for start, stop in region))
+        if isinstance(entry, QuantizedTensor):
+            assert self.quantization is not None
+            values = dequantized(entry, region, self._slice, self.quantization)
+        else:
+            values = self._slice(entry, tuple(slice(start, stop) for start, stop in region))
         # propagates NaN, and is 25 times as fast as isfinite().all() in bf16: 2 ms for a block of 32 MiB
         extremes = values.aminmax() if values.numel() else ()
         if not all(extreme.isfinite() for extreme in extremes):
@@ -252,34 +254,6 @@ def _check_pickle(file: Path) -> None:
             f"{file}: belongs to another user (uid {owner}), and hf_allow_pickle reads your own files alone; copy the "
             "folder, or convert it to safetensors"
         )
-
-
-def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by their names, from its header.
-
-    Raises:
-        CheckpointError: truncated or corrupt, or a link out of its folder.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    if reason := special_file(file):
-        raise CheckpointError(reason)
-    if reason := leaves_folder(file.parent, file.name):
-        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
-    try:
-        size = file.stat().st_size
-        with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            return {
-                name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{file}: is truncated or not a safetensors file: {size} bytes ({error}); download it again"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
 
 
 def _required_by(family: Family) -> str:

@@ -124,7 +124,7 @@ def test_what_agrees_and_what_is_only_training_may_be_said(run):
             "rope low_freq_factor is 2.0, and Megatron-Core fixes it at 1.0",
         ),
         ({"attention_bias": True}, "attention_bias is True and mlp_bias is False"),
-        ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config has no quant_method"),
     ],
 )
 def test_what_cannot_be_built_is_refused(run, changes, message):

@@ -1,0 +1,170 @@
+"""Quantized tensors of a Hugging Face folder, dequantized slice by slice.
+
+FP8: a weight in float8 and the scales of its blocks, by which the values are multiplied. MXFP4 (Open Compute Project, OCP
+Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The products are computed in
+fp32, where those of MXFP4 are exact, and rounded once to the parameter's dtype, as transformers does
+(integrations/finegrained_fp8.py, Fp8Dequantize; integrations/mxfp4.py, convert_moe_packed_tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_wrap.bridge.loading.stored_tensors import StoredTensor
+from megatron_wrap.bridge.mapping.tensors import Region
+from megatron_wrap.config.quantization import Quantization
+from megatron_wrap.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    ReadSlice = Callable[[StoredTensor, tuple[slice, ...]], Tensor]
+
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
+_EXPONENTS = ("F8_E8M0", "U8")
+"""Scales that are powers of two, a byte each: 2^(byte - 127), and NaN for 255."""
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
+_BYTES, _VALUES = 16, 32
+"""Of a block of MXFP4."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""E2M1 without its sign, which is the highest of the 4 bits."""
+_UNREAD = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale")
+"""Scales of activations, which kernels in FP8 use."""
+_ADVICE = "download the folder again, or use weights in bf16"
+
+
+@dataclass(frozen=True)
+class QuantizedTensor(StoredTensor):
+    """A tensor of two stored ones. `name`, `shape` and `dtype` are those of the dequantized tensor."""
+
+    values: StoredTensor
+    scales: StoredTensor
+
+
+def with_quantized(stored: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
+    """The tensors of a folder by their names, with each pair of values and scales as one `QuantizedTensor`.
+
+    Raises:
+        CheckpointError: scales are missing, or have another shape or dtype.
+    """
+    tensors = {name: entry for name, entry in stored.items() if name.rpartition(".")[2] not in _UNREAD}
+    for name, entry in stored.items():
+        if quantization.method == "mxfp4" and name.endswith(_BLOCKS):
+            whole = name.removesuffix(_BLOCKS)
+            scales = _scales(stored, name, whole + _BLOCK_SCALES)
+            pair = _mxfp4(whole, entry, scales)
+        elif quantization.method != "mxfp4" and entry.dtype in _FP8:
+            scales = _scales(stored, name, name + quantization.scale_suffix)
+            _check_shape(entry, scales, *_scale_shapes(entry.shape, quantization))
+            whole, pair = name, QuantizedTensor(entry.file, entry.name, "F32", entry.shape, entry, scales)
+        else:
+            continue
+        del tensors[name]
+        del tensors[scales.name]
+        tensors[whole] = pair
+    return tensors
+
+
+def dequantized(tensor: QuantizedTensor, region: Region, read: ReadSlice, quantization: Quantization) -> Tensor:
+    """A slice of the dequantized tensor in fp32.
+
+    Args:
+        region: of the dequantized tensor.
+        read: a slice of a stored tensor.
+    """
+    if quantization.method == "mxfp4":
+        return _read_mxfp4(tensor, region, read)
+    return _read_fp8(tensor, region, read, quantization)
+
+
+def _scales(stored: Mapping[str, StoredTensor], name: str, scale_name: str) -> StoredTensor:
+    entry = stored[name]
+    if scale_name not in stored:
+        raise CheckpointError(f"{entry.file}: {name} is quantized, and its scales {scale_name} are missing; {_ADVICE}")
+    scales = stored[scale_name]
+    if scales.dtype not in _SCALES:
+        raise CheckpointError(f"{scales.file}: {scale_name} has dtype {scales.dtype}, which no scales have; {_ADVICE}")
+    return scales
+
+
+def _scale_shapes(shape: tuple[int, ...], quantization: Quantization) -> tuple[tuple[int, ...], ...]:
+    """Shapes that the scales of an FP8 weight may have."""
+    if quantization.scaling == "tensor":
+        return (), (1,), (1,) * len(shape)
+    if quantization.scaling == "channel":
+        return (*shape[:-1], 1), shape[:-1]
+    assert quantization.block is not None
+    blocks = (-(-size // width) for size, width in zip(shape[-2:], quantization.block, strict=False))
+    return ((*shape[:-2], *blocks),)
+
+
+def _check_shape(entry: StoredTensor, scales: StoredTensor, *allowed: tuple[int, ...]) -> None:
+    if scales.shape not in allowed:
+        raise CheckpointError(
+            f"{scales.file}: {scales.name} has shape {list(scales.shape)}, but the scales of {entry.name} "
+            f"{list(entry.shape)} have {list(allowed[0])} by quantization_config of config.json; {_ADVICE}"
+        )
+
+
+def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> QuantizedTensor:
+    """[experts, columns, rows / 32, 16] bytes of the matrices [experts, rows, columns], which are stored transposed."""
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES:
+        raise CheckpointError(
+            f"{blocks.file}: {blocks.name} has shape {list(blocks.shape)} and dtype {blocks.dtype}, but blocks of MXFP4 "
+            f"are 4-dimensional, {_BYTES} bytes each; {_ADVICE}"
+        )
+    _check_shape(blocks, scales, blocks.shape[:-1])
+    if scales.dtype not in _EXPONENTS:
+        raise CheckpointError(f"{scales.file}: {scales.name} has dtype {scales.dtype}, not U8; {_ADVICE}")
+    experts, columns, count, _ = blocks.shape
+    return QuantizedTensor(blocks.file, name, "F32", (experts, count * _VALUES, columns), blocks, scales)
+
+
+def _read_fp8(tensor: QuantizedTensor, region: Region, read: ReadSlice, quantization: Quantization) -> Tensor:
+    values = read(tensor.values, _index(region)).float()
+    dimensions = len(tensor.scales.shape)
+    if quantization.scaling == "tensor":
+        return values * _factors(read(tensor.scales, (slice(0, 1),) * dimensions), tensor.scales.dtype).reshape(())
+    if quantization.scaling == "channel":
+        index = (*_index(region[:-1]), *(slice(0, 1),) * (dimensions + 1 - len(region)))
+        factors = _factors(read(tensor.scales, index), tensor.scales.dtype)
+        return values * factors.reshape(*values.shape[:-1], 1)
+    assert quantization.block is not None
+    blocks = [
+        (start // width, -(-stop // width))
+        for (start, stop), width in zip(region[-2:], quantization.block, strict=False)
+    ]
+    factors = _factors(read(tensor.scales, _index((*region[:-2], *blocks))), tensor.scales.dtype)
+    for offset, ((start, stop), width) in enumerate(zip(region[-2:], quantization.block, strict=False)):
+        along = offset - len(blocks)
+        factors = factors.repeat_interleave(width, along).narrow(along, start % width, stop - start)
+    return values * factors
+
+
+def _read_mxfp4(tensor: QuantizedTensor, region: Region, read: ReadSlice) -> Tensor:
+    import torch
+
+    experts, (start, stop), columns = region
+    blocks = (start // _VALUES, -(-stop // _VALUES))
+    codes = read(tensor.values, _index((experts, columns, blocks, (0, _BYTES))))
+    factors = _factors(read(tensor.scales, _index((experts, columns, blocks))), tensor.scales.dtype)
+    numbers = torch.tensor((*_FP4, *(-value for value in _FP4)))
+    both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # the first value is in the lower bits
+    values = (numbers[both.int()] * factors[..., None]).flatten(-2)
+    return values.narrow(-1, start % _VALUES, stop - start).transpose(1, 2)
+
+
+def _factors(scales: Tensor, dtype: str) -> Tensor:
+    import torch
+
+    if dtype not in _EXPONENTS:
+        return scales.float()
+    exponents = scales.view(torch.uint8).float() - 127
+    return torch.where(exponents == 128, torch.nan, exponents.exp2())
+
+
+def _index(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
