@@ -59,6 +59,7 @@ FOREIGN = {
     ("engine/", "allreduce"): MARK,
     ("checkpoint/", "data"): "memory into which Megatron-Core reads a shard",
     ("data/", "*"): "the fields of an object that the tokenized cache creates",
+    ("engine/", "quantization_config"): "of transformers' configuration, which engine/verify.py has made",
     ("engine/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("engine/", "sequence_len_offset"): "the caller of StaticInferenceContext advances it",
     ("model/", "sequence_parallel"): MARK,

@@ -1,7 +1,7 @@
 """Quantized tensors of a Hugging Face folder, dequantized slice by slice.
 
-FP8: a weight in float8 and the scales of its blocks, by which the values are multiplied. MXFP4 (Open Compute Project, OCP
-Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The products are computed in
+FP8: a weight in float8 and the scales of its blocks, by which the values are multiplied. MXFP4 (Open Compute Project,
+OCP Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The products are computed in
 fp32, where those of MXFP4 are exact, and rounded once to the parameter's dtype, as transformers does
 (integrations/finegrained_fp8.py, Fp8Dequantize; integrations/mxfp4.py, convert_moe_packed_tensors).
 """
@@ -113,8 +113,8 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> QuantizedTe
     """[experts, columns, rows / 32, 16] bytes of the matrices [experts, rows, columns], which are stored transposed."""
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES:
         raise CheckpointError(
-            f"{blocks.file}: {blocks.name} has shape {list(blocks.shape)} and dtype {blocks.dtype}, but blocks of MXFP4 "
-            f"are 4-dimensional, {_BYTES} bytes each; {_ADVICE}"
+            f"{blocks.file}: {blocks.name} has shape {list(blocks.shape)} and dtype {blocks.dtype}, but blocks of "
+            f"MXFP4 are 4-dimensional, {_BYTES} bytes each; {_ADVICE}"
         )
     _check_shape(blocks, scales, blocks.shape[:-1])
     if scales.dtype not in _EXPONENTS:

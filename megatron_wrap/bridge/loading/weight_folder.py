@@ -90,8 +90,8 @@ class WeightFolder:
         self.tensors: Mapping[str, StoredTensor] = stored
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A slice of a tensor, on the CPU; of a quantized one, its values in fp32. It may be memory-mapped: copy it and drop
-        the reference.
+        """A slice of a tensor, on the CPU; of a quantized one, its values in fp32. It may be memory-mapped: copy it and
+        drop the reference.
 
         Raises:
             CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
