@@ -58,7 +58,7 @@ def trainer(
     run = read_run(config, overrides)
     if scaling_config is None:
         scaling_config = ray_trainer.scaling(run, processes_needed(run) if num_workers is None else num_workers)
-    workers = scaling_config.num_workers
+    workers: Any = scaling_config.num_workers
     most = workers[1] if isinstance(workers, tuple) else workers
     if isinstance(workers, tuple):
         if run.train.save is None:
@@ -71,7 +71,9 @@ def trainer(
     if script is not None:
         work = ray_trainer.Script(run, tuple(script), logs=logs)
     else:
-        work = ray_trainer.WrapLoop(os.path.abspath(config), tuple(overrides), loop, scaling_config.use_gpu, logs=logs)
+        work = ray_trainer.WrapLoop(
+            os.path.abspath(config), tuple(overrides), loop, bool(scaling_config.use_gpu), logs=logs
+        )
     return ray_trainer.Trainer(run, work, scaling_config, max_failures)
 
 

@@ -37,6 +37,9 @@ _END = "end"
 """What workers that take no part get after the last report."""
 
 
+_train: Any = ray.train  # its stubs have the classes of Ray Train V1 alone
+
+
 class Trainer(TorchTrainer):
     """Ray's trainer for a run; `fit` raises a user's error as it was raised in a worker.
 
@@ -59,7 +62,7 @@ class Trainer(TorchTrainer):
                 timeout_s=round(60 * config.init.distributed_timeout_minutes),
             ),
             scaling_config=scaling,
-            run_config=ray.train.RunConfig(
+            run_config=_train.RunConfig(
                 name=self._folder.name,
                 storage_path=str(self._folder.parent),
                 failure_config=ray.train.FailureConfig(max_failures=max_failures),
@@ -99,11 +102,10 @@ def scaling(config: RunConfig, num_workers: int | tuple[int, int]) -> ray.train.
     gpus = config.init.platform == "cuda"
     if config.init.platform == "auto":
         gpus = bool(ray.cluster_resources().get("GPU") if ray.is_initialized() else visible_gpus())
-    return ray.train.ScalingConfig(
-        num_workers=num_workers,
-        use_gpu=gpus,
-        placement_strategy="PACK",
+    result: ray.train.ScalingConfig = _train.ScalingConfig(
+        num_workers=num_workers, use_gpu=gpus, placement_strategy="PACK"
     )
+    return result
 
 
 def _own_paths() -> str:
