@@ -21,15 +21,19 @@ _INTEGERS = (
     *("num_key_value_heads", "head_dim", "sliding_window", "n_inner", "n_shared_experts"),
     *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group"),
 )
-_DEFAULTED_INTEGERS: Mapping[str, int] = {"decoder_sparse_step": 1, "first_k_dense_replace": 0}
+_DEFAULTED_INTEGERS: Mapping[str, int] = {
+    **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},
+}
 """Key -> its smallest value. They have a default if they are missing, and may not be null."""
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout")
 _DEFAULTED_NUMBERS = (
     *("initializer_range", "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop", "routed_scaling_factor"),
+    "residual_dropout",
 )
 _FLAGS = (
     *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "is_decoder"),
+    "attention_out_bias",
 )
 _ROPE_NUMBERS = (
     *("factor", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
@@ -65,7 +69,7 @@ def check_types(values: Mapping[str, Any]) -> None:
     for name in _FLAGS:
         if not isinstance(values.get(name), bool | None):
             raise ConfigError(f"{name} must be true or false, not {describe(values[name])}")
-    for name in ("layer_types", "mlp_only_layers"):
+    for name in ("layer_types", "mlp_only_layers", "no_rope_layers"):
         items = values.get(name)
         if items is not None and not (isinstance(items, list) and all(isinstance(item, str | int) for item in items)):
             raise ConfigError(f"{name} must be a list of names or numbers, not {describe(items)}")

@@ -39,7 +39,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 
 _GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"

@@ -66,6 +66,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
+    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3-tied": ("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    "seed-oss": ("SeedOssForCausalLM", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "phi3-window": ("Phi3ForCausalLM", {"sliding_window": 9, "num_key_value_heads": 4}),
     "phi3": ("Phi3ForCausalLM", {}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
@@ -157,6 +160,7 @@ VARIANTS = (
     "llama3.1",
     "llama-linear-rope",
     "qwen2-tied",
+    "smollm3-tied",
 )
 """Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [

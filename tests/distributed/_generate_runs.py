@@ -42,6 +42,8 @@ CASES = [
     ("mistral-window", "one"),
     ("mistral-window", "tp2-pp2"),
     ("llama3.2-tied", "tp2-pp2"),
+    ("smollm3", "tp2-pp2"),
+    ("seed-oss", "one"),
 ]
 NEW_TOKENS = 12
 

@@ -119,7 +119,12 @@ def theirs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
+    ("family", "layout"),
+    [
+        *covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS),
+        pytest.param("smollm3", "tp2-pp2", marks=pytest.mark.matrix),
+        pytest.param("seed-oss", "cp2", marks=pytest.mark.matrix),
+    ],
 )
 def test_thirty_steps_agree_with_transformers(family, layout, ranks, theirs, tmp_path):
     import torch

@@ -58,6 +58,8 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "qwen3-32b": ("qwen3", 32_762_123_264),
     "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
     "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
+    "smollm3-3b": ("smollm3", 3_075_098_624),
+    "seed-oss-36b": ("seed_oss", 36_151_104_512),
     "mixtral-8x7b": ("mixtral", 46_702_792_704),
     "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),
