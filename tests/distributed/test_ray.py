@@ -43,6 +43,7 @@ def test_workers_take_the_steps_of_ranks_and_register_the_checkpoints(cluster, u
     assert result.metrics["iteration"] == runs.STEPS
 
 
+@pytest.mark.matrix
 def test_the_run_of_a_killed_worker_resumes(cluster, unbroken, tmp_path):
     from megatron_wrap.launch.ray import trainer
 
@@ -58,6 +59,7 @@ def refuse(wrap):
     raise DataError("rows.jsonl:3: no")
 
 
+@pytest.mark.matrix
 def test_a_users_error_is_raised_in_the_driver_and_not_repeated(cluster, tmp_path):
     from megatron_wrap.launch.ray import trainer
 

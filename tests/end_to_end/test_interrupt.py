@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
+import pytest
 from _launcher import Launcher, wait_for
 
 
-def test_signals_save_and_the_run_continues_and_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_signals_save_and_the_run_continues(tmp_path: Path) -> None:
     run = Launcher(tmp_path)
     refused = run.refused()
     assert refused.startswith("error: outputs/tiny-llama-mock is in use by another run, process "), refused
@@ -36,16 +38,19 @@ def test_signals_save_and_the_run_continues_and_ends_with_its_launcher(tmp_path:
         f"after iteration {run.saved} of 100000; newest checkpoint: checkpoints/iter_{run.saved:07d}; {resumes}"
     )
     assert (code, lines) == (75, [f"stopped by SIGUSR1 {of_iteration}"])
-    stopped = run.saved
 
+
+@pytest.mark.matrix
+def test_a_run_ends_with_its_launcher_and_a_stopped_process_is_named(tmp_path: Path) -> None:
     run = Launcher(tmp_path)
     os.kill(run.process.pid, signal.SIGKILL)
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in run.ranks), 60)
     assert not any(Path(f"/proc/{rank}").exists() for rank in run.ranks)
-    assert run.saved > stopped
+    assert run.saved >= 1
     assert run.end()[0] == -signal.SIGKILL
 
     run = Launcher(tmp_path)
+    time.sleep(2)  # until a process has said where it is, once a second, since its first step
     os.kill(run.ranks[1], signal.SIGSTOP)
     code, lines = run.end()
     report = "outputs/tiny-llama-mock/failure.json"
