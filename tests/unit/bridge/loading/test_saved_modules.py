@@ -52,6 +52,7 @@ def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_pa
         adapter_folder(config, layers_with_adapters(config))
 
 
+@pytest.mark.transformers  # which peft imports
 def test_every_option_of_peft_is_supported_or_refused_by_name():
     """So that none is ignored where it changes the model."""
     peft = pytest.importorskip("peft")
