@@ -1,21 +1,22 @@
 """What hashes cost a save and a load, and how long an asynchronous save holds training up; one process.
 
-    python scripts/benchmark/checkpoint_cost.py --gib 1 --folder /dev/shm/cost [--rounds 5] [--platform cuda]
+    python scripts/benchmark/checkpoint_cost.py --gib 1 --folder /dev/shm/cost [--folder outputs/cost] [--rounds 5]
+        [--seconds 170] [--platform cuda] [--config scripts/benchmark/llama-1b.yaml] [KEY=VALUE ...]
 
-A Llama whose weights and optimizer have the given size. In each round, in changing order: a plain save without and with
-SHA-256, an asynchronous save (the time until `wrap.save()` returns, and until it is published), and a load without and
-with verification, once with the files in the system's cache and once from the disk (not from a tmpfs, which has no
-other place). Printed are medians, and the medians of the rounds' ratios; the last line has all values as JSON.
+The state is that of a Llama whose weights and optimizer have the given size, or that of a configuration. In each round
+and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an asynchronous
+save (the time until it returns, and until it is published), and a load without and with verification, with the files in
+the system's cache and from the disk (not from a tmpfs, which has no other place). Each time is printed at once, with
+the processor seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all
+values as JSON. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ VOCABULARY, SEQUENCE = 4096, 64
 STATE_BYTES = {"fp32": 12, "bf16": 14}
 """Of a parameter: weight and two moments; with bf16 also the fp32 weight."""
 TMPFS = "tmpfs"
+BARE, PLAIN, BACKGROUND = "save as torch's", "save", "asynchronous save"
+LOADS = {"cached": True, "from disk": False}
 
 
 def sizes(gib: float, dtype: str) -> list[str]:
@@ -42,7 +45,7 @@ def sizes(gib: float, dtype: str) -> list[str]:
     arch = "megatron_lm.model.arch"
     values = {"hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_layers": max(1, round(parameters / per_layer))}
     values |= {"num_attention_heads": hidden // 64, "num_query_groups": hidden // 64}
-    return [f"{arch}.{key}={value}" for key, value in values.items()]
+    return [f"megatron_lm.train.dtype.__select__={dtype}", *(f"{arch}.{key}={value}" for key, value in values.items())]
 
 
 @contextlib.contextmanager
@@ -88,156 +91,185 @@ def file_system(folder: Path) -> str:
     return max(around, key=lambda entry: len(entry[0]))[1]
 
 
+class TimeIsOver(Exception):
+    """The next measurement would end after the limit."""
+
+
 class Measurement:
-    """Times of the rounds.
+    """Saves and loads of a run in one folder, and their times.
 
     Args:
-        wrap: the run.
-        folder: of its checkpoints.
+        wrap: the run, after a step.
+        background: writes asynchronous saves.
+        end: time.perf_counter() of the limit.
     """
 
-    def __init__(self, wrap: Any, folder: Path) -> None:
-        self._wrap, self._folder = wrap, folder
-        self._batches = itertools.cycle([random_tokens(wrap.global_batch_size, SEQUENCE, VOCABULARY)])
+    def __init__(self, wrap: Any, background: Any, folder: Path, end: float) -> None:
+        self._wrap, self._background, self._folder, self._end = wrap, background, folder, end
+        self._newest = folder
+        self.is_tmpfs = file_system(folder) == TMPFS
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.newest = folder
+        self.gib = 0.0
+        """Size of a checkpoint."""
 
-    def timed(self, name: str, action: Callable[[], Any]) -> None:
-        """Measure the action, until the device has finished."""
-        self._wrap.platform.synchronize()
+    def save(self, name: str, context: Callable[[], Any] = contextlib.nullcontext) -> None:
+        """A plain save; the earlier checkpoint is removed before."""
+        from megatron_wrap.checkpoint.save_load import save_checkpoint
+
+        self._remove()
+        with context():
+            self._timed(name, lambda: save_checkpoint(self._wrap.state, self._folder))
+        self._keep()
+
+    def save_in_background(self) -> None:
+        """An asynchronous save: the time that it holds the training up, and all of it."""
+        from megatron_wrap.checkpoint.save_load import save_checkpoint
+
+        is_first = not self._background.copy.num_bytes  # its buffer is allocated and, on CUDA, page-locked
+        name = f"{BACKGROUND}{', with the allocation of its buffer' * is_first}"
+        self._remove()
         started = time.perf_counter()
+        self._timed(name, lambda: save_checkpoint(self._wrap.state, self._folder, background=self._background))
+        self._background.wait()
+        self._record(f"{name}, until published", time.perf_counter() - started, None)
+        self._keep()
+
+    def load(self, kind: str, context: Callable[[], Any] | None) -> None:
+        """A load of the newest checkpoint."""
+        from megatron_wrap.checkpoint.save_load import load_checkpoint
+
+        if not LOADS[kind]:
+            uncached(self._newest)
+        with (context or contextlib.nullcontext)():
+            name = f"load{' without verification' * (context is not None)}, {kind}"
+            self._timed(name, lambda: load_checkpoint(self._wrap.state, self._newest))
+
+    def ratios(self) -> dict[str, float]:
+        """Medians of the rounds' ratios."""
+        pairs = {"hashing: save / torch's": (PLAIN, BARE), "hold-up: asynchronous / plain save": (BACKGROUND, PLAIN)}
+        for kind in LOADS:
+            pairs[f"verification, {kind}: load / without"] = (f"load, {kind}", f"load without verification, {kind}")
+        every = {label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()}
+        return {
+            label: statistics.median(one / other for one, other in zip(ones, others, strict=False))
+            for label, (ones, others) in every.items()
+            if ones and others
+        }
+
+    def _timed(self, name: str, action: Callable[[], Any]) -> None:
+        """Measure the action, until the device has finished."""
+        if time.perf_counter() + max(self.seconds.get(name, [0.0])) > self._end:
+            raise TimeIsOver
+        self._wrap.platform.synchronize()
+        started, processor = time.perf_counter(), time.process_time()
         action()
         self._wrap.platform.synchronize()
-        self.seconds[name].append(time.perf_counter() - started)
+        self._record(name, time.perf_counter() - started, time.process_time() - processor)
 
-    def save(self, name: str, context: Any = contextlib.nullcontext) -> None:
-        """A plain save of another step."""
-        self._wrap.train(next(self._batches))
-        with context():
-            self.timed(name, self._wrap.save)
-        self._remove_older()
+    def _record(self, name: str, seconds: float, processor_seconds: float | None) -> None:
+        self.seconds[name].append(seconds)
+        processor = "" if processor_seconds is None else f", {processor_seconds:.2f} s of processors"
+        print(f"{self._folder}: {name}: {seconds:.3f} s{processor}", flush=True)
 
-    def save_in_background(self, name: str) -> None:
-        """The part of an asynchronous save that holds the training up, and all of it."""
-        self._wrap.train(next(self._batches))
-        started = time.perf_counter()
-        self.timed(name, self._wrap.save)
-        self._wrap._run.checkpoints.wait()
-        self.seconds[f"{name}, until published"].append(time.perf_counter() - started)
-        self._remove_older()
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def load(self, name: str, context: Any = contextlib.nullcontext, cached: bool = True) -> None:
-        """A load of the newest checkpoint."""
-        if cached:
-            for path in self.newest.iterdir():
-                path.read_bytes()
-        else:
-            uncached(self.newest)
-        with context():
-            self.timed(name, lambda: self._wrap.load(self.newest))
-
-    def _remove_older(self) -> None:
-        folders = sorted(self._folder.glob("iter_*"))
-        self.newest = folders[-1]
-        for folder in folders[:-1]:
-            shutil.rmtree(folder)
-
-    def ratio(self, name: str, base: str) -> float:
-        """Median of the rounds' ratios."""
-        pairs = zip(self.seconds[name], self.seconds[base], strict=True)
-        return statistics.median(one / other for one, other in pairs)
+    def _keep(self) -> None:
+        [self._newest] = self._folder.glob("iter_*")
+        self.gib = sum(path.stat().st_size for path in self._newest.iterdir()) / 2**30
 
 
-PLAIN, HASHED, BACKGROUND = "plain save without SHA-256", "plain save", "asynchronous save"
-LOADS = {"cached": True, "from disk": False}
+def one_round(measurement: Measurement, is_odd: bool) -> None:
+    """One of each; the order changes from round to round."""
+    turns: list[Callable[[], None]] = [
+        lambda: measurement.save(BARE, without_hashes),
+        lambda: measurement.save(PLAIN),
+    ]
+    for turn in turns if is_odd else turns[::-1]:
+        turn()
+    measurement.save_in_background()
+    for kind, cached in LOADS.items():
+        if cached or not measurement.is_tmpfs:
+            contexts = [without_verification, None]
+            for context in contexts if is_odd else contexts[::-1]:
+                measurement.load(kind, context)
 
 
-def rounds(measurement: Measurement, checkpoints: "Switch", count: int, is_tmpfs: bool) -> None:
-    """Measure; the first round warms up and is not counted."""
-    loads = {name: cached for name, cached in LOADS.items() if cached or not is_tmpfs}
-    for index in range(count + 1):
-        turns: list[Callable[[], None]] = [
-            lambda: measurement.save(PLAIN, without_hashes),
-            lambda: measurement.save(HASHED),
-        ]
-        for turn in turns if index % 2 else turns[::-1]:
-            turn()
-        checkpoints.in_background(True)
-        measurement.save_in_background(BACKGROUND)
-        checkpoints.in_background(False)
-        for name, cached in loads.items():
-            both = [(f"load without verification, {name}", without_verification), (f"load, {name}", None)]
-            for label, context in both if index % 2 else both[::-1]:
-                measurement.load(label, context or contextlib.nullcontext, cached)
-        if index == 0:
-            measurement.seconds.clear()
-
-
-class Switch:
-    """Turns asynchronous saves of a run on and off."""
-
-    def __init__(self, checkpoints: Any) -> None:
-        self._checkpoints, self._background = checkpoints, None
-
-    def in_background(self, on: bool) -> None:
-        """Whether the next saves are asynchronous."""
-        from megatron_wrap.checkpoint.background import BackgroundSaves
-
-        if on and self._background is None:
-            device = self._checkpoints._state.platform.device
-            self._background = BackgroundSaves(device, self._checkpoints._save_succeeded)
-        self._checkpoints._background = self._background if on else None
-
-
-def print_table(measurement: Measurement, gib: float) -> None:
+def print_table(measurement: Measurement) -> None:
     """Medians and ratios."""
     for name, seconds in measurement.seconds.items():
-        print(f"{name:<42} {statistics.median(seconds):8.3f} s  {gib / statistics.median(seconds):7.2f} GiB/s")
-    print(f"{'hashing: plain save / without SHA-256':<42} {measurement.ratio(HASHED, PLAIN):8.3f}")
-    print(f"{'hold-up: asynchronous / plain save':<42} {measurement.ratio(BACKGROUND, HASHED):8.3f}")
-    for name in LOADS:
-        if f"load, {name}" in measurement.seconds:
-            ratio = measurement.ratio(f"load, {name}", f"load without verification, {name}")
-            print(f"{'verification: load / without, ' + name:<42} {ratio:8.3f}")
+        middle = statistics.median(seconds)
+        print(f"{name:<66} {middle:8.3f} s  {measurement.gib / middle:7.2f} GiB/s  (of {len(seconds)})")
+    for label, ratio in measurement.ratios().items():
+        print(f"{label:<66} {ratio:8.3f}")
 
 
-def main() -> None:
-    """Measure and print."""
+def measure(wrap: Any, folders: list[Path], rounds: int, end: float) -> list[Measurement]:
+    """All rounds, or those that the limit allows. What a first save sets up is not counted."""
+    from megatron_wrap.checkpoint.background import BackgroundSaves
+
+    background = BackgroundSaves(wrap.platform.device, lambda: None)
+    measurements = [Measurement(wrap, background, folder, end) for folder in folders]
+    try:
+        for measurement in measurements:
+            measurement.save(f"first {PLAIN}")
+        for number in range(rounds):
+            for measurement in measurements:
+                one_round(measurement, number % 2 == 1)
+    except TimeIsOver:
+        print("the time is over")
+    finally:
+        background.close()
+    return measurements
+
+
+def arguments_of_command() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=0.5, help="size of a checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/checkpoint_cost"), help="a new folder")
+    parser.add_argument("--gib", type=float, help="size of a checkpoint (default: 0.5, or that of --config)")
+    parser.add_argument("--config", type=Path, help="a run whose state is saved")
+    parser.add_argument("--folder", type=Path, action="append", help="a new folder; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of the whole program")
     parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
-    arguments = parser.parse_args()
-    folder = arguments.folder.absolute()
-    folder.mkdir(parents=True)
-    dtype = "bf16" if arguments.platform == "cuda" else "fp32"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    return parser.parse_args()
+
+
+def main(started: float) -> None:
+    """Measure and print."""
+    arguments = arguments_of_command()
+    folders = [folder.absolute() for folder in arguments.folder or [Path("outputs/checkpoint_cost")]]
+    for folder in folders:
+        folder.mkdir(parents=True)
     common, wrap_keys = "megatron_lm.train.common", "megatron_wrap"
     overrides = [
-        *sizes(arguments.gib, dtype),
-        *(f"megatron_lm.train.dtype.__select__={dtype}", f"{common}.save={folder / 'checkpoints'}"),
+        *([] if arguments.config else sizes(arguments.gib or 0.5, "bf16" if arguments.platform == "cuda" else "fp32")),
         *(f"{common}.seq_length={SEQUENCE}", f"{common}.global_batch_size=1", f"{common}.micro_batch_size=1"),
-        *(f"{wrap_keys}.init.platform={arguments.platform}", f"{wrap_keys}.logger.output_dir={folder / 'records'}"),
+        *(f"{wrap_keys}.init.platform={arguments.platform}", f"{wrap_keys}.logger.output_dir={folders[0] / 'records'}"),
+        *arguments.overrides,
     ]
     try:
-        with MegatronWrap(CONFIG, overrides=overrides) as wrap:
+        with MegatronWrap(arguments.config or CONFIG, overrides=overrides) as wrap:
             wrap.initialize()
             wrap.setup_model_and_optimizer()
-            measurement = Measurement(wrap, folder / "checkpoints")
-            switch = Switch(wrap._run.checkpoints)
-            is_tmpfs = file_system(folder) == TMPFS
-            rounds(measurement, switch, arguments.rounds, is_tmpfs)
-            size = sum(path.stat().st_size for path in measurement.newest.iterdir()) / 2**30
-            switch.in_background(True)  # closed with the run
-        kind = file_system(folder)
-        print(f"{size:.2f} GiB in {folder} ({kind}), {len(os.sched_getaffinity(0))} processors, {arguments.platform}")
-        print_table(measurement, size)
-        print("RESULT " + json.dumps({"gib": size, "file_system": kind, "seconds": measurement.seconds}))
+            wrap.train(random_tokens(1, SEQUENCE, VOCABULARY))  # the optimizer has a state then
+            print(f"set up after {time.perf_counter() - started:.1f} s", flush=True)
+            measurements = measure(
+                wrap, [folder / "checkpoints" for folder in folders], arguments.rounds, started + arguments.seconds
+            )
+        for folder, measurement in zip(folders, measurements, strict=True):
+            kind, processors = file_system(folder), len(os.sched_getaffinity(0))
+            print(f"\n{measurement.gib:.2f} GiB in {folder} ({kind}), {processors} processors, {arguments.platform}")
+            print_table(measurement)
+            values = {"gib": measurement.gib, "file_system": kind, "processors": processors}
+            values |= {"ratios": measurement.ratios(), "seconds": measurement.seconds}
+            print("RESULT " + json.dumps(values), flush=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.flush()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        main()
+        main(time.perf_counter())

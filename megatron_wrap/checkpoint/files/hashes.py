@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 BLOCK_BYTES = 64 * 2**20
-_PIECE_BYTES = 2**20
+PIECE_BYTES = 4 * 2**20
+"""Bytes that are read at once to be hashed."""
 _MAX_THREADS = 8
 
 
@@ -93,14 +94,22 @@ def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
     return [hash_block(folder / name, index) for name, index in blocks]
 
 
-def hash_block(path: Path, index: int) -> str:
-    """SHA-256 of a block of a file, hexadecimal."""
-    result, left, piece = hashlib.sha256(), BLOCK_BYTES, memoryview(bytearray(_PIECE_BYTES))
+def hash_block(path: Path, index: int, wait_for: Callable[[int], object] | None = None) -> str:
+    """SHA-256 of a block of a file, hexadecimal.
+
+    Args:
+        wait_for: for a file that is still being written; is called with a number of bytes, and returns when the file
+            has that many or is complete.
+    """
+    result, piece, last = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), (index + 1) * BLOCK_BYTES
     with path.open("rb", buffering=0) as stream:
         stream.seek(index * BLOCK_BYTES)
-        while left and (size := stream.readinto(piece[: min(_PIECE_BYTES, left)])):
-            result.update(piece[:size])
-            left -= size
+        for begin in range(index * BLOCK_BYTES, last, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, last)
+            if wait_for is not None:
+                wait_for(end)
+            while stream.tell() < end and (size := stream.readinto(piece[: end - stream.tell()])):
+                result.update(piece[:size])
     return result.hexdigest()
 
 

@@ -14,7 +14,7 @@ import importlib
 import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,14 +82,14 @@ class RestrictedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read one file after the other.
+        """Read one file after the other; a part is compared with its hash between its reading and its use.
 
         Raises:
             CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `checked_by`
                 refuses a part.
         """
         files: dict[str, list[Any]] = {}
-        restricted: Any = _RestrictedPlanner(planner)
+        restricted: Any = _RestrictedPlanner(planner, self._require)
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         check = _check.get()
@@ -98,17 +98,23 @@ class RestrictedReader(FileSystemReader):
             check.begin([(info.relative_path, info.offset, info.length) for info in infos])
         for name, items in files.items():
             file = Path(self.path) / name
-            with restricted_pickle.refusing(file):
-                super().read_data(dataclasses.replace(plan, items=items), restricted)
+            try:
+                with restricted_pickle.refusing(file):
+                    super().read_data(dataclasses.replace(plan, items=items), restricted)
+            except Exception:
+                for item in items:
+                    self._require(item)  # a damaged file raises almost any exception
+                raise
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
 
-    def _slice_file(self, file: Any, info: Any) -> Any:
+    def _require(self, item: Any) -> None:
+        """Compare the part of an item with its hash, where `checked_by` says so."""
         check = _check.get()
         if check is not None:
+            info = self.storage_data[item.storage_index]
             check.require(info.relative_path, info.offset, info.length)
-        return super()._slice_file(file, info)
 
 
 def read_metadata(file: Path) -> Any:
@@ -154,15 +160,24 @@ def load_common(folder: str | os.PathLike[str]) -> Any:
 
 
 class _RestrictedPlanner:
-    """A planner that receives objects as pickles of this process: read with weights_only and written again."""
+    """A planner that receives objects as pickles of this process: read with weights_only and written again.
 
-    def __init__(self, planner: Any) -> None:
-        self._planner = planner
+    Args:
+        require: is called with each item before what was read for it is used.
+    """
+
+    def __init__(self, planner: Any, require: Callable[[Any], None]) -> None:
+        self._planner, self._require = planner, require
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
 
+    def resolve_tensor(self, item: Any) -> Any:
+        self._require(item)
+        return self._planner.resolve_tensor(item)
+
     def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        self._require(item)
         written = io.BytesIO()
         torch.save(restricted_pickle.torch_load(value), written)
         written.seek(0)

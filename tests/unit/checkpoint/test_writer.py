@@ -129,6 +129,7 @@ def test_files_are_hashed_block_by_block_while_they_are_written(
 ) -> None:
     for module in (hashes, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
+        monkeypatch.setattr(module, "PIECE_BYTES", 300)
     tensors = [torch.arange(float(size)) for size in (5, 900, 2000)]
     files = [
         FileToWrite(name, tuple((("tensor", None, number), tensor) for number, tensor in enumerate(tensors)))
@@ -141,6 +142,27 @@ def test_files_are_hashed_block_by_block_while_they_are_written(
         whole = hashlib.sha256("".join(blocks).encode()).hexdigest()
         assert record["hashes"][name] == {"blocks": blocks, "list": whole}
     assert write_files(tmp_path, files, lambda tensor: tensor, hashed=False)["hashes"] == {}
+
+
+def test_a_failed_write_ends_the_threads_that_wait_for_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashes, "PIECE_BYTES", 300)
+    monkeypatch.setattr(writing, "PIECE_BYTES", 300)
+    checksums = torch.serialization.get_crc32_options()
+    (tmp_path / "full").symlink_to("/dev/full")
+    parts = tuple((("tensor", None, number), torch.arange(1000.0)) for number in range(3))
+
+    def fail_at_the_last(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is parts[2][1]:
+            raise RuntimeError("a tensor cannot be copied")
+        return tensor
+
+    with pytest.raises(RuntimeError, match="a tensor cannot be copied"):
+        write_files(tmp_path, [FileToWrite(name, parts) for name in "abc"], fail_at_the_last)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_files(tmp_path, [FileToWrite("full", parts), FileToWrite("d", parts)], lambda tensor: tensor)
+    assert torch.serialization.get_crc32_options() is checksums
 
 
 def test_blocks_are_compared_before_their_part_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
