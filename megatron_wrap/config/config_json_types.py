@@ -33,7 +33,7 @@ _DEFAULTED_NUMBERS = (
 _FLAGS = (
     *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "is_decoder"),
-    "attention_out_bias",
+    *("attention_out_bias", "use_qk_norm"),
 )
 _ROPE_NUMBERS = (
     *("factor", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),

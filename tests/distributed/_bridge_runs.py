@@ -51,6 +51,15 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+EXPERTS_OF_GLM: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}),
@@ -124,6 +133,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        {
+            **EXPERTS_OF_GLM,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 12,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "glm4-moe-plain": (
+        "Glm4MoeForCausalLM",
+        {**EXPERTS_OF_GLM, "head_dim": 12, "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -151,7 +177,18 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Name -> number of processes, and overrides."""
 
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
+EXPERTS = (
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
+    "glm4-moe",
+    "glm4-moe-plain",
+)
+NEW_FAMILIES = ("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain")
+"""Trained in `test_family_steps.py`."""
 VARIANTS = (
     "phi3-window",
     "mistral-window",
@@ -161,6 +198,7 @@ VARIANTS = (
     "llama-linear-rope",
     "qwen2-tied",
     "smollm3-tied",
+    "glm4-moe-plain",
 )
 """Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [

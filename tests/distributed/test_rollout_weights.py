@@ -15,6 +15,7 @@ CASES = [
     ("deepseek-v3", "tp2"),
     ("deepseek-v3", "ep2"),
     ("deepseek-v3", "ep2-tp2"),
+    ("glm4-moe", "pp2"),
     ("gpt2", "tp2-pp2"),
 ]
 
@@ -29,7 +30,8 @@ def original(tmp_path_factory):
 @pytest.mark.parametrize(("family", "layout"), covering(CASES, family_and_axes))
 def test_each_pass_has_the_names_order_and_bytes_of_save_pretrained(family, layout, ranks, original, tmp_path):
     world_size, overrides = _bridge_runs.LAYOUTS[layout]
-    dtype = "bfloat16" if family == "deepseek-v3" else None
+    has_bias = family in ("deepseek-v3", "glm4-moe")
+    dtype = "bfloat16" if has_bias else None
     of_ranks = ranks(world_size).run(runs.passes, original(family), overrides, str(tmp_path), dtype)
     first = of_ranks[0]
     for answer in of_ranks:
@@ -38,9 +40,9 @@ def test_each_pass_has_the_names_order_and_bytes_of_save_pretrained(family, layo
         assert answer["metadata"] == answer["iterated"] == first["metadata"]
         assert answer["buckets"] == first["buckets"]
     dtypes = {name: dtype for name, dtype, _ in first["metadata"]}
-    assert ("lm_head.weight" in dtypes) == (family in ("mixtral", "deepseek-v3"))
+    assert ("lm_head.weight" in dtypes) == (family == "mixtral" or has_bias)
     # the router's bias stays in fp32
-    assert set(dtypes.values()) == ({"bfloat16", "float32"} if family == "deepseek-v3" else {"float32"})
+    assert set(dtypes.values()) == ({"bfloat16", "float32"} if has_bias else {"float32"})
     listed = [name for bucket in first["buckets"] for name, _ in bucket]
     assert listed == list(dtypes)
     assert len(first["buckets"]) > 2

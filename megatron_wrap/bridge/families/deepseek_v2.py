@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.deepseek_experts import expert_config, expert_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
@@ -37,14 +37,11 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     values = decoder.decoder_values({**plain, "rope_theta": theta}, tied=False)
-    layers, first_dense = values["num_layers"], config.get("first_k_dense_replace", 0)
-    width, shared = need(config, "moe_intermediate_size"), config.get("n_shared_experts") or 0
-    scaling = float(config.get("routed_scaling_factor", 1.0))
     del values["kv_channels"]  # replaced by the head sizes below
     return {
         **values,
         **_rope(kind, rope),
-        **ROUTER,
+        **expert_values(config, values["num_layers"]),
         "num_query_groups": values["num_attention_heads"],
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -53,12 +50,6 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_head_dim": need(config, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
         "v_head_dim": need(config, "v_head_dim"),
-        "num_experts": need(config, "n_routed_experts"),
-        "moe_layer_freq": [int(layer >= first_dense) for layer in range(layers)],
-        "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": shared * width or None,
-        "moe_router_topk": need(config, "num_experts_per_tok"),
-        "moe_router_topk_scaling_factor": None if scaling == 1.0 else scaling,
     }
 
 
@@ -81,30 +72,18 @@ def latent_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `latent_values`."""
     values = decoder.decoder_config(arch)
     del values["head_dim"]
-    layers = moe_layer_pattern(arch)
-    first_dense = sum(not experts for experts in layers)
-    if list(layers) != [0] * first_dense + [1] * (len(layers) - first_dense):
-        raise UnsupportedModel(f"moe_layer_freq is {list(layers)}, but only the first layers may be dense")
-    shared = (arch.moe_shared_expert_intermediate_size or 0) / (arch.moe_ffn_hidden_size or 1)
-    if shared != int(shared):
-        raise UnsupportedModel("moe_shared_expert_intermediate_size is not a multiple of moe_ffn_hidden_size")
     if arch.rope_type == "yarn":
         scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in _YARN.items()}
         values["rope_scaling"] = {"rope_type": "yarn", **scaling}
     return {
         **values,
+        **expert_config(arch),
         "attention_bias": False,
         "q_lora_rank": arch.q_lora_rank,
         "kv_lora_rank": arch.kv_lora_rank,
         "qk_nope_head_dim": arch.qk_head_dim,
         "qk_rope_head_dim": arch.qk_pos_emb_head_dim,
         "v_head_dim": arch.v_head_dim,
-        "n_routed_experts": arch.num_experts,
-        "n_shared_experts": int(shared),
-        "moe_intermediate_size": arch.moe_ffn_hidden_size,
-        "first_k_dense_replace": first_dense,
-        "num_experts_per_tok": arch.moe_router_topk,
-        "routed_scaling_factor": arch.moe_router_topk_scaling_factor or 1.0,
     }
 
 

@@ -42,7 +42,7 @@ def _assistant_spans(chat: "Conversation", first: int) -> tuple[str, list[Span],
     trained = [index for index in turns if _message_weight(chat.messages[index], index)]
     if not GENERATION_MARKER.search(chat.template):
         text = chat.text()
-        return text, [_turn_span(chat, index, text) for index in trained], True
+        return text, [chat.with_stop_token(text, _turn_span(chat, index, text)) for index in trained], True
     text, spans = chat.text_and_blocks()
     if turns and not spans:
         raise DataError(f"the chat template's generation blocks do not contain the assistant's turns; {ADD_MARKERS}")
@@ -87,6 +87,16 @@ class Conversation:
         added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
         tokens = {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
         return max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
+
+    def with_stop_token(self, text: str, span: Span) -> Span:
+        """The span, with the special token after it if it contains none itself: the templates of GLM-4.5 do not close a
+        turn, so the model ends it with the token that begins the next one."""
+        begin, end = span
+        special = [token for token in self._tokenizer.all_special_tokens if token]
+        if any(token in text[begin:end] for token in special):
+            return span
+        following = [token for token in special if text.startswith(token, end)]
+        return begin, end + max(map(len, following), default=0)
 
     def text(self, count: int | None = None, add_generation_prompt: bool = False, marked: int | None = None) -> str:
         """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`."""

@@ -161,6 +161,54 @@ DEEPSEEK = """\
 {{- '<｜tool▁outputs▁end｜>' if state.tool }}\
 {%- if add_generation_prompt and not state.tool %}{{ PROMPT }}{% endif %}"""
 
+# No token closes a turn. Thoughts are shown after the last question only; each answer has a block for them.
+GLM4 = """\
+[gMASK]<sop>\
+{%- if tools %}{{ '<|system|>\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n\
+You are provided with function signatures within <tools></tools> XML tags:\\n<tools>\\n' }}\
+{%- for tool in tools %}{{ tool | tojson(ensure_ascii=False) + '\\n' }}{% endfor %}\
+{{- '</tools>\\n\\nFor each function call, output the function name and arguments within the following XML format:\\n\
+<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>\\n\
+<arg_key>{arg-key-2}</arg_key>\\n<arg_value>{arg-value-2}</arg_value>\\n...\\n</tool_call>' }}{% endif %}\
+{%- set asked = namespace(last=-1) %}\
+{%- for message in messages %}{% if message.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}\
+{%- for message in messages %}\
+{%- if message.role == 'tool' %}\
+{{- '<|observation|>' if loop.first or messages[loop.index0 - 1].role != 'tool' }}\
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}\
+{%- elif message.role == 'assistant' %}\
+{%- set thoughts, content = '', message.content %}\
+{%- if '</think>' in content %}\
+{%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}\
+{{- '<|assistant|>\\n<think>' + (thoughts.strip() if loop.index0 > asked.last else '') + '</think>' }}\
+{{- '\\n' + content.strip() if content.strip() }}\
+{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name + '\\n' }}\
+{%- for key, value in call.function.arguments.items() %}\
+{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + value + '</arg_value>\\n' }}{% endfor %}\
+{{- '</tool_call>' }}{% endfor %}\
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+# As SmolLM3's: a system turn is always there, and generation blocks contain the whole turn of the assistant.
+SMOLLM3 = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}\
+{{- '<|im_start|>system\\n## Metadata\\n\\nKnowledge Cutoff Date: June 2025\\nReasoning Mode: /think\\n\\n' }}\
+{{- '## Custom Instructions\\n\\n' + system + '\\n\\n<|im_end|>\\n' }}\
+{%- for message in messages %}\
+{%- if message.role == 'user' %}{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}\
+{%- elif message.role == 'assistant' %}{% generation %}\
+{{- '<|im_start|>assistant\\n' + message.content.lstrip('\\n') + '<|im_end|>\\n' }}{% endgeneration %}\
+{%- elif message.role == 'tool' %}\
+{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As Seed-OSS's: every turn begins with the bos token and ends with the eos token.
+SEED_OSS = """\
+{%- for message in messages %}\
+{{- bos_token + message.role + '\\n' + message.content + eos_token }}{% endfor %}\
+{%- if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -179,6 +227,7 @@ class Family:
     """The arguments of a tool call must be a string."""
 
 
+_GLM4_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>")
 _CHATML_TOKENS = ("<|im_end|>", "<|im_start|>")
 _LLAMA_TOKENS = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 _DEEPSEEK_TOOLS = [
@@ -209,4 +258,7 @@ FAMILIES = {
     "deepseek-r1": Family(
         DEEPSEEK.replace("PROMPT", "'<｜Assistant｜><think>\\n'"), published="deepseekv3", **_DEEPSEEK
     ),
+    "glm4": Family(GLM4, _GLM4_TOKENS, eos="<|endoftext|>", published="glm4moe", tools=True),
+    "smollm3": Family(SMOLLM3, _CHATML_TOKENS, eos="<|im_end|>"),
+    "seed-oss": Family(SEED_OSS, ("<seed:eos>",), bos="<seed:bos>", eos="<seed:eos>"),
 }

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -57,6 +59,12 @@ DEEPSEEK = dataclasses.replace(
         q_lora_rank=20, kv_lora_rank=12, qk_head_dim=14, qk_pos_emb_head_dim=4, v_head_dim=6
     ),
 )
+GLM = dataclasses.replace(
+    QWEN2_MOE,
+    num_query_groups=2,
+    kv_channels=16,
+    experts=dataclasses.replace(QWEN2_MOE.experts, shared_ffn_hidden_size=24, shared_gate=False),
+)
 DEEPSEEK_LITE = dataclasses.replace(
     DEEPSEEK, latent_attention=dataclasses.replace(DEEPSEEK.latent_attention, q_lora_rank=None)
 )
@@ -96,6 +104,20 @@ def make_deepseek(shape=DEEPSEEK):
 
 def make_deepseek_lite():
     return make_deepseek(DEEPSEEK_LITE)
+
+
+def make_glm():
+    experts = GLM.experts
+    config = Glm4MoeConfig(
+        **llama_sizes(GLM),
+        head_dim=GLM.kv_channels,
+        first_k_dense_replace=1,
+        n_routed_experts=experts.num_experts,
+        num_experts_per_tok=experts.topk,
+        moe_intermediate_size=experts.ffn_hidden_size,
+        experts_implementation="eager",
+    )
+    return Glm4MoeForCausalLM(config)
 
 
 def make_qwen2_moe():
@@ -148,6 +170,7 @@ MODELS = [
     (make_qwen2_moe, QWEN2_MOE),
     (make_deepseek, DEEPSEEK),
     (make_deepseek_lite, DEEPSEEK_LITE),
+    (make_glm, GLM),
 ]
 
 

@@ -60,11 +60,15 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
     "smollm3-3b": ("smollm3", 3_075_098_624),
     "seed-oss-36b": ("seed_oss", 36_151_104_512),
+    "glm-4.5-air": ("glm4_moe", 106_852_245_504),
+    "glm-4.5": ("glm4_moe", 352_797_814_784),
+    "glm-4.6": ("glm4_moe", 352_797_814_784),
     "mixtral-8x7b": ("mixtral", 46_702_792_704),
     "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),
 }
-"""Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors."""
+"""Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors, without those
+of layers for multi-token prediction."""
 
 
 @pytest.fixture

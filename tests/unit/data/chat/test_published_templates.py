@@ -111,6 +111,13 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
             text = f"<think>\n\n</think>\n\n{text}"
         elif family == "mistral" and "tool_calls" not in message:
             text = f" {text}"
+        elif family == "smollm3":
+            text, end = f"<|im_start|>assistant\n{text}", "<|im_end|>\n"  # its generation blocks
+        elif family == "glm4":
+            shown = thoughts.removeprefix("<think>").strip() if is_last else ""
+            text = f"\n<think>{shown}</think>\n" + (CALLS[family] if "tool_calls" in message else answer.strip())
+            following = conversation[index + 1 : index + 2]  # whose first token ends the turn
+            end = {"user": "<|user|>", "tool": "<|observation|>"}[following[0]["role"]] if following else ""
         texts.append(text + end)
     return texts
 
@@ -120,6 +127,7 @@ CALLS = {
     "qwen2.5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Zürich"}}, "id": "{CALL_ID}"}}]',
+    "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"city": "Zürich"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
 }

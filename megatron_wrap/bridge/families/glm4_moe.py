@@ -1,0 +1,62 @@
+"""GLM-4.5, 4.6 and 4.7: attention with partly rotated heads, biases and optional norms of queries and keys, and
+DeepSeek V3's experts (transformers/models/glm4_moe).
+
+The layers for multi-token prediction are not loaded.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table
+from megatron_wrap.bridge.families.deepseek_experts import (
+    expert_config,
+    expert_values,
+    prediction_layers,
+    sigmoid_router_config,
+    sigmoid_router_values,
+)
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = decoder.decoder_values({"partial_rotary_factor": 0.5, **config}, tied=False)  # transformers' default
+    return {
+        **values,
+        **expert_values({"first_k_dense_replace": 1, **config}, values["num_layers"]),
+        **sigmoid_router_values(config),
+        "add_qkv_bias": bool(config.get("attention_bias", False)),
+        "qk_layernorm": bool(config.get("use_qk_norm", False)),
+    }
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    attention = {"attention_bias": arch.add_qkv_bias, "use_qk_norm": arch.qk_layernorm}
+    experts = {**expert_config(arch), **sigmoid_router_config(arch)}
+    return {
+        **decoder.decoder_config(arch),
+        **experts,
+        **attention,
+        "partial_rotary_factor": arch.rotary_percent,
+    }
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    return {
+        **decoder.norm_table(sizes, ours, theirs),
+        **decoder.attention_table(arch, sizes, ours, theirs),
+        **decoder.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts"),
+    }
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    arch_values=_arch_values,
+    config_values=_config_values,
+    parameters=partial(decoder.decoder_table, layer=_layer),
+    left_out=prediction_layers,
+    exported_values={"num_nextn_predict_layers": 0},
+)

@@ -1,0 +1,52 @@
+"""Families of 2025 and later: five steps of training and greedy completions are those of transformers, on one covering
+array of families, layouts and rows (padded or packed). `test_bridge.py` has the logits and the exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import _bridge_runs as runs
+import _generate_runs
+import numpy
+import pytest
+from _covering import covering, family_and_axes
+from _hf_training_runs import train_ours, train_transformers
+
+STEPS = 5
+PACKED = ("megatron_wrap.flow.packing=true",)
+LAYOUTS = {
+    **{name: runs.LAYOUTS[name] for name in ("one", "tp2-pp2", "cp2", "ep2")},
+    "packed": (1, PACKED),
+    **{f"{name}-packed": (processes, (*overrides, *PACKED))
+       for name, (processes, overrides) in runs.LAYOUTS.items() if name in ("cp2", "tp2", "ep2")},
+}  # fmt: skip
+CASES = [
+    (family, layout)
+    for number, family in enumerate(runs.NEW_FAMILIES)
+    for layout in (("cp2", "tp2-packed", "ep2") if number % 2 else ("tp2-pp2", "cp2-packed", "ep2-packed"))
+    if family in runs.EXPERTS or not layout.startswith("ep2")
+]
+"""(family, layout); neighbors in the list have what the other one lacks."""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """theirs(family) -> the folder, and transformers' (loss, norm) of each step and completions."""
+
+    def expected(folder: Path) -> Any:
+        return train_transformers(folder, STEPS), _generate_runs.expected_greedy(folder)
+
+    return runs.made_once(tmp_path_factory, expected)
+
+
+@pytest.mark.parametrize(("family", "layout"), covering(CASES, family_and_axes))
+def test_five_steps_and_greedy_completions_are_those_of_transformers(family, layout, ranks, theirs, tmp_path):
+    folder, (steps, completions) = theirs(family)
+    processes, overrides = LAYOUTS[layout]
+    run = ranks(processes).run(
+        train_ours, str(folder), overrides, str(tmp_path), STEPS, _generate_runs.prompts()
+    )  # fmt: skip
+    actual, _, greedy = run[0]
+    numpy.testing.assert_allclose(actual, steps, rtol=1e-4)
+    assert greedy == completions
