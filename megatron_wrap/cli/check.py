@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.processes import Nodes, add_process_arguments, nodes_of
+from megatron_wrap.cli.launching import add_launch_arguments, counted_processes
+from megatron_wrap.config import RunConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.candidate import Candidate
 from megatron_wrap.core.validation.validations import Item, check, errors_of
@@ -33,8 +34,8 @@ class Checked:
     """The result of a check."""
 
     items: Sequence[Item]
-    nodes: Nodes | None = None
-    """Where the processes would run; None: the configuration cannot be read."""
+    config: RunConfig | None = None
+    """None: it cannot be read."""
 
     @property
     def exit_code(self) -> int:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_script_argument(parser)
     parser.add_argument("--json", action="store_true", help="print a list of objects with status, name and text")
-    add_process_arguments(parser)
+    add_launch_arguments(parser)
 
 
 def add_script_argument(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +91,12 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
         config = with_local_copies(read_run(arguments.config, arguments.overrides))
     except MegatronWrapError as error:
         return Checked([*errors_of("configuration", error), Item("not checked", "all else", "needs configuration")])
-    nodes = nodes_of(config, arguments.nproc_per_node, starts)
+    processes = counted_processes(config, arguments, starts)
     with warnings.catch_warnings():
         if config.logger.ignore_warning:
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", UserWarning)
-        return Checked(check(Candidate(config, nodes.world_size, own_script is not None)), nodes)
+        return Checked(check(Candidate(config, processes, own_script is not None)), config)
 
 
 def report(items: Sequence[Item]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_wrap.bridge.export.adapted import adapter_lines
 from megatron_wrap.bridge.loading.hub import with_downloads
-from megatron_wrap.cli.processes import nodes_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
@@ -16,6 +15,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
+from megatron_wrap.launch.local import nodes_of
 from megatron_wrap.platform.base.machine import this_machine
 
 EXAMPLES = (

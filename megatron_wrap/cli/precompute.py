@@ -9,12 +9,13 @@ from typing import Any
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
+from megatron_wrap.cli.launching import add_launch_arguments, add_start_arguments, launcher_of, started
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.launch.launcher import Launch, Program
 
 EXAMPLES = (
     (
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FOLDER", help="folder to write (default: megatron_wrap.models.reference.precomputed)"
     )
+    add_launch_arguments(parser)
+    add_start_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,10 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_run(config)
     precompute_config(config)
-    nodes = nodes_of(config)
-    check_layout(config, nodes.world_size)
-    program = [*python_call(run_rank), folder, arguments.config, *arguments.overrides]
-    return launch_processes(nodes, program, config)
+    output = ["--output", arguments.output] if arguments.output else []
+    launch = Launch(
+        config,
+        command=("precompute", arguments.config, *output, *arguments.overrides),
+        program=Program((folder, arguments.config, *arguments.overrides), function=run_rank),
+        num_nodes=arguments.nodes,
+        processes_per_node=arguments.gpus_per_node,
+    )
+    launcher = launcher_of(config, arguments)
+    check_layout(config, launcher.world_size(launch))
+    return started(launch, launcher, arguments).exit_code
 
 
 def run_rank(folder: str, config: str, *overrides: str) -> None:

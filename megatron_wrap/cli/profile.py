@@ -8,10 +8,11 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.processes import launch_processes, nodes_of, python_call
+from megatron_wrap.cli.launching import add_launch_arguments, add_start_arguments, launcher_of, started
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.launch.launcher import Launch, Program
 
 EXAMPLES = (
     ("three steps of a run after five of warm-up, which do not count", "profile configs/tiny-llama-mock.yaml"),
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps to profile (default: 3)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before those (default: 5)")
     parser.add_argument("--output", metavar="FOLDER", help="folder to write (default: outputs/profile-NAME)")
+    add_launch_arguments(parser)
+    add_start_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,10 +49,19 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.output or f"outputs/profile-{Path(arguments.config).stem}"
     overrides = [*arguments.overrides, *overrides_of(arguments.steps, arguments.warmup, folder)]
     config = with_local_copies(read_run(arguments.config, overrides))
-    nodes = nodes_of(config)
-    validate(config, nodes.world_size)
+    output = ["--output", arguments.output] if arguments.output else []
+    numbers = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+    launch = Launch(
+        config,
+        command=("profile", arguments.config, *numbers, *output, *arguments.overrides),
+        program=Program((arguments.config, *overrides), function=run_rank),
+        num_nodes=arguments.nodes,
+        processes_per_node=arguments.gpus_per_node,
+    )
+    launcher = launcher_of(config, arguments)
+    validate(config, launcher.world_size(launch))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
-    return launch_processes(nodes, [*python_call(run_rank), arguments.config, *overrides], config)
+    return started(launch, launcher, arguments).exit_code
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:

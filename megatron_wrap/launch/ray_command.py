@@ -4,63 +4,79 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.config.schema.derived import output_dir, processes_needed
-from megatron_wrap.launch.ray import require_ray, trainer
+from megatron_wrap.config.schema.derived import output_dir
+from megatron_wrap.launch.launcher import Ended, Launch
+from megatron_wrap.launch.ray import require_ray
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.parallel.stop_requests import SIGNALS, STOP_FILE, say_received
 
 _FOLLOW_SECONDS = 0.2
+_MAX_FAILURES = 3
+"""Restarts after failures of workers, as of `trainer`."""
 _STORE_BYTES = 200 * 2**20
 """Object store of a cluster that is started for one run, which puts nothing into it."""
 
 
-def run_under_ray(
-    config: str,
-    overrides: Sequence[str] = (),
-    *,
-    script: Sequence[str] | None = None,
-    num_workers: int | tuple[int, int] | None = None,
-    max_failures: int = 3,
-) -> int:
-    """Run a configuration in the cluster of RAY_ADDRESS, else in one on this node that lasts as long as the run.
+class RayLauncher:
+    """Workers of Ray Train in the cluster of RAY_ADDRESS, else in one on this node that lasts as long as the run."""
+
+    def world_size(self, launch: Launch) -> int:
+        """See `Launcher`."""
+        return math.prod(launch.layout())
+
+    def preview(self, launch: Launch) -> str:
+        """The number of workers, where they are and what they run."""
+        where = os.environ.get("RAY_ADDRESS")
+        cluster = "a cluster on this node that ends with the run" if where is None else f"the cluster {where}"
+        workers = counted(self.world_size(launch), "worker")
+        return f"megatron-wrap {shlex.join(launch.command)}, in {workers} of Ray Train in {cluster}"
+
+    def start(self, launch: Launch) -> RayJob:
+        """See `Launcher`."""
+        require_ray()
+        return RayJob(launch, self.world_size(launch))
+
+
+class RayJob:
+    """A run whose driver is this process.
 
     Shows what rank 0 prints; `OUTPUT_DIR/logs` has the output of every rank. A signal lets the run save after its step
     and end, as without Ray; the second one ends it at once.
-
-    Args:
-        script: a script of the user and its arguments, run in each worker in place of `wrap.fit()`.
-        num_workers, max_failures: as of `trainer`.
-
-    Returns:
-        The exit code: 0, 1 after too many failures, 75 or 130 after a signal.
-
-    Raises:
-        MegatronWrapError: the configuration is wrong, also where only the workers see it.
     """
-    require_ray()
-    run = read_run(config, overrides)
-    workers = num_workers or processes_needed(run)
-    _connect(workers[1] if isinstance(workers, tuple) else workers)
-    folder = Path(os.path.abspath(output_dir(run)))
-    prepared = trainer(
-        config,
-        overrides,
-        script=script,
-        num_workers=workers,
-        max_failures=max_failures,
-        logs=str(folder / "logs"),
-    )
-    return _Followed(prepared, folder).exit_code()
+
+    announcement = ""
+
+    def __init__(self, launch: Launch, workers: int) -> None:
+        self._launch, self._workers = launch, workers
+
+    def wait(self) -> Ended:
+        """See `Job`; the exit code is 1 after too many failures, 75 or 130 after a signal."""
+        from megatron_wrap.launch import ray_trainer
+
+        _connect(self._workers)
+        config, program = self._launch.config, self._launch.program
+        folder = Path(os.path.abspath(output_dir(config)))
+        scaling, logs = ray_trainer.scaling(config, self._workers), str(folder / "logs")
+        work: ray_trainer.Work
+        if program.function is not None:
+            work = ray_trainer.Call(config, program.function, program.words, logs=logs)
+        elif program.script is not None:
+            work = ray_trainer.Script(config, (program.script, *program.words), logs=logs)
+        else:
+            path, *overrides = program.words
+            work = ray_trainer.WrapLoop(os.path.abspath(path), tuple(overrides), None, bool(scaling.use_gpu), logs=logs)
+        return _Followed(ray_trainer.Trainer(config, work, scaling, _MAX_FAILURES), folder).ended()
 
 
 def _connect(workers: int) -> None:
@@ -84,7 +100,7 @@ class _Followed:
         self._signal: int | None = None
         self._outcome: Any = None
 
-    def exit_code(self) -> int:
+    def ended(self) -> Ended:
         """Wait for the end."""
         shown = self._log.stat().st_size if self._log.exists() else 0
         before = {number: signal.signal(number, self._received) for number in SIGNALS}
@@ -104,7 +120,7 @@ class _Followed:
             if self._signal is not None:
                 with contextlib.suppress(OSError):
                     self._stop.unlink()
-        return self._code()
+        return self._result()
 
     def _fit(self) -> None:
         try:
@@ -127,7 +143,7 @@ class _Followed:
         self._signal = number
         say_received(number)
 
-    def _code(self) -> int:
+    def _result(self) -> Ended:
         import ray.train
 
         if isinstance(self._outcome, ray.train.TrainingFailedError):
@@ -136,10 +152,11 @@ class _Followed:
             line = (str(cause).strip().splitlines() or [type(cause).__name__])[-1].strip()
             where = f"worker {rank}: " if failures else ""
             sys.stderr.write(f"error: {where}{type(cause).__name__}: {line}; logs: {self._log.parent}\n")
-            return 1
+            return Ended(1, finished=False)
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         if self._signal is not None:
-            return INTERRUPTED if self._signal == signal.SIGINT else RESUME
+            return Ended(INTERRUPTED if self._signal == signal.SIGINT else RESUME, finished=False)
         value = self._outcome.return_value
-        return int(value.get("exit_code", 0)) if isinstance(value, dict) else 0
+        stopped = isinstance(value, dict) and "exit_code" in value
+        return Ended(int(value["exit_code"]) if stopped else 0, finished=not stopped)

@@ -179,13 +179,37 @@ class Script(Work):
         with _ranks_of_run(self.config) as takes_part:
             if takes_part:
                 sys.argv[:] = self.program
-                try:
-                    runpy.run_path(self.program[0], run_name="__main__")
-                except SystemExit as end:
-                    if isinstance(end.__context__, MegatronWrapError):
-                        raise end.__context__ from None
-                    return {"exit_code": end.code or 0}
+                return _ended(lambda: runpy.run_path(self.program[0], run_name="__main__"))
         return None
+
+
+@dataclass(frozen=True)
+class Call(Work):
+    """A function of this package, which creates its own `MegatronWrap`."""
+
+    config: RunConfig
+    function: Callable[..., None]
+    words: tuple[str, ...]
+
+    def run(self) -> Any:
+        """Call it; the exit code with which it ends is the result."""
+        with _ranks_of_run(self.config) as takes_part:
+            return _ended(lambda: self.function(*self.words)) if takes_part else None
+
+
+def _ended(work: Callable[[], object]) -> dict[str, Any] | None:
+    """The exit code with which `work` ends this process; None: it returns.
+
+    Raises:
+        MegatronWrapError: it ends because of one.
+    """
+    try:
+        work()
+    except SystemExit as end:
+        if isinstance(end.__context__, MegatronWrapError):
+            raise end.__context__ from None
+        return {"exit_code": end.code or 0}
+    return None
 
 
 def _fit(wrap: MegatronWrap) -> dict[str, float]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.cli.processes import Nodes, launch_processes
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import LayoutError
+from megatron_wrap.launch.local import Nodes, launch_processes
 
 ROOT = Path(__file__).parents[2]
 RANK = """

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from megatron_wrap.config.reading.origins import Origin, SetBy
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
+from megatron_wrap.config.schema.launch.common import LaunchConfig
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig, ParallelConfig, ProviderConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.training import (
@@ -228,6 +229,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     bad_steps: BadStepsConfig
     profile: ProfileConfig
+    launch: LaunchConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
@@ -270,6 +272,7 @@ SECTION_PATHS: dict[str, str] = {
     "checkpoint": "megatron_wrap.checkpoint",
     "bad_steps": "megatron_wrap.bad_steps",
     "profile": "megatron_wrap.profile",
+    "launch": "megatron_wrap.launch.common",
 }
 """Field of `RunConfig` -> dotted path in the tree."""
 

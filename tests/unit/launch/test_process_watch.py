@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_wrap.cli.process_watch import ProcessWatch
+from megatron_wrap.launch.process_watch import ProcessWatch
 from megatron_wrap.parallel.heartbeat import Heartbeat
 
 PROCESS = """

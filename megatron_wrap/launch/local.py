@@ -1,10 +1,10 @@
-"""The processes of a run on this node, under torchrun's agent."""
+"""`--launcher local`: the processes of a run on this node, under torchrun's agent."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.cli.arguments import count
-from megatron_wrap.cli.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
-from megatron_wrap.cli.process_watch import FAILURE, ProcessWatch
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import output_dir, processes_needed
 from megatron_wrap.errors import LayoutError
+from megatron_wrap.launch.launcher import Ended, Launch, Program
+from megatron_wrap.launch.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
+from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import visible_gpus
 
@@ -35,9 +36,13 @@ except KeyboardInterrupt:  # in the imports; later ones are reported with the ru
 """
 
 
+_RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+"""Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
+
+
 @dataclass(frozen=True)
 class Nodes:
-    """Where the processes run, from the environment variables in the help text."""
+    """Where the processes run, from the command line, torchrun's variables and the configuration."""
 
     processes_per_node: int
     num_nodes: int
@@ -51,36 +56,26 @@ class Nodes:
         return self.processes_per_node * self.num_nodes
 
 
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares --nproc-per-node, and describes the environment variables."""
-    parser.add_argument(
-        "--nproc-per-node",
-        type=count,
-        metavar="N",
-        help="processes on this node (default: one per GPU; without GPUs as many as the layout needs)",
-    )
-    parser.add_argument_group(
-        "environment",
-        "GPUS_PER_NODE  the same as --nproc-per-node, which precedes it\n"
-        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT  of a run on several nodes, as for torchrun",
-    )
-
-
-def nodes_of(config: RunConfig, processes_per_node: int | None = None, starts: bool = True) -> Nodes:
-    """Where the processes of a run are started, from the environment.
+def nodes_of(
+    config: RunConfig, processes_per_node: int | None = None, num_nodes: int | None = None, starts: bool = True
+) -> Nodes:
+    """Where the processes of a run are started, by the command line, else the environment, else the configuration.
 
     Args:
-        processes_per_node: of the command line; None: those of the environment, else as many as fit.
+        processes_per_node, num_nodes: of the command line.
         starts: they will be started; False: they are only counted.
 
     Raises:
         LayoutError: a variable is missing or no whole number.
     """
-    num_nodes = _integer("NNODES", 1)
+    num_nodes = num_nodes or _integer("NNODES", config.launch.nodes or 1)
     gpus = visible_gpus() if config.init.platform != "cpu" else 0
     if starts and num_nodes > 1 and "MASTER_ADDR" not in os.environ:
-        raise LayoutError("NNODES is more than 1: set MASTER_ADDR (and MASTER_PORT) to those of node 0")
-    default = gpus or -(-processes_needed(config) // num_nodes)
+        raise LayoutError(
+            f"the run has {num_nodes} nodes; on each, set MASTER_ADDR (and MASTER_PORT) to those of node 0 and "
+            "NODE_RANK to the number of the node"
+        )
+    default = config.launch.gpus_per_node or gpus or -(-processes_needed(config) // num_nodes)
     return Nodes(
         processes_per_node=processes_per_node or _integer("GPUS_PER_NODE", default),
         num_nodes=num_nodes,
@@ -110,6 +105,70 @@ def python_call(function: Callable[..., None], *functions: Callable[..., None]) 
     imports = "; ".join(f"from {each.__module__} import {each.__name__}" for each in (function, *functions))
     names = [each.__name__ for each in functions]
     return python_statement(f"import sys; {imports}; {function.__name__}({', '.join([*names, '*sys.argv[1:]'])})")
+
+
+class LocalLauncher:
+    """Torchrun's agent on this node; on several, one of the agents that find each other by torchrun's variables."""
+
+    def world_size(self, launch: Launch) -> int:
+        """See `Launcher`."""
+        return _nodes(launch).world_size
+
+    def preview(self, launch: Launch) -> str:
+        """The command of torchrun that starts the same processes."""
+        nodes, program = _nodes(launch), launch.program
+        where = ["--standalone"]
+        if nodes.num_nodes > 1:
+            address = f"--master-addr {nodes.master_address} --master-port {nodes.master_port or 29500}"
+            where = [f"--nnodes {nodes.num_nodes} --node-rank {nodes.node_rank} {address}"]
+        if program.function is not None:
+            processes = counted(nodes.processes_per_node, "process")
+            return f"megatron-wrap {shlex.join(launch.command)}, in {processes} on this node"
+        words = shlex.join([program.script or str(_default_script()), *program.words])
+        return " ".join(["torchrun", *where, f"--nproc-per-node {nodes.processes_per_node}", words])
+
+    def start(self, launch: Launch) -> LocalJob:
+        """See `Launcher`."""
+        return LocalJob(launch)
+
+
+class LocalJob:
+    """A run of which this process is torchrun's agent."""
+
+    announcement = ""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def wait(self) -> Ended:
+        """See `Job`."""
+        config, nodes = self._launch.config, _nodes(self._launch)
+        program = _python_arguments(self._launch.program)
+        if not self._launch.saves_on_signals:
+            exit_code = launch_processes(nodes, program, config)
+            return Ended(exit_code, exit_code == 0 and nodes.node_rank == 0)
+        with LauncherSignals(config.train.stop_within_seconds) as signals:
+            exit_code = launch_processes(nodes, program, config, signals)
+            return Ended(exit_code, exit_code == 0 and not signals.stopped and nodes.node_rank == 0)
+
+
+def _nodes(launch: Launch) -> Nodes:
+    return nodes_of(launch.config, launch.processes_per_node, launch.num_nodes)
+
+
+def _python_arguments(program: Program) -> list[str]:
+    if program.function is not None:
+        return [*python_call(program.function), *program.words]
+    if program.script is not None:
+        return [program.script, *program.words]
+    return [*python_statement(_RUN_FILE), str(_default_script()), *program.words]
+
+
+def _default_script() -> Path:
+    """examples/train.py of the installed package; in a checkout, the file next to the package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "examples" / "train.py"
+    return installed if installed.is_file() else package.parent / "examples" / "train.py"
 
 
 def launch_processes(
@@ -188,7 +247,7 @@ def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
     sentence = f"rank {rank} ended with exit code {failure.exitcode}"
     if watch is not None:
         sentence = watch.failed(codes, rank, *(_recorded(failure.message) if failure.error_file_data else ("", "")))
-    print(f"error: {sentence}; messages of the processes are above", file=sys.stderr)
+    sys.stderr.write(f"error: {sentence}; messages of the processes are above\n")
     return failure.exitcode if 0 < failure.exitcode < 256 else 1
 
 

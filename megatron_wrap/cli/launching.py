@@ -1,0 +1,92 @@
+"""Arguments of the commands that start runs, and their use of launchers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args, get_type_hints
+
+from megatron_wrap.cli.arguments import count
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema.launch.common import LaunchConfig
+from megatron_wrap.hidden_secrets import hide_secrets
+from megatron_wrap.launch.launcher import Ended, Launch, Launcher, Program
+from megatron_wrap.launch.local import LocalLauncher, nodes_of
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what starts the processes and how many there are, and describes torchrun's variables."""
+    parser.add_argument(
+        "--launcher",
+        choices=get_args(get_type_hints(LaunchConfig)["launcher"]),
+        help="what starts the processes (docs/cluster.md; default: megatron_wrap.launch.common.launcher)",
+    )
+    parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: 1)")
+    parser.add_argument(
+        "--gpus-per-node",
+        "--nproc-per-node",
+        type=count,
+        metavar="G",
+        help="processes on each node (default: one per GPU; without GPUs as many as the layout needs)",
+    )
+    parser.add_argument_group(
+        "environment of --launcher local",
+        "GPUS_PER_NODE  the same as --gpus-per-node, which precedes it\n"
+        "NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT  of a run on several nodes, as for torchrun",
+    )
+
+
+def add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares --dry-run and --wait."""
+    parser.add_argument("--dry-run", action="store_true", help="check the run, and print what would be started")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="follow a submitted job to its end, and exit with its code; other launchers always do",
+    )
+
+
+def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
+    """The launcher of the command line, else of the configuration."""
+    if (arguments.launcher or config.launch.launcher) == "ray":
+        from megatron_wrap.launch.ray_command import RayLauncher
+
+        return RayLauncher()
+    return LocalLauncher()
+
+
+def launch_options(arguments: argparse.Namespace) -> list[str]:
+    """The options of `add_launch_arguments` that were given, as they are typed again."""
+    options = {
+        "--launcher": arguments.launcher,
+        "--nodes": arguments.nodes,
+        "--gpus-per-node": arguments.gpus_per_node,
+    }
+    return [word for option, value in options.items() if value is not None for word in (option, str(value))]
+
+
+def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: bool) -> int:
+    """Processes of the run, over all nodes.
+
+    Args:
+        starts: it will be started from here, so that torchrun's variables of several nodes must be set.
+
+    Raises:
+        LayoutError: a variable is missing or no whole number.
+    """
+    launcher = launcher_of(config, arguments)
+    if isinstance(launcher, LocalLauncher):
+        return nodes_of(config, arguments.gpus_per_node, arguments.nodes, starts=starts).world_size
+    return launcher.world_size(Launch(config, (), Program(()), arguments.nodes, arguments.gpus_per_node))
+
+
+def started(launch: Launch, launcher: Launcher, arguments: argparse.Namespace) -> Ended:
+    """Start the run, and wait for its end if the launcher or --wait does; with --dry-run, print what would run."""
+    if arguments.dry_run:
+        print(hide_secrets(f"would run: {launcher.preview(launch)}"))
+        return Ended(0, finished=False)
+    job = launcher.start(launch)
+    if job.announcement:
+        print(hide_secrets(job.announcement), flush=True)
+        if not arguments.wait:
+            return Ended(0, finished=False)
+    return job.wait()

@@ -1,0 +1,1 @@
+"""Where a run is started: a file for each section of `megatron_wrap.launch`."""

@@ -1,0 +1,90 @@
+"""What starts a run, behind one interface: launchers for torchrun's agent, Ray and the schedulers of clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron_wrap.config import RunConfig
+from megatron_wrap.config.schema.derived import processes_needed
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each process of a run does: a script, or a function of this package."""
+
+    words: tuple[str, ...]
+    """Arguments of the program."""
+    script: str | None = None
+    """File of the user, run as `__main__`; None: examples/train.py, unless there is a function."""
+    function: Callable[..., None] | None = None
+    """Called with the words, after an import by its name."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run that is to be started."""
+
+    config: RunConfig
+    command: tuple[str, ...]
+    """Arguments of `megatron-wrap` without those of launchers: what starts the same run elsewhere."""
+    program: Program
+    num_nodes: int | None = None
+    """Of the command line."""
+    processes_per_node: int | None = None
+    """Of the command line."""
+    saves_on_signals: bool = False
+    """After a signal the processes save and end by themselves; False: a signal ends them at once."""
+
+    def layout(self) -> tuple[int, int]:
+        """Nodes, and processes of each, where no environment of torchrun counts: by the command line, else the
+        configuration, else the fewest that can run it."""
+        nodes = self.num_nodes or self.config.launch.nodes or 1
+        per_node = self.processes_per_node or self.config.launch.gpus_per_node
+        return nodes, per_node or -(-processes_needed(self.config) // nodes)
+
+
+class Ended(NamedTuple):
+    """How a run has ended."""
+
+    exit_code: int
+    finished: bool
+    """It did all that it was asked for, and this command shows what to do next."""
+
+
+class Job(Protocol):
+    """A run that is started, or will be when it is waited for."""
+
+    @property
+    def announcement(self) -> str:
+        """The name of the submitted job and the command that follows it; empty: the run ends with this command, which
+        therefore always waits."""
+
+    def wait(self) -> Ended:
+        """Show the run's console until it ends.
+
+        Raises:
+            MegatronWrapError: an error of the user, which the run has not printed.
+        """
+
+
+class Launcher(Protocol):
+    """Starts runs in one way."""
+
+    def world_size(self, launch: Launch) -> int:
+        """Processes of the run, over all nodes.
+
+        Raises:
+            LayoutError: a variable of the environment is missing or wrong.
+        """
+
+    def preview(self, launch: Launch) -> str:
+        """What `start` would run or submit; nothing is written."""
+
+    def start(self, launch: Launch) -> Job:
+        """Submit the run.
+
+        Raises:
+            MegatronWrapError: the launcher is not installed, or refuses the run.
+        """
