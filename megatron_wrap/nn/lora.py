@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_wrap.nn.experts.lora import ExpertAdapter
+from megatron_wrap.nn.lora_products import InputProduct, OutputProduct, PlacedPart, place
 from megatron_wrap.nn.trained_copies import originals_in_place
 
 ParallelKind = Literal["column", "row", "replicated"]
@@ -121,7 +122,9 @@ class LinearAdapter(torch.nn.Module):
                 self.register_buffer(f"rows_of_{name}", rows.to(weight.device), persistent=False)
                 if dora:
                     self._add_factor(f"lora_magnitude_{name}", torch.empty(len(rows), **new))
-        base.register_forward_hook(self._add_to_output)
+        self._product: Tensor | None = None
+        base.register_forward_pre_hook(self._before_base)
+        base.register_forward_hook(self._after_base)
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -148,14 +151,23 @@ class LinearAdapter(torch.nn.Module):
         sharded = {("column", "B"): 0, ("column", "magnitude"): 0, ("row", "A"): 1}
         return sharded.get((self.kind, factor.split("_")[1]))
 
-    def forward(self, inputs: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs for the base, and their product with A, [..., sum of ranks], for `add_to`, which may follow: what
+        the adapter waits for before its forward pass holds for both."""
+        if not inputs.requires_grad or (self.training and self.dropout):
+            return inputs, self._times_a(inputs)
+        # the gradient of the inputs is that of one function
+        both: tuple[Tensor, Tensor] = InputProduct.apply(inputs, self._stacked_a())  # type: ignore[no-untyped-call]
+        return both
+
+    def add_to(self, output: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
         """The base's output with what the adapters add to it, in the same parallel state.
 
         Args:
-            inputs: of the base.
+            output: of the base; it is overwritten.
+            product: of `forward`.
             bias: of the base, if its output contains it.
         """
-        product = self._times_a(inputs)
         if self.kind == "column":
             if self.sequence_parallel:
                 product = gather_from_sequence_parallel_region(product)
@@ -166,9 +178,11 @@ class LinearAdapter(torch.nn.Module):
                 product = reduce_scatter_to_sequence_parallel_region(product)
             else:
                 product = reduce_from_tensor_model_parallel_region(product)
-        added = torch.nn.functional.linear(product, self._placed_b())
         if not self.dora:
-            return output + added
+            parts, factors = self._placement()
+            added: Tensor = OutputProduct.apply(output, product, parts, *factors)  # type: ignore[no-untyped-call]
+            return added
+        added = torch.nn.functional.linear(product, self._placed_b())
         scales = self._scales_of_rows().to(output.dtype)
         return output + (scales - 1) * (output if bias is None else output - bias) + scales * added
 
@@ -241,28 +255,38 @@ class LinearAdapter(torch.nn.Module):
                 products.append(torch.nn.functional.linear(inputs, self._factor(f"initial_A_{module.name}")))
         return torch.cat(products, dim=-1)
 
+    def _placement(self) -> tuple[list[PlacedPart], list[Tensor]]:
+        """Each B with its rows of the base, its columns among the stacked ranks, and its scale."""
+        parts, factors, first = [], [], 0
+        for module, kind in ((module, kind) for module in self.modules_of for kind in self._kinds):
+            columns = slice(first, first + module.rank)
+            first += module.rank
+            for name in module.b_names:
+                parts.append(PlacedPart(self.get_buffer(f"rows_of_{name}"), columns, module.scale))
+                factors.append(self._factor(f"{kind}_B_{name}"))
+        return parts, factors
+
     def _placed_b(self, dtype: torch.dtype | None = None) -> Tensor:
         """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
-        columns = []
-        for module, kind in ((module, kind) for module in self.modules_of for kind in self._kinds):
-            own = [self._factor(f"{kind}_B_{name}") for name in module.b_names]
-            factors = [factor.to(dtype or factor.dtype) * module.scale for factor in own]
-            single = len(self.modules_of) == len(self._kinds) == len(factors) == 1
-            if single and len(factors[0]) == self._outputs:
-                return factors[0]
-            placed = factors[0].new_zeros(self._outputs, module.rank)
-            for name, factor in zip(module.b_names, factors, strict=True):
-                placed = placed.index_copy(0, self.get_buffer(f"rows_of_{name}"), factor)
-            columns.append(placed)
-        return torch.cat(columns, dim=1)
+        parts, factors = self._placement()
+        rank = sum(module.rank for module in self.modules_of) * len(self._kinds)
+        return place(parts, [factor.to(dtype or factor.dtype) for factor in factors], self._outputs, rank)
 
-    def _add_to_output(self, base: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    def _before_base(self, _base: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        self._product = None
         if not self.enabled:
+            return None
+        taken, self._product = self(inputs[0])
+        return taken, *inputs[1:]
+
+    def _after_base(self, base: Any, _inputs: tuple[Tensor, ...], output: Any) -> Any:
+        product, self._product = self._product, None
+        if product is None:
             return output
         bias = None if getattr(base, "skip_bias_add", True) else base.bias
         if isinstance(output, tuple):
-            return self(inputs[0], output[0], bias), *output[1:]
-        return self(inputs[0], output, bias)
+            return self.add_to(output[0], product, bias), *output[1:]
+        return self.add_to(output, product, bias)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Megatron-Core's description of the factors for checkpoints. Each layer has tensors of its own, because layers

@@ -1,11 +1,12 @@
 """Memory and tokens per second of DPO with its reference model as a copy on the device, as a copy on the host, and
 precomputed, beside supervised fine-tuning on the same tokens. One process; the ways take turns, each in a run of its
 own, and print a line each time; the last line has the medians and the share of fine-tuning in speed. `base` is the
-policy without its adapter; it is compared with the precomputed outputs plus their computation:
+policy without its adapter. Its run also times the reference's forward pass alone, over the micro-batches of a step, and
+the last line has its step over that of `precomputed` plus that pass:
 
     python scripts/benchmark/reference_models.py scripts/benchmark/llama-1b.yaml [a.b=c ...] [--pairs 8] [--rounds 3]
     python scripts/benchmark/reference_models.py scripts/benchmark/llama-1b.yaml megatron_wrap.adapter.__select__=lora
-        megatron_wrap.adapter.r=16 --ways precomputed,base
+        megatron_wrap.adapter.r=16 --ways base,precomputed
 """
 
 import argparse
@@ -24,7 +25,6 @@ import torch
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
-from megatron_wrap.engine.precompute import precompute
 
 TRAIN, FLOW = "megatron_lm.train.common", "megatron_wrap.flow"
 REFERENCE = "megatron_wrap.models.reference"
@@ -71,17 +71,36 @@ def overrides_of(way: str, folder: str, arguments: argparse.Namespace) -> list[s
     ]
 
 
-def store(pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> float:
-    """Compute the reference's outputs once, before the measurement; returns the seconds for a pair."""
+def store(pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> None:
+    """Compute the reference's outputs once, before the measurement."""
+    from megatron_wrap.engine.precompute import precompute
+
     config = read_run(arguments.config, overrides_of("precomputed", folder, arguments))
     with MegatronWrap(precompute_config(config)) as wrap:
         wrap.initialize()
         wrap.setup_model()
         started = time.perf_counter()
         count = precompute(wrap.state, (("generated", pair) for pair in pairs), folder, "reference", skip_bad=False)
-        seconds = time.perf_counter() - started
-        report({"way": "precompute", "pairs": count, "seconds": round(seconds, 2)})
-    return seconds / count
+        report({"way": "precompute", "pairs": count, "seconds": round(time.perf_counter() - started, 2)})
+
+
+def forward_seconds(wrap: MegatronWrap, batch: Any, arguments: argparse.Namespace) -> float:
+    """Median time of the reference's forward pass over the micro-batches of a step, which are on the device."""
+    from megatron_wrap.engine.reference.reference_model import with_reference_outputs
+    from megatron_wrap.engine.step_inputs import replica_micro_batches
+
+    state = wrap.state
+    micro_batches = replica_micro_batches(state, batch).training
+    seconds = []
+    for _ in range(arguments.warmup + arguments.steps):
+        local = state.localization.localize(micro_batches, state.extra_padding)
+        wrap.platform.synchronize()
+        started = time.perf_counter()
+        assert state.reference is not None
+        with_reference_outputs(state.reference, state.flow, state.pipeline_schedule, local)
+        wrap.platform.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[arguments.warmup :])
 
 
 def measure(way: str, pairs: list[dict[str, Any]], folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,6 +123,7 @@ def measure(way: str, pairs: list[dict[str, Any]], folder: str, arguments: argpa
             wrap.platform.synchronize()
             if step >= arguments.warmup:
                 rates.append(tokens / (time.perf_counter() - started))
+        forward = forward_seconds(wrap, batch, arguments) if way == "base" else None
         batches.close()  # type: ignore[attr-defined]
         measured = {
             "way": way,
@@ -112,6 +132,8 @@ def measure(way: str, pairs: list[dict[str, Any]], folder: str, arguments: argpa
             "loss": metrics["loss"],
             "memory_max_gib": round(metrics.get("memory_max", 0.0), 2),
         }
+        if forward is not None:
+            measured["forward_seconds"] = round(forward, 4)
     report(measured)
     return measured
 
@@ -135,13 +157,13 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     arguments = parser.parse_intermixed_args()
     train = read_run(arguments.config, arguments.overrides)
-    count = arguments.pairs * (arguments.warmup + arguments.steps + 4)  # batches are prepared ahead
+    count = 2 * arguments.pairs  # the same two batches again and again
     pairs = random_pairs(count, train.train.seq_length, train.arch.vocab_size or 0)
     ways = arguments.ways.split(",")
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         if "precomputed" in ways:
-            seconds_of_pair = store(pairs, f"{folder}/outputs", arguments)
+            store(pairs, f"{folder}/outputs", arguments)
         for _ in range(arguments.rounds):
             rounds += [measure(way, pairs, f"{folder}/outputs", arguments) for way in ways]
     summary = {}
@@ -155,7 +177,8 @@ def main() -> None:
             values["share_of_sft"] = round(values["tokens_per_second"] / summary["sft"]["tokens_per_second"], 4)
     if "base" in summary and "precomputed" in summary:
         tokens = 2 * train.train.seq_length * arguments.pairs
-        both = tokens / summary["precomputed"]["tokens_per_second"] + arguments.pairs * seconds_of_pair
+        forward = statistics.median(each["forward_seconds"] for each in rounds if each["way"] == "base")
+        both = tokens / summary["precomputed"]["tokens_per_second"] + forward
         summary["base"]["time_over_precomputed_and_forward"] = round(
             tokens / summary["base"]["tokens_per_second"] / both, 4
         )

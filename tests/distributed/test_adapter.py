@@ -343,7 +343,7 @@ def test_frozen_adapters_beside_the_trained_one(folder_of, ranks, tmp_path):
     """Each as when it is loaded alone, on TP2 x PP2; the trained one is the only one in checkpoints."""
     folder = str(folder_of("llama")[0])
     others, expected = {}, {}
-    made = {"first": {"r": 3, "lora_alpha": 9}, "values": {"r": 2, "target_modules": ["v_proj", "up_proj"]}}
+    made = {"first": {"r": 3, "lora_alpha": 6}, "values": {"r": 2, "target_modules": ["v_proj", "up_proj"]}}
     for name, keys in made.items():
         adapter = {**keys, "init_lora_weights": False}
         result = ranks(1).run(runs.train, folder, runs.overrides_of(adapter), str(tmp_path / name), 1)[0]

@@ -42,7 +42,7 @@ PRESETS = {
     "8b-lora-4096": Preset("llama-1b.yaml", (*_sizes(4096, 2, 8), *_LLAMA_3_8B, *_LORA)),
     "8b-lora-mixed": Preset(
         "llama-1b.yaml",
-        (*_sizes(4096, 16, 64), *_LLAMA_3_8B, *_LORA, *_MIXED, f"{_TRAIN}.max_tokens_per_micro_batch=8192"),
+        (*_sizes(4096, 16, 64), *_LLAMA_3_8B, *_LORA, *_MIXED, f"{_TRAIN}.max_tokens_per_micro_batch=12288"),
     ),
     "1.5b-32768": Preset("llama-1b.yaml", _sizes(32768, 1, 2)),
     "moe-30b-a3b-layers": Preset("moe-30b-a3b-layers.yaml", _sizes(4096, 4, 8)),
