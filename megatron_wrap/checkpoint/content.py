@@ -19,7 +19,7 @@ from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.nn.trained_copies import trained_copies
+from megatron_wrap.nn.adapters.trained_copies import trained_copies
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.gpu.fp8_scales import readable_scales

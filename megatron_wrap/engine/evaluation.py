@@ -67,7 +67,7 @@ def with_adapter(state: TrainingState, name: str | None) -> Iterator[None]:
     Raises:
         ConfigError: there is no such adapter.
     """
-    from megatron_wrap.nn.lora import TRAINED, only_adapter
+    from megatron_wrap.nn.adapters.lora import TRAINED, only_adapter
 
     adapter = state.config.adapter
     names = [] if adapter.adapter_type == "none" else [TRAINED, *(adapter.others or {})]

@@ -57,7 +57,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
 
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.nn.lora import adapters_off
+    from megatron_wrap.nn.adapters.lora import adapters_off
 
     settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     batches = samples(STEPS * BATCH)

@@ -14,7 +14,7 @@ from _started import started
 def train_scores(overrides: Sequence[str], samples: Sequence[Any], single: Sequence[Any], outputs: str) -> Any:
     """Metrics of each step on the samples, factors and head before and after them, and the scores of single sequences
     with and without the adapter; writes the folders adapter and merged."""
-    from megatron_wrap.nn.lora import adapters_off
+    from megatron_wrap.nn.adapters.lora import adapters_off
 
     with started(CONFIG, list(overrides)) as wrap:
         initial, steps = factors_of(wrap), []
@@ -56,7 +56,7 @@ def base_logits(folder: str, overrides: Sequence[str], save: str) -> Any:
     """Logits [2, 64, V] without the adapter of a run that resumes from the last checkpoint in `save`."""
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.nn.lora import adapters_off
+    from megatron_wrap.nn.adapters.lora import adapters_off
 
     settings = (*SETTINGS, *overrides, f"megatron_lm.train.common.save={save}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:

@@ -184,8 +184,8 @@ class WeightStream:
 
 def _deltas(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[], Tensor]]:
     """Global name of each weight with an adapter -> the product that a merge adds to it."""
+    from megatron_wrap.nn.adapters.lora import adapters_by_weight
     from megatron_wrap.nn.experts.lora import ExpertAdapter
-    from megatron_wrap.nn.lora import adapters_by_weight
 
     adapters = adapters_by_weight(model)
     deltas: dict[str, Callable[[], Tensor]] = {}

@@ -164,7 +164,7 @@ class BaseOfPolicy(ReferenceModel):
     @contextmanager
     def on_device(self, changed: bool = False) -> Iterator[None]:
         """The chunks compute the reference within the context."""
-        from megatron_wrap.nn.lora import only_adapter
+        from megatron_wrap.nn.adapters.lora import only_adapter
 
         synchronize_parameters(self.policy, bool(self.config.ddp.overlap_param_gather))
         trained = [chunk.training for chunk in self.chunks]

@@ -23,12 +23,12 @@ from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import GlobalParameter, global_names
 from megatron_wrap.model.random_numbers import key_of, normal, uniform
-from megatron_wrap.nn.trained_copies import CHILD, TrainedCopies
+from megatron_wrap.nn.adapters.trained_copies import CHILD, TrainedCopies
 from megatron_wrap.parallel.collectives import broadcast_on, reduce_in_place
 from megatron_wrap.parallel.state import ParallelState
 
 if TYPE_CHECKING:
-    from megatron_wrap.nn.lora import LinearAdapter
+    from megatron_wrap.nn.adapters.lora import LinearAdapter
 
 
 def adapt_chunks(
@@ -61,7 +61,7 @@ def _add_other(
     name: str, config: RunConfig, parallel: ParallelState, chunks: list[torch.nn.Module], vocab_size: int
 ) -> None:
     """Add an adapter of `adapter.others`, frozen and switched off; it is a sibling `linear_qkv_adapter_NAME`."""
-    from megatron_wrap.nn.lora import TRAINED, LinearAdapter
+    from megatron_wrap.nn.adapters.lora import TRAINED, LinearAdapter
 
     theirs = with_other_adapter(config, name)
     layers = layers_with_adapters(theirs, vocab_size)
@@ -90,7 +90,7 @@ def train_whole(chunk: torch.nn.Module, names: Container[str], config: RunConfig
     for parameter in chosen.values():
         parameter.requires_grad_(True)
     if config.adapter.bias != "none":
-        from megatron_wrap.nn.lora import compute_bias_gradients
+        from megatron_wrap.nn.adapters.lora import compute_bias_gradients
 
         compute_bias_gradients(chunk)
 
@@ -195,7 +195,7 @@ def _expert_adapter(base: Any, layer: AdaptedLayer, parallel: ParallelState) -> 
 
 
 def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: ParallelState) -> LinearAdapter:
-    from megatron_wrap.nn.lora import AdaptedModule, LinearAdapter
+    from megatron_wrap.nn.adapters.lora import AdaptedModule, LinearAdapter
 
     local_shape = tuple(base.weight.shape)
     pieces = layer.weight.pieces(local_shape, parallel.tp.rank, parallel.tp.size)

@@ -1,9 +1,10 @@
 """One low-rank adapter for each expert, computed in two grouped products; the formula is that of peft's ParamWrapper.
 
-With tensor-parallel experts one factor of each expert is whole and the other is sharded as in `nn/lora.py`: A of the
-first layer and B of the second are whole. An adapter's output is in the parallel state of its base's output: a rank's
-columns after the first layer, a partial sum after the second. Every rank has the rows of all tokens of its experts, and
-its gradient of a whole factor is a part of the sum over the ranks of an expert, which the backward pass adds up.
+With tensor-parallel experts one factor of each expert is whole and the other is sharded as in `nn/adapters/lora.py`: A
+of the first layer and B of the second are whole. An adapter's output is in the parallel state of its base's output: a
+rank's columns after the first layer, a partial sum after the second. Every rank has the rows of all tokens of its
+experts, and its gradient of a whole factor is a part of the sum over the ranks of an expert, which the backward pass
+adds up.
 """
 
 from __future__ import annotations

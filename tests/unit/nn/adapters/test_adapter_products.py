@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_wrap.nn.lora_products import InputProduct, OutputProduct, PlacedPart, place
+from megatron_wrap.nn.adapters.products import InputProduct, OutputProduct, PlacedPart, place
 
 ROWS, INPUTS, OUTPUTS = 5, 7, 12
 

@@ -34,9 +34,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_wrap.nn.adapters.products import InputProduct, OutputProduct, PlacedPart, place
+from megatron_wrap.nn.adapters.trained_copies import originals_in_place
 from megatron_wrap.nn.experts.lora import ExpertAdapter
-from megatron_wrap.nn.lora_products import InputProduct, OutputProduct, PlacedPart, place
-from megatron_wrap.nn.trained_copies import originals_in_place
 
 ParallelKind = Literal["column", "row", "replicated"]
 

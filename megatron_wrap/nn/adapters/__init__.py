@@ -1,0 +1,1 @@
+"""Adapters beside frozen layers: low-rank factors, and parameters that are trained whole."""
