@@ -51,9 +51,10 @@ class Run:
         save: Callable[[], Path],
     ) -> None:
         # a run that starts or resumes from a checkpoint uses only the architecture of the Hugging Face folder
-        from_hugging_face = config.model_provider.hf_path is not None and starting_checkpoint(config) is None
+        is_new = starting_checkpoint(config) is None
+        from_hugging_face = is_new and config.model_provider.hf_path is not None
         self.state: TrainingState = build_training_state(
-            config, platform, parallel, tokenizer, from_hugging_face=from_hugging_face, training=training
+            config, platform, parallel, tokenizer, from_hugging_face=is_new, training=training
         )
         if training and reference_config is not None:
             add_reference_model(self.state, reference_config, tokenizer)

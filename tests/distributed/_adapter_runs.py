@@ -82,6 +82,36 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
     return None
 
 
+def train_without_a_folder(overrides: tuple[str, ...], outputs: str) -> tuple[float, bool, list[float]]:
+    """Largest difference of logits with and without the adapter before training, whether 20 steps leave the frozen
+    weights as they are, and the losses."""
+    import torch
+
+    from megatron_wrap.core import MegatronWrap
+    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.nn.adapters.lora import adapters_off
+
+    config = Path(__file__).parents[2] / "scripts" / "benchmark" / "overhead.yaml"
+    settings = [
+        *(SELECT, *overrides, "megatron_wrap.init.platform=cpu", f"megatron_wrap.logger.output_dir={outputs}"),
+        *("megatron_lm.model.arch.hidden_size=32", "megatron_lm.model.arch.ffn_hidden_size=64"),
+        *("megatron_lm.model.arch.num_layers=2", "megatron_lm.model.arch.vocab_size=301"),
+        *(f"megatron_lm.train.common.global_batch_size={BATCH}", "megatron_lm.train.common.train_iters=20"),
+        *("megatron_lm.train.learning-rate.lr=1e-2", "megatron_lm.train.learning-rate.lr_warmup_iters=0"),
+    ]
+    with MegatronWrap(config, settings) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        chunks = wrap.state.chunks
+        frozen = [(p, p.detach().clone()) for c in chunks for p in c.parameters() if not p.requires_grad]
+        logits = stack(sequence_logits(wrap.state, bridge.token_ids()))
+        with adapters_off(chunks):
+            base = stack(sequence_logits(wrap.state, bridge.token_ids()))
+        losses = [wrap.train(samples(BATCH))["loss"] for _ in range(20)]
+        unchanged = bool(frozen) and all(torch.equal(parameter, before) for parameter, before in frozen)
+        return float(numpy.abs(logits - base).max()), unchanged, losses
+
+
 def determined(name: str, values: Any) -> Any:
     """The values without those of GPT-2's key biases: a softmax is invariant to them, so their gradient is rounding,
     from which Adam makes steps of its whole learning rate."""

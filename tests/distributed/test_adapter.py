@@ -329,6 +329,15 @@ def test_dropout_is_in_training_alone_and_initial_factors_are_peft_s(folder_of, 
     assert abs(plain[0] - dropped[0]) > 1e-3
 
 
+def test_a_base_without_a_folder_is_decomposed_as_well(ranks, tmp_path):
+    """The weights are those of the seed. The model begins as its base, and is trained."""
+    adapter = {**PLAIN, "init_lora_weights": "pissa"}
+    initial, unchanged, losses = ranks(1).run(runs.train_without_a_folder, runs.overrides_of(adapter), str(tmp_path))[0]
+    assert initial <= 1e-5
+    assert unchanged
+    assert losses[-1] < losses[0]
+
+
 def test_the_learning_rate_of_b(folder_of, ranks, tmp_path):
     """LoRA+: Adam's first step moves each element by its learning rate."""
     settings = (*runs.overrides_of({**PLAIN, "loraplus_lr_ratio": 4}), "megatron_lm.train.optimizer.weight_decay=0.0")
