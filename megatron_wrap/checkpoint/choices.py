@@ -7,25 +7,32 @@ from typing import Any
 
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
-from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import OPTIMIZER_KEYS, OVERLAP_KEYS, choices, with_choices
+from megatron_wrap.config.reading.pipeline_layout import even_layout
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.plan.pipeline_split import LAYOUT_KEY, split_choice
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.utils.dist_logger import logger
 
 
-def decided(config: RunConfig, platform: Platform, parallel: ParallelState) -> RunConfig:
+def decided(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> RunConfig:
     """The configuration of a training run with values for all keys that the YAML leaves open; those that enable
     something are logged. Collective.
 
     A resumed run keeps the kind of optimizer of its checkpoint, which cannot be converted, and on the same layout all
     values, so that it continues bit for bit.
+
+    Args:
+        vocab_size: of the model, without padding.
     """
     layout = layout_facts(parallel, platform.name)
-    saved = on_rank_0(lambda: saved_choices(config, layout))
+    saved, split = on_rank_0(lambda: (saved_choices(config, layout), saved_split(config, layout)))
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
+    split_here = split_choice(config, vocab_size, platform.machine.device, split)
+    chosen += () if split_here is None else (split_here,)
     enabled = [str(choice) for choice in chosen if choice.value]
     if enabled:
         logger.info_rank_0(f"chosen for this machine and layout: {'; '.join(enabled)}")
@@ -41,10 +48,7 @@ def saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> dict[str, boo
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    train, start = config.train, starting_checkpoint(config)
-    if start is None or train.no_load_optim or (train.finetune and not start.resumes):
-        return {}
-    saved = read_saved_run(start.path)
+    saved = _continued_run(config)
     if saved is None:
         return {}
     values: dict[str, bool] = {}
@@ -54,3 +58,28 @@ def saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> dict[str, boo
         if isinstance(value, bool):
             values[name] = value
     return values
+
+
+def saved_split(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
+    """The layers of the pipeline stages in the checkpoint whose optimizer the run would load, if it has the run's
+    layout; even where the checkpoint is older than the choice of a split.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    saved = _continued_run(config)
+    if saved is None or saved.facts.get("layout") != layout:
+        return None
+    section, _, key = LAYOUT_KEY.partition(".")
+    split = saved.section(section).get(key)
+    stages, chunks = config.parallel.pipeline_model_parallel_size, layout["virtual"] or 1
+    even = even_layout(config.arch.num_layers, stages, chunks)
+    return split if isinstance(split, str) or even is None else str(even)
+
+
+def _continued_run(config: RunConfig) -> SavedRun | None:
+    """The run whose optimizer state this one would load; None: there is none, or it is Megatron-LM's."""
+    train, start = config.train, starting_checkpoint(config)
+    if start is None or train.no_load_optim or (train.finetune and not start.resumes):
+        return None
+    return read_saved_run(start.path)

@@ -16,6 +16,7 @@ from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.launch.local import nodes_of
+from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine
 
 EXAMPLES = (
@@ -86,4 +87,7 @@ def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
         processes = nodes_of(config).world_size
     shards = derived.data_parallel_size(config, processes) * config.parallel.context_parallel_size
     machine = this_machine(config.init.platform)
-    return all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
+    chosen = all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
+    tokens = config.arch.vocab_size  # without a tokenizer nothing more is known, and explain loads none
+    split = None if tokens is None else split_choice(config, tokens, machine.device)
+    return chosen if split is None else (*chosen, split)

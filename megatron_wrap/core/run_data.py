@@ -19,7 +19,6 @@ from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, prepara
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of
 from megatron_wrap.engine.batches.tokenized import CachedSamples, cached_samples
 from megatron_wrap.engine.reference.precomputed import sample_preparation
-from megatron_wrap.engine.setup.build import model_shape
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import MegatronWrapError
@@ -27,6 +26,7 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.plan.model_shape import model_shape
 from megatron_wrap.utils.dist_logger import logger
 
 

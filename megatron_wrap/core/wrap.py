@@ -188,15 +188,21 @@ class MegatronWrap:
     def _set_up(self, training: bool) -> Run:
         parallel = self._initialized()
         from megatron_wrap.checkpoint.choices import decided
+        from megatron_wrap.config.checks.vocabulary import model_vocab_size
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters
         from megatron_wrap.core.run_folders import hold_folders
         from megatron_wrap.data.chat.tokenizer import run_tokenizer
+        from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
+        given = self.given_config
+        vocab_size = model_vocab_size(given.arch, self.tokenizer, given.model_provider.hf_path)
         if training:
-            counted = with_train_iters(self.given_config, parallel, self.tokenizer)
-            self.config = decided(counted, self.platform, parallel)
+            counted = with_train_iters(given, parallel, self.tokenizer)
+            self.config = decided(counted, self.platform, parallel, vocab_size)
+        else:
+            self.config = with_split(self.config, vocab_size, self.platform.machine.device)
         if self._run is not None:
             self._run.close()
         self._folders.close()

@@ -86,21 +86,35 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
         attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads * value head size).
         A sliding window is ignored: attention counts as full.
     """
-    projections = 2 * num_tokens * _attention_weights(shape)
-    core_width = 2 * shape.num_attention_heads * shape.kv_channels
-    if shape.latent_attention is not None:
-        latent = shape.latent_attention
-        core_width = shape.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
-    core_attention = 2 * core_width * sum_of_squared_lengths * (0.5 if causal else 1.0)
+    expert_layers = 0 if shape.experts is None else shape.experts.num_layers
+    weights = (shape.num_layers - expert_layers) * layer_weights(shape, has_experts=False) + output_weights(shape)
+    if expert_layers:
+        weights += expert_layers * layer_weights(shape, has_experts=True)
+    scores = 2 * attention_width(shape) * sum_of_squared_lengths * (0.5 if causal else 1.0)
+    return 2 * num_tokens * weights + shape.num_layers * scores
+
+
+def layer_weights(shape: ModelShape, has_experts: bool) -> int:
+    """Number of weights of a layer that multiply each token: of the chosen experts in a layer with experts."""
     num_matrices = 3 if shape.gated_linear_unit else 2
-    columns = shape.num_layers * shape.ffn_hidden_size * num_matrices
-    if shape.experts is not None:
-        experts = shape.experts
-        width = experts.topk * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-        per_layer = width * num_matrices + experts.num_experts + experts.shared_gate
-        columns += experts.num_layers * (per_layer - shape.ffn_hidden_size * num_matrices)
-    columns += shape.vocab_size if shape.output_size is None else shape.output_size
-    return shape.num_layers * (projections + core_attention) + 2 * num_tokens * shape.hidden_size * columns
+    columns = shape.ffn_hidden_size * num_matrices
+    if has_experts:
+        assert shape.experts is not None, "the model has no experts"
+        width = shape.experts.topk * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
+        columns = width * num_matrices + shape.experts.num_experts + shape.experts.shared_gate
+    return _attention_weights(shape) + shape.hidden_size * columns
+
+
+def output_weights(shape: ModelShape) -> int:
+    """Number of weights of the output layer, or of what replaces it."""
+    return shape.hidden_size * (shape.vocab_size if shape.output_size is None else shape.output_size)
+
+
+def attention_width(shape: ModelShape) -> int:
+    """Multiply-adds of a layer's attention for each query and key: the score, and its product with the value."""
+    if shape.latent_attention is None:
+        return 2 * shape.num_attention_heads * shape.kv_channels
+    return shape.num_attention_heads * (shape.latent_attention.qk_head_dim + shape.latent_attention.v_head_dim)
 
 
 def _attention_weights(shape: ModelShape) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.origins import SetBy
+from megatron_wrap.config.reading.pipeline_layout import PipelineLayout
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import StepBreakdown
@@ -52,6 +55,8 @@ class ProfiledRun:
     peak_gib: float
     total_gib: float
     """Memory of the device."""
+    faster_split: tuple[PipelineLayout, float] | None = None
+    """Layers of the pipeline's stages by cost, and the share of a step that they would save; None: the run has them."""
 
     @property
     def free_share(self) -> float:
@@ -101,10 +106,14 @@ def _idle(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[
     idle, parallel = step.milliseconds[kinds.IDLE], config.parallel
     bubble = idle + step.exposed_collectives.get("send and receive", 0.0)
     stages, layers = parallel.pipeline_model_parallel_size, config.arch.num_layers
-    interleaved = parallel.virtual_pipeline_model_parallel_size or parallel.num_layers_per_virtual_pipeline_stage
-    if stages > 1 and not interleaved and layers % (2 * stages) == 0 and run.num_microbatches % stages == 0:
+    divides = layers >= 2 * stages if parallel.pipeline_split == "cost" else layers % (2 * stages) == 0
+    if stages > 1 and derived.virtual_pipeline_size(config) is None and divides and run.num_microbatches % stages == 0:
         key = _key("parallel", "virtual_pipeline_model_parallel_size", 2)
-        reason = "stages wait for each other; two chunks on each stage halve the pipeline's bubble"
+        shares = [(stages - 1) / (count * run.num_microbatches + stages - 1) for count in (1, 2)]
+        reason = (
+            f"stages wait for each other; with two chunks on each, the bubble of {run.num_microbatches} micro-batches "
+            f"is {shares[1]:.1%} of a step instead of {shares[0]:.1%}"
+        )
         yield Change(key, bubble / 2, reason)
     elif idle > 0.03 * step.step_ms and _can_double(config, run):
         unit = "kernels" if step.on_gpu else "operations"
@@ -114,6 +123,20 @@ def _idle(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[
             f"Python does not keep up with {step.num_kernels:,.0f} {unit} a step; fewer and larger micro-batches have "
             "fewer",
         )
+
+
+def _pipeline_split(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    if run.faster_split is None:
+        return
+    layout, share = run.faster_split
+    chosen = dataclasses.replace(config.parallel, pipeline_split="cost")
+    if derived.splits_by_cost(dataclasses.replace(config, parallel=chosen)):
+        key = _key("parallel", "pipeline_split", "cost")
+    else:
+        key = _key("parallel", "pipeline_model_parallel_layout", layout)
+    counts = "+".join(map(str, layout.layers))
+    reason = f"the slowest stage takes {1 / (1 - share) - 1:.0%} longer than with {counts} layers, by their FLOPs"
+    yield Change(key, share * step.step_ms, reason)
 
 
 def _can_double(config: RunConfig, run: ProfiledRun) -> bool:
@@ -218,6 +241,16 @@ def _precision(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iter
 
 
 _RULES: tuple[Callable[[StepBreakdown, RunConfig, ProfiledRun], Iterator[Change]], ...] = (
-    *(_data, _idle, _small_products, _gradient_reduction, _model_communication, _loss, _recompute, _padding),
+    *(
+        _data,
+        _idle,
+        _pipeline_split,
+        _small_products,
+        _gradient_reduction,
+        _model_communication,
+        _loss,
+        _recompute,
+        _padding,
+    ),
     *(_implementation, _optimizer, _precision),
 )

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from megatron_wrap.config.schema import derived
 from megatron_wrap.metrics.throughput import ModelShape, training_flops
 from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.plan.pipeline_split import faster_split
 from megatron_wrap.profiling.advice import ProfiledRun, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, break_down
 from megatron_wrap.profiling.table import ProfileReport, json_of, slowest_rank, text
@@ -198,7 +199,7 @@ class StepProfiler:
 
             total_gib = psutil.virtual_memory().total / _GIB / parallel.world.size
         return ProfiledRun(
-            device=torch.cuda.get_device_name(platform.device) if self._cuda else "",
+            device=platform.machine.device,
             transformer_engine_layers=self._transformer_engine_layers,
             has_transformer_engine=platform.has_transformer_engine,
             has_triton=platform.machine.triton,
@@ -209,4 +210,5 @@ class StepProfiler:
             product_flops=training_flops(self._shape, real_tokens, 0.0) / parallel.world.size,
             peak_gib=peak_gib,
             total_gib=total_gib,
+            faster_split=faster_split(self._config, self._shape.vocab_size, platform.machine.device),
         )

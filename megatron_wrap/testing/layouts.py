@@ -121,6 +121,7 @@ def one_process_overrides() -> list[str]:
         "num_layers_per_virtual_pipeline_stage",
         "decoder_first_pipeline_num_layers",
         "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
     ]
     return [*(f"{PARALLEL}.{key}=null" for key in keys), *LayoutCase("one process").overrides(seq_length=0)]
 

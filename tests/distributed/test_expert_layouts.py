@@ -24,6 +24,7 @@ NAMES = {
 MIXTRAL = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_dtype": "fp32"}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
+    "mixtral-three-layers": {**MIXTRAL, "num_layers": 3},
     # the first layer is dense; gated shared experts; softmax over all experts
     "qwen2-moe": {
         **MIXTRAL,
@@ -147,6 +148,7 @@ LAYOUTS = {
         *("dp2-pp2-vpp2-ep2", "cp2-ep2", "dp2-cp2-ep2", "pp2-tp2"),
     ),
     "qwen2-moe": ("dp2-ep2", "tp2-ep2-etp1", "tp2", "pp2", "dp2-pp2-ep2", "cp2-ep2", "pp2-tp2-etp1"),
+    "mixtral-three-layers": ("pp2",),
     "deepseek-v3-router": ("dp2-ep2", "dp4-ep4"),
     "deepseek-v3": ("tp2", "tp2-ep2-etp1", "pp2", "cp2-ep2", "dp2-pp2-ep2", "pp2-tp2", "cp2-tp2"),
     "deepseek-v2-lite": ("tp2", "pp2", "cp2", "dp2-ep2"),

@@ -30,6 +30,7 @@ def _layout(**sizes: Any) -> tuple[str, ...]:
         "chunks": "virtual_pipeline_model_parallel_size",
         "first": "decoder_first_pipeline_num_layers",
         "last": "decoder_last_pipeline_num_layers",
+        "split": "pipeline_model_parallel_layout",
     }
     return _overrides(PARALLEL, {names[key]: value for key, value in sizes.items()})
 
@@ -103,6 +104,9 @@ CASES = [
     Case("tied", "pp2-last-1", 2, _layout(pp=2, last=1)),
     Case("six-layers", "pp2-vpp2-first-2", 2, _layout(pp=2, chunks=2, first=2)),
     Case("six-layers-tied", "pp4-first-1-last-1", 4, _layout(pp=4, first=1, last=1)),
+    Case("gpt2", "pp2-uneven", 2, _layout(pp=2, split="Et*3|tL")),
+    Case("six-layers", "pp2-vpp2-uneven", 2, _layout(pp=2, split="Et|t*2|t|t*2L")),
+    Case("six-layers-tied", "pp4-by-cost", 4, _layout(pp=4)),
     Case("llama", "dp2-overlap", 2, OVERLAP),
     Case("llama", "tp2-dp2-overlap", 4, (*TP2_SP, *OVERLAP)),
     Case("llama", "pp2-vpp2-dp2-overlap", 4, (*_layout(pp=2, layers_per_chunk=1), *OVERLAP)),

@@ -106,6 +106,20 @@ def test_a_save_does_not_change_the_continuing_run(tmp_path: Path, ranks) -> Non
     assert saving == ranks(2).run(runs.train, tmp_path / "b", overrides, 4)
 
 
+def test_another_split_of_the_pipeline_computes_the_same_loss(tmp_path: Path, ranks) -> None:
+    """The weights are the same bit for bit; the gradient norm adds the stages' parts in another order."""
+    uneven = (*PP2, "megatron_lm.model.parallel.pipeline_model_parallel_layout=Et*3|tL", *DISTRIBUTED)
+    straight = ranks(2).run(runs.train, tmp_path, uneven, STEPS, (SAVED,))[0]
+    chosen = "megatron_lm.model.parallel.pipeline_model_parallel_layout=null"
+    rest = ranks(2).run(runs.train, tmp_path, (*uneven, chosen))[0]
+    assert rest == straight[SAVED:]  # a resumed run keeps the split of its checkpoint
+    even = "megatron_lm.model.parallel.pipeline_model_parallel_layout=Et*2|t*2L"
+    other = ranks(2).run(runs.train, tmp_path, (*uneven, even))[0]
+    assert other[0][0] == straight[SAVED][0]
+    for expected, actual in zip(straight[SAVED:], other, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     quick(OTHER_LAYOUT, ("tp2-distributed-to-dp2", "latent-tp2-ep2-to-pp2", "dp2-to-1", "frozen-tied-pp2-to-tp2")),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megatron_wrap.config.checks.experts import check_experts
 from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
+from megatron_wrap.config.reading.pipeline_layout import parse_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.metrics.number_format import counted
@@ -146,21 +147,25 @@ def _check_pipeline(config: RunConfig) -> None:
             virtual_keys,
             "both virtual-pipeline keys are set, and each defines the number of chunks; delete one",
         )
+    if parallel.pipeline_model_parallel_layout is not None:
+        _check_layout(config, parallel.pipeline_model_parallel_layout)
+        return
+    if derived.splits_by_cost(config):
+        _check_enough_layers(config, stages * (chunks or 1))
+        return
     key = virtual_keys[0 if per_chunk is not None else 1]
     ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
     uneven = [name for name in ends if getattr(parallel, name) is not None]
     if uneven:
         _check_uneven(config, uneven)
-    elif "pipeline_model_parallel_layout" in config.arch.upstream or any(
-        config.arch.upstream.get(f"account_for_{layer}_in_pipeline_split") for layer in ("embedding", "loss")
-    ):
+    elif derived.accounts_for_ends(config):
         return  # Megatron-Core checks these splits itself
     elif layers % stages:
         refuse(
             config,
             ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
             f"num_layers {layers} is not divisible by pipeline_model_parallel_size {stages}; legal sizes: "
-            f"{divisors(layers)}; or split unevenly with {ends[0]} and {ends[1]}",
+            f"{divisors(layers)}; or split unevenly with pipeline_split cost or {ends[0]} and {ends[1]}",
         )
     elif per_chunk is not None and layers // stages % per_chunk:
         refuse(
@@ -174,6 +179,38 @@ def _check_pipeline(config: RunConfig) -> None:
             if count % chunks:
                 rule = f"{chunks} chunks do not divide a stage of {counted(count, 'layer')}; legal: {divisors(count)}"
                 refuse(config, [key], rule)
+
+
+def _check_layout(config: RunConfig, text: str) -> None:
+    parallel, key = config.parallel, "parallel.pipeline_model_parallel_layout"
+    names = (
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "num_layers_per_virtual_pipeline_stage",
+    )
+    for name in names:
+        if getattr(parallel, name) is not None:
+            refuse(config, [key, f"parallel.{name}"], f"defines the layers of all stages, as does {name}; delete one")
+    try:
+        layout = parse_layout(text, config.arch.num_layers, parallel.pipeline_model_parallel_size)
+    except ValueError as error:
+        refuse(config, [key], f"{text} {error}")
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if chunks is not None and chunks != layout.chunks_per_stage:
+        other = "parallel.virtual_pipeline_model_parallel_size"
+        rule = f"{text} has {counted(layout.chunks_per_stage, 'part')} for each stage, not {chunks}; delete {other}"
+        refuse(config, [key, other], rule)
+
+
+def _check_enough_layers(config: RunConfig, num_chunks: int) -> None:
+    layers, stages = config.arch.num_layers, config.parallel.pipeline_model_parallel_size
+    if layers < num_chunks:
+        refuse(
+            config,
+            ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
+            f"{counted(layers, 'layer')} cannot be split over {stages} stages of "
+            f"{counted(num_chunks // stages, 'chunk')}; lower pipeline_model_parallel_size or "
+            "virtual_pipeline_model_parallel_size",
+        )
 
 
 def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:

@@ -66,6 +66,7 @@ NEEDS = (
     Need("parallel.num_layers_per_virtual_pipeline_stage", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.decoder_first_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.decoder_last_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("parallel.pipeline_model_parallel_layout", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("learning_rate.lr_wsd_decay_iters", "learning_rate.lr_decay_style", ("WSD",)),
     Need("learning_rate.lr_wsd_decay_samples", "learning_rate.lr_decay_style", ("WSD",)),
     Need("optimizer.use_distributed_optimizer", "optimizer.optimizer", ("adam",)),

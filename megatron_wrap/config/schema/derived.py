@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, parse_layout
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig
 from megatron_wrap.config.schema.run import RunConfig
@@ -133,9 +134,38 @@ def expert_processes(parallel: ParallelConfig) -> int:
     return expert_tensor * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
 
 
+def pipeline_layout(config: RunConfig) -> PipelineLayout | None:
+    """The layout that the configuration names, which must be legal (see `checks`); None: it names none."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_layout is None:
+        return None
+    stages = parallel.pipeline_model_parallel_size
+    return parse_layout(parallel.pipeline_model_parallel_layout, config.arch.num_layers, stages)
+
+
+def splits_by_cost(config: RunConfig) -> bool:
+    """Whether the run chooses the layers of its stages: no key has numbers of layers."""
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_split == "even":
+        return False
+    numbers = (
+        *(parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers),
+        *(parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_layout),
+    )
+    return not accounts_for_ends(config) and all(number is None for number in numbers)
+
+
+def accounts_for_ends(config: RunConfig) -> bool:
+    """Whether Megatron-Core's split counts the embedding or the loss as a layer."""
+    return any(config.arch.upstream.get(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+
+
 def layers_per_stage(config: RunConfig) -> list[int]:
-    """Layers on each pipeline stage, first to last; the split must be legal (see `checks`)."""
+    """Layers on each pipeline stage, first to last; the split must be legal (see `checks`), and decided."""
     parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
+    layout = pipeline_layout(config)
+    if layout is not None:
+        return list(layout.layers_per_stage)
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     middle_stages = stages - (first is not None) - (last is not None)
     middle_layers = config.arch.num_layers - (first or 0) - (last or 0)
@@ -146,8 +176,10 @@ def layers_per_stage(config: RunConfig) -> list[int]:
 def virtual_pipeline_size(config: RunConfig) -> int | None:
     """Model chunks on each pipeline stage, from either of the two keys; None if the pipeline is not interleaved."""
     parallel = config.parallel
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    if chunks is None and parallel.num_layers_per_virtual_pipeline_stage is not None:
+    chunks, layout = parallel.virtual_pipeline_model_parallel_size, pipeline_layout(config)
+    if layout is not None:
+        chunks = layout.chunks_per_stage
+    elif chunks is None and parallel.num_layers_per_virtual_pipeline_stage is not None:
         layers = config.arch.num_layers // parallel.pipeline_model_parallel_size
         chunks = layers // parallel.num_layers_per_virtual_pipeline_stage
     return chunks if chunks is not None and chunks > 1 else None

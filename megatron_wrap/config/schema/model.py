@@ -189,9 +189,15 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
     """Model chunks per stage, instead of num_layers_per_virtual_pipeline_stage."""
     decoder_first_pipeline_num_layers: int | None = key(None, at_least=1)
-    """Layers on the first stage of an uneven split; null: even."""
+    """Layers on the first stage of an uneven split; null: pipeline_split."""
     decoder_last_pipeline_num_layers: int | None = key(None, at_least=1)
-    """Layers on the last stage of an uneven split; null: even."""
+    """Layers on the last stage of an uneven split; null: pipeline_split."""
+    pipeline_model_parallel_layout: str | None = None
+    """Layers of each stage, or of each model chunk, in Megatron-LM's notation, such as Et*10|t*6L; null:
+    pipeline_split."""
+    pipeline_split: Literal["cost", "even"] = "cost"
+    """Without numbers of layers above. cost: the slowest stage takes as little time as possible, since the output layer
+    takes the time of some layers; even: as many layers on each stage, as in Megatron-Core."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,12 +36,12 @@ from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optim
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
-from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_vocab_size
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer_config import experts_impl, same_named, transformer_config, use_transformer_engine
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.plan.model_shape import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.versions import accepts, version
@@ -294,40 +294,3 @@ def wrap_chunks(
         if not single and getattr(ddp_config, "align_param_gather", False):
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     return wrapped
-
-
-def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
-    """The sizes from which the model's FLOPs are computed."""
-    arch = config.arch
-    experts = None
-    if arch.num_experts is not None:
-        experts = ExpertShape(
-            num_layers=sum(derived.moe_layer_pattern(arch)),
-            num_experts=arch.num_experts,
-            topk=arch.moe_router_topk,
-            ffn_hidden_size=derived.moe_ffn_hidden_size(arch),
-            shared_ffn_hidden_size=arch.moe_shared_expert_intermediate_size or 0,
-            shared_gate=arch.moe_shared_expert_gate,
-        )
-    latent = None
-    if arch.multi_latent_attention:
-        latent = LatentAttentionShape(
-            q_lora_rank=arch.q_lora_rank,
-            kv_lora_rank=arch.kv_lora_rank,
-            qk_head_dim=arch.qk_head_dim + arch.qk_pos_emb_head_dim,
-            qk_pos_emb_head_dim=arch.qk_pos_emb_head_dim,
-            v_head_dim=arch.v_head_dim,
-        )
-    return ModelShape(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=derived.ffn_hidden_size(arch),
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=derived.num_query_groups(arch),
-        kv_channels=derived.kv_channels(arch),
-        vocab_size=vocab_size,
-        output_size=1 if derived.has_value_head(config) else None,
-        gated_linear_unit=arch.swiglu,
-        experts=experts,
-        latent_attention=latent,
-    )

@@ -30,6 +30,8 @@ class Machine:
     """torch and the GPU multiply half-precision matrices into an fp32 one; None: not tried."""
     grouped_products: bool = True
     """torch has `torch.nn.functional.grouped_mm`."""
+    device: str = ""
+    """Name of the GPU, such as NVIDIA H200; empty on CPUs."""
 
 
 def this_machine(platform: str) -> Machine:
@@ -46,7 +48,14 @@ def this_machine(platform: str) -> Machine:
     if platform == "cpu":
         return Machine(platform, None, megatron_core, weight_gradients=False, grouped_products=grouped)
     triton = importlib.util.find_spec("triton") is not None  # the package also has other names, as pytorch-triton
-    return Machine(platform, transformer_engine_version(), megatron_core, triton=triton, grouped_products=grouped)
+    return Machine(
+        platform,
+        transformer_engine_version(),
+        megatron_core,
+        triton=triton,
+        grouped_products=grouped,
+        device=_gpu_name(),
+    )
 
 
 def visible_gpus() -> int:
@@ -55,6 +64,16 @@ def visible_gpus() -> int:
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
+
+
+def _gpu_name() -> str:
+    """Name of the first GPU in the driver's files; empty if there is none."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            model = re.search(r"^Model:\s*(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            if model is not None:
+                return model[1].strip()
+    return ""
 
 
 def transformer_engine_version() -> tuple[int, ...] | None:

@@ -90,7 +90,8 @@ class Platform(ABC):
     def machine(self) -> Machine:
         """What this machine has; imports Transformer Engine."""
         version = transformer_engine_version() if self.has_transformer_engine else None
-        return Machine(self.name, version, megatron_core_version())
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        return Machine(self.name, version, megatron_core_version(), device=device)
 
     def install(self, environment: Mapping[str, str] | None = None, deterministic: bool = False) -> None:
         """Prepare Megatron-Core for this platform; a second call does nothing.

@@ -11,6 +11,7 @@ import pytest
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config.checks.run import check_layout, check_values
 from megatron_wrap.config.defaults import choices, with_choices
+from megatron_wrap.config.reading.pipeline_layout import PipelineLayout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.platform.base.machine import Machine
 from megatron_wrap.profiling import kernel_kinds as kinds
@@ -70,6 +71,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, flo
         {},
         [f"{PARALLEL}.pipeline_model_parallel_size=2"],
         (f"{PARALLEL}.virtual_pipeline_model_parallel_size=2", 60.0),
+    ),
+    "split": (
+        {},
+        {"faster_split": (PipelineLayout((10, 6), 2), 0.1)},
+        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.pipeline_split=even"],
+        (f"{PARALLEL}.pipeline_split=cost", 100.0),
+    ),
+    "numbers of layers": (
+        {},
+        {"faster_split": (PipelineLayout((10, 6), 2), 0.1)},
+        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.pipeline_model_parallel_layout=Et|t*15L"],
+        (f"{PARALLEL}.pipeline_model_parallel_layout=Et*10|t*6L", 100.0),
     ),
     "tensor": (
         {"exposed": {"all-gather": 200.0}},

@@ -98,9 +98,8 @@ VALUES = [
      "not 0"),
     ("parallel.sequence_parallel=true", LayoutError, "parallel.sequence_parallel: true needs "
      "tensor_model_parallel_size > 1, which is 1; raise that, or write false or null"),
-    ("parallel.pipeline_model_parallel_size=3", LayoutError, "parallel.pipeline_model_parallel_size: num_layers 4 is "
-     "not divisible by pipeline_model_parallel_size 3; legal sizes: 1, 2, 4; or split unevenly with "
-     "decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers"),
+    ("parallel.pipeline_model_parallel_size=5", LayoutError, "parallel.pipeline_model_parallel_size: 4 layers cannot "
+     "be split over 5 stages of 1 chunk"),
     ("parallel.virtual_pipeline_model_parallel_size=2", LayoutError, "parallel.virtual_pipeline_model_parallel_size: a "
      "virtual pipeline needs pipeline_model_parallel_size > 1, which is 1"),
     ("parallel.expert_model_parallel_size=2", LayoutError, "parallel.expert_model_parallel_size: 2 needs a model with "
@@ -177,6 +176,9 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
     except MegatronWrapError as error:
         return error
     raise AssertionError("nothing was refused")
+
+
+PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,34 @@ def refusal_error(config: RunConfig) -> MegatronWrapError:
         ),
         (
             ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=3"],
+            "4 layers cannot be split over 2 stages of 3 chunks",
+        ),
+        (
+            ["parallel.pipeline_model_parallel_size=3", "parallel.pipeline_split=even"],
+            "num_layers 4 is not divisible by pipeline_model_parallel_size 3; legal sizes: 1, 2, 4; or split unevenly",
+        ),
+        (
+            [
+                *("parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=3"),
+                "parallel.pipeline_split=even",
+            ],
             "3 chunks do not divide a stage of 2 layers; legal: 1, 2",
+        ),
+        *(
+            ([*PIPELINE, f"parallel.pipeline_model_parallel_layout='{layout}'", *more], text)
+            for layout, text, more in (
+                ("Et*2|t*3L", "has 5 layers (t), and num_layers is 4", []),
+                ("E|t*4L", "has no layer (t) in part 1 of 2", []),
+                ("Et*2|t*2", "must have one E, first of all, and one L, last of all", []),
+                ("Et*2|mt*2L", "contains 'm'; use E, t, L, | and *; layers of multi-token prediction are not", []),
+                ("Et|t|t*2L", "has 3 parts, which is no multiple of pipeline_model_parallel_size 2", []),
+                ("Et|(t|)*2tL", "2 parts for each stage, not 3", ["parallel.virtual_pipeline_model_parallel_size=3"]),
+                (
+                    "Et|t*3L",
+                    "as does decoder_first_pipeline_num_layers",
+                    ["parallel.decoder_first_pipeline_num_layers=1"],
+                ),
+            )
         ),
         (
             ["arch.multi_latent_attention=true"],

@@ -16,11 +16,11 @@ from megatron_wrap.config import load_run_config
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, micro_batching_of, prepared_samples, split_batch
 from megatron_wrap.engine.batches.packed_rows import padded_length
-from megatron_wrap.engine.setup.build import model_shape
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.metrics.throughput import training_flops
 from megatron_wrap.parallel.state import Axis, ParallelState
+from megatron_wrap.plan.model_shape import model_shape
 
 SHAPE_OF_1B = Path(__file__).parents[4] / "scripts/benchmark/llama-1b.yaml"
 MOCK = Path(__file__).parents[4] / "configs/tiny-llama-mock.yaml"

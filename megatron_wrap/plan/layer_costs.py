@@ -1,0 +1,90 @@
+"""How long the parts of a model take in a training step: FLOPs over measured speeds of the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.metrics.throughput import ModelShape, attention_width, layer_weights, output_weights
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Speeds of a device within a bf16 training step."""
+
+    products: float
+    """FLOP/s of matrix products."""
+    attention: float
+    """FLOP/s of causal attention, scores that are masked not counted."""
+    elementwise: float
+    """Seconds of a layer's norms, rotary embedding, activation and additions, for each token and hidden unit."""
+    loss: float
+    """Seconds of the loss, for each token and entry of the vocabulary."""
+
+
+_HOPPER_BANDWIDTHS = {"H200": 4.8, "H100": 3.35, "H800": 3.35}
+"""TB/s of the data sheets."""
+_H200 = DeviceSpeed(products=721e12, attention=290e12, elementwise=3.74e-11, loss=1.67e-12)
+"""`megatron-wrap profile` of the 1.5B Llama at 4,096 tokens, forward and backward (docs/profiling.md, 2026-11-22):
+4.86e14 FLOPs of products in 673.9 ms, 5.28e13 of attention in 181.9 ms, 80.4 ms elementwise, 14.0 ms for the loss."""
+SPEEDS = {
+    name: DeviceSpeed(
+        products=_H200.products,
+        attention=_H200.attention,
+        elementwise=_H200.elementwise * _HOPPER_BANDWIDTHS["H200"] / bandwidth,
+        loss=_H200.loss * _HOPPER_BANDWIDTHS["H200"] / bandwidth,
+    )
+    for name, bandwidth in _HOPPER_BANDWIDTHS.items()
+}
+"""Part of a GPU's name -> its speeds. The Hopper chips differ in the bandwidth of their memory."""
+ANY_DEVICE = DeviceSpeed(products=1.0, attention=0.5, elementwise=0.0, loss=0.0)
+"""Other devices, in FLOPs: attention at half of the products' speed, a rounded ratio of the H200's."""
+_FP8_PRODUCTS = 1.62
+"""Speed of a layer's products in FP8, relative to bf16: a step of the 1.5B Llama takes 0.795 of the time
+(docs/performance.md)."""
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Seconds of forward and backward pass for each token, of the whole model on one device, or in units of FLOPs on a
+    device without measured speeds. Tensor and context parallelism divide all of them alike."""
+
+    layers: tuple[float, ...]
+    """Of each transformer layer."""
+    embedding: float
+    output: float
+    """Of output layer and loss."""
+
+
+def device_speed(device: str) -> DeviceSpeed:
+    """The speeds of a GPU by its name; those of `ANY_DEVICE` if it was not measured."""
+    return next((speed for name, speed in SPEEDS.items() if name in device), ANY_DEVICE)
+
+
+def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts:
+    """The costs of a run's model for sequences of `seq_length` tokens.
+
+    Args:
+        device: name of the GPU; "" on CPUs.
+    """
+    speed, seq_length = device_speed(device), config.train.seq_length
+    # forward and backward pass are three forward passes; recomputation adds a part of one
+    granularity = config.recompute.recompute_granularity
+    passes = 4.0 if granularity == "full" else 3.0
+    attention_passes = 4.0 if granularity is not None else 3.0
+    faster = 1.0 if fp8_settings(config) is None else _FP8_PRODUCTS
+    elementwise = speed.elementwise * shape.hidden_size
+    attention = attention_passes * attention_width(shape) * seq_length / speed.attention
+
+    def layer(has_experts: bool) -> float:
+        products = passes * 2 * layer_weights(shape, has_experts) / speed.products / faster
+        return products + attention + elementwise * passes / 3
+
+    dense, with_experts = layer(False), 0.0 if shape.experts is None else layer(True)
+    return ModelCosts(
+        layers=tuple(with_experts if has_experts else dense for has_experts in derived.moe_layer_pattern(config.arch)),
+        embedding=elementwise / 3,
+        output=3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size),
+    )

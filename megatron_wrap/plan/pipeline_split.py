@@ -1,0 +1,159 @@
+"""Splits a model's layers over pipeline stages so that the slowest stage takes as little time as possible."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from megatron_wrap.config.defaults import Choice, with_choices
+from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
+from megatron_wrap.plan.model_shape import model_shape
+
+LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
+
+
+def with_split(config: RunConfig, vocab_size: int, device: str, saved: str | None = None) -> RunConfig:
+    """The configuration with the layers of each pipeline stage, where no key names them."""
+    choice = split_choice(config, vocab_size, device, saved)
+    return config if choice is None else with_choices(config, (choice,))
+
+
+def split_choice(config: RunConfig, vocab_size: int, device: str, saved: str | None = None) -> Choice | None:
+    """The split of a run whose configuration names none, with what it is expected to waste; None: nothing to choose.
+
+    Args:
+        device: name of the GPU; "" on CPUs.
+        saved: the split of the checkpoint from which the run continues bit for bit.
+    """
+    if not derived.splits_by_cost(config):
+        return None
+    if saved is not None:
+        return Choice(LAYOUT_KEY, saved, "as in the checkpoint from which the run resumes")
+    stages, chunks = config.parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
+    costs = model_costs(config, model_shape(config, vocab_size), device)
+    layout = split_by_cost(costs, stages, chunks)
+    even = even_layout(config.arch.num_layers, stages, chunks)
+    reason = f"layers {_counts(layout)}; {_waste(costs, layout)}"
+    if even is not None and even != layout:
+        reason += f" ({_counts(even)}: {_waste(costs, even)})"
+    return Choice(LAYOUT_KEY, str(layout), reason)
+
+
+def faster_split(config: RunConfig, vocab_size: int, device: str) -> tuple[PipelineLayout, float] | None:
+    """The split by cost of a pipeline that has another one, and the share of a step that it would save; None: the
+    pipeline has it, or there is no pipeline. Same arguments as `split_choice`, with a configuration that names a split.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1 or derived.accounts_for_ends(config):
+        return None
+    layout, chunks = derived.pipeline_layout(config), derived.virtual_pipeline_size(config) or 1
+    if layout is None:
+        counts = [count // chunks for count in derived.layers_per_stage(config)]
+        layout = PipelineLayout(tuple(counts * chunks), stages)
+    costs = model_costs(config, model_shape(config, vocab_size), device)
+    best = split_by_cost(costs, stages, chunks)
+    share = 1 - max(stage_costs(costs, best)) / max(stage_costs(costs, layout))
+    return (best, share) if share > 0 else None
+
+
+def split_by_cost(costs: ModelCosts, num_stages: int, chunks_per_stage: int = 1) -> PipelineLayout:
+    """The layers of each chunk for the fastest slowest stage; among equally fast ones the stages, then the chunks, are
+    as equal as possible. Each chunk has at least one layer.
+
+    Exact for one chunk on each stage and for equal layers (`tests/unit/plan/test_pipeline_split.py`); of several chunks
+    of unequal layers it is the best of three starts that are improved layer by layer, never slower than an even split.
+    """
+    num_chunks, num_layers = num_stages * chunks_per_stage, len(costs.layers)
+    assert num_layers >= num_chunks, "each chunk has a layer (config/checks/model.py)"
+    sums = list(itertools.accumulate(costs.layers, initial=0.0))
+    even = [num_layers * (chunk + 1) // num_chunks - num_layers * chunk // num_chunks for chunk in range(num_chunks)]
+    starts = [even, even[::-1], _fastest_chunks(costs, sums, num_chunks)]
+    improved = [_improved(costs, sums, counts, num_stages) for counts in starts]
+    return PipelineLayout(min(improved, key=lambda counts: _badness(costs, sums, counts, num_stages)), num_stages)
+
+
+def _fastest_chunks(costs: ModelCosts, sums: Sequence[float], num_chunks: int) -> list[int]:
+    """Layers of each chunk for the fastest slowest chunk, by dynamic programming over the chunk and its last layer."""
+    num_layers = len(costs.layers)
+    slowest, begins = [costs.embedding + cost for cost in sums], []
+    for chunk in range(1, num_chunks):
+        last = costs.output if chunk == num_chunks - 1 else 0.0
+        columns: list[tuple[float, int]] = [(math.inf, 0)] * (num_layers + 1)
+        for end in range(chunk + 1, num_layers + 1):
+            columns[end] = min((max(slowest[at], sums[end] - sums[at] + last), at) for at in range(chunk, end))
+        slowest = [value for value, _ in columns]
+        begins.append([begin for _, begin in columns])
+    counts, end = [], num_layers
+    for column in reversed(begins):
+        counts.append(end - column[end])
+        end = column[end]
+    return [end, *reversed(counts)]
+
+
+def _improved(costs: ModelCosts, sums: Sequence[float], counts: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Move one layer at a time into or out of a slowest stage while that helps."""
+    num_chunks = len(counts)
+    best = _badness(costs, sums, counts, num_stages)
+    while True:
+        stages = _stage_costs(costs, sums, counts, num_stages)
+        slowest = max(range(num_stages), key=stages.__getitem__)
+        moved = [
+            [count - (chunk == giver) + (chunk == taker) for chunk, count in enumerate(counts)]
+            for giver in range(num_chunks)
+            for taker in range(num_chunks)
+            if counts[giver] > 1 and giver != taker and (num_chunks < 24 or giver % num_stages == slowest)
+        ]
+        candidate = min(moved, key=lambda counts: _badness(costs, sums, counts, num_stages), default=counts)
+        badness = _badness(costs, sums, candidate, num_stages)
+        if badness >= best:
+            return tuple(counts)
+        counts, best = candidate, badness
+
+
+def stage_costs(costs: ModelCosts, layout: PipelineLayout) -> tuple[float, ...]:
+    """Seconds of each stage for a token, first to last."""
+    sums = list(itertools.accumulate(costs.layers, initial=0.0))
+    return tuple(_stage_costs(costs, sums, layout.layers, layout.num_stages))
+
+
+def waste(costs: ModelCosts, layout: PipelineLayout) -> float:
+    """Share of the stages' time in which they wait for the slowest one, beside the pipeline's bubble; 0 to 1."""
+    stages = stage_costs(costs, layout)
+    return 1 - sum(stages) / (len(stages) * max(stages))
+
+
+def _chunk_costs(costs: ModelCosts, sums: Sequence[float], counts: Sequence[int]) -> list[float]:
+    ends = list(itertools.accumulate(counts, initial=0))
+    chunks = [sums[end] - sums[start] for start, end in itertools.pairwise(ends)]
+    chunks[0] += costs.embedding
+    chunks[-1] += costs.output
+    return chunks
+
+
+def _stage_costs(costs: ModelCosts, sums: Sequence[float], counts: Sequence[int], num_stages: int) -> list[float]:
+    chunks = _chunk_costs(costs, sums, counts)
+    return [sum(chunks[stage::num_stages]) for stage in range(num_stages)]
+
+
+def _badness(
+    costs: ModelCosts, sums: Sequence[float], counts: Sequence[int], num_stages: int
+) -> tuple[float, float, float]:
+    """Rounded to a billionth of the model, so that the order of additions does not decide."""
+    whole = sums[-1] + costs.embedding + costs.output
+    chunks = [chunk / whole for chunk in _chunk_costs(costs, sums, counts)]
+    stages = [sum(chunks[stage::num_stages]) for stage in range(num_stages)]
+    return round(max(stages), 9), round(sum(stage**2 for stage in stages), 9), round(sum(c**2 for c in chunks), 9)
+
+
+def _counts(layout: PipelineLayout) -> str:
+    """Such as `10+6`, or with two chunks on each stage `3+3+3+1, stages 6+4`."""
+    counts = "+".join(map(str, layout.layers))
+    return counts if layout.chunks_per_stage == 1 else f"{counts}, stages {'+'.join(map(str, layout.layers_per_stage))}"
+
+
+def _waste(costs: ModelCosts, layout: PipelineLayout) -> str:
+    return f"stages wait {waste(costs, layout):.1%} of the time for the slowest"
