@@ -69,7 +69,7 @@ def check_types(values: Mapping[str, Any]) -> None:
     for name in _FLAGS:
         if not isinstance(values.get(name), bool | None):
             raise ConfigError(f"{name} must be true or false, not {describe(values[name])}")
-    for name in ("layer_types", "mlp_only_layers", "no_rope_layers"):
+    for name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers"):
         items = values.get(name)
         if items is not None and not (isinstance(items, list) and all(isinstance(item, str | int) for item in items)):
             raise ConfigError(f"{name} must be a list of names or numbers, not {describe(items)}")

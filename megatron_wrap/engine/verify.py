@@ -268,8 +268,13 @@ def _configuration(folder: WeightFolder) -> Any:
     """transformers' configuration of the folder; quantized weights are dequantized, its default on the CPU alone."""
     import transformers
 
-    config_class = getattr(_model_class(folder), "config_class", None) or transformers.AutoConfig
-    config = config_class.from_pretrained(folder.folder)
+    config_class = getattr(_model_class(folder), "config_class", None)
+    if config_class is None:
+        config = transformers.AutoConfig.from_pretrained(folder.folder)
+    else:
+        values, _ = config_class.get_config_dict(folder.folder)
+        # transformers finds the conversion of a folder's tensors by the type, and has no kimi_k2
+        config = config_class.from_dict({**values, "model_type": config_class.model_type})
     if folder.quantization is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     return config

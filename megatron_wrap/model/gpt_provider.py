@@ -114,6 +114,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
         attention = LocalLatentAttention if separate_norms else LatentAttention
         layer.submodules.self_attention.module = attention
+        layer.submodules.self_attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
     elif request.transformer_config.apply_rope_fusion and has_triton() and not arch.qk_layernorm:
         from megatron_wrap.nn.self_attention import FusedSelfAttention
 

@@ -15,7 +15,21 @@ from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_positio
 
 class LatentAttention(MLASelfAttention):
     """Uses the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm before the query
-    projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all published models."""
+    projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all published models.
+
+    Args:
+        latent_norm_epsilon: of the norms of latent vectors; None: the config's `layernorm_epsilon`.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, latent_norm_epsilon: float | None = None, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
+        if latent_norm_epsilon is None:
+            return
+        # Transformer Engine's layers contain the norm of their input
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            norm = getattr(self, name, None)
+            if norm is not None and hasattr(norm, "eps"):
+                norm.eps = latent_norm_epsilon
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")

@@ -149,7 +149,9 @@ class Measurement:
         pairs = {"hashing: save / torch's": (PLAIN, BARE), "hold-up: asynchronous / plain save": (BACKGROUND, PLAIN)}
         for kind in LOADS:
             pairs[f"verification, {kind}: load / without"] = (f"load, {kind}", f"load without verification, {kind}")
-        every = {label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()}
+        every = {
+            label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()
+        }
         return {
             label: statistics.median(one / other for one, other in zip(ones, others, strict=False))
             for label, (ones, others) in every.items()

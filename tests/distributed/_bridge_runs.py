@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS_OF_GLM: dict[str, Any] = {
     "n_routed_experts": 6,
     "n_shared_experts": 1,
@@ -150,6 +152,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**EXPERTS_OF_GLM, "head_dim": 12, "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
     ),
+    "moonlight": (
+        "DeepseekV3ForCausalLM",
+        {
+            **{**DEEPSEEK, **ONE_GROUP, "q_lora_rank": None, "num_experts_per_tok": 3, "num_mtp_layers": 0},
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "kimi-k2": (
+        "DeepseekV3ForCausalLM",
+        {
+            **{**DEEPSEEK, **ONE_GROUP, "num_attention_heads": 6, "num_key_value_heads": 6, "num_mtp_layers": 0},
+            **{"q_lora_rank": 28, "num_experts_per_tok": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.827},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            **{**DEEPSEEK, "num_hidden_layers": 4, "num_attention_heads": 10, "num_key_value_heads": 10},
+            **{"q_lora_rank": 26, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3},
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -157,6 +182,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
 
+
+OTHER_TYPES = {"kimi-k2": "kimi_k2"}
+"""Name -> model_type that replaces transformers' in config.json."""
 
 PARALLEL = "megatron_lm.model.parallel."
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -186,8 +214,11 @@ EXPERTS = (
     "deepseek-v3",
     "glm4-moe",
     "glm4-moe-plain",
+    "moonlight",
+    "kimi-k2",
+    "glm4-moe-lite",
 )
-NEW_FAMILIES = ("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain")
+NEW_FAMILIES = (*("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),)
 """Trained in `test_family_steps.py`."""
 VARIANTS = (
     "phi3-window",
@@ -199,6 +230,7 @@ VARIANTS = (
     "qwen2-tied",
     "smollm3-tied",
     "glm4-moe-plain",
+    "moonlight",
 )
 """Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [
@@ -230,7 +262,22 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, **save_arguments)
+    if name in OTHER_TYPES:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": OTHER_TYPES[name]}))
     return folder
+
+
+def transformers_model(folder: Path, **arguments: Any) -> Any:
+    """transformers' model of a folder in fp32, by the class that config.json names: Kimi's type is unknown to it."""
+    import torch
+    import transformers
+
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class.from_pretrained(folder)
+    config.model_type = model_class.config_class.model_type  # by which the conversion of experts is found
+    return model_class.from_pretrained(folder, config=config, dtype=torch.float32, **arguments)
 
 
 def made_once(
@@ -250,8 +297,6 @@ def made_once(
 
 def stored(folder: Path) -> dict[str, Any]:
     """Every tensor of a folder's safetensors files; checks that the index names them."""
-    import json
-
     from safetensors.torch import load_file
 
     stored_in = {
@@ -272,9 +317,8 @@ def token_ids(count: int = 2, length: int = 64) -> list[list[int]]:
 def expected_logits(folder: Path) -> Any:
     """transformers' logits [2, 64, V] of a folder as a numpy array."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor(token_ids())).logits.numpy()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _bridge_runs import CONFIG, PARALLEL, VOCAB
+from _bridge_runs import CONFIG, PARALLEL, VOCAB, transformers_model
 
 TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
 PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
@@ -74,9 +74,8 @@ def prompts(count: int = 5) -> list[list[int]]:
 def expected(folder: Path, max_new_tokens: int) -> list[list[int]]:
     """transformers' greedy new tokens, one prompt at a time."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(folder, attn_implementation="eager").eval()
     actual = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -95,9 +94,8 @@ def expected_greedy(folder: Path) -> list[list[int]]:
 def expected_log_probs(folder: Path, completions: list[list[int]]) -> list[list[float]]:
     """transformers' log-probabilities of the tokens of a completion of each prompt."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(folder, attn_implementation="eager").eval()
     actual = []
     for prompt, new_ids in zip(prompts(), completions, strict=True):
         with torch.no_grad():

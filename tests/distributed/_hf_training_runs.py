@@ -63,9 +63,9 @@ def their_loss(model: Any, batch: list[dict[str, list[int]]]) -> Any:
 def train_transformers(folder: Path, steps: int) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each step."""
     import torch
-    from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+    from transformers import get_cosine_schedule_with_warmup
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = runs.transformers_model(folder, attn_implementation="eager")
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -19,10 +19,7 @@ def original(tmp_path_factory):
 
 
 def load(folder: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = runs.transformers_model(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model
 

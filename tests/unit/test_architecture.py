@@ -69,6 +69,7 @@ FOREIGN = {
     ("nn/", "grad_added_to_main_grad"): "Megatron-Core's mark that a weight's gradient is in its buffer",
     ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("nn/", "quantized"): "a frozen parameter's values, which it has no memory for",
+    ("nn/", "eps"): "of norms that our attention has built; Megatron-Core has one epsilon for all norms",
     ("model/", "module"): SPEC,
     ("model/", "router"): SPEC,
     ("model/", "experts"): SPEC,

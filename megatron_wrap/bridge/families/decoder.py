@@ -42,6 +42,7 @@ PLAIN: dict[str, Any] = {
     "window_size": None,
     "window_attn_skip_freq": None,
     "multi_latent_attention": False,
+    "latent_norm_epsilon": None,
     "num_experts": None,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,

@@ -32,7 +32,7 @@ _YARN = {
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """All architecture keys except the router's."""
-    refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1, rms_norm_eps=LATENT_NORM_EPSILON)
+    refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1)
     kind, rope = decoder.rope_parameters(config)
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -50,6 +50,7 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_head_dim": need(config, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
         "v_head_dim": need(config, "v_head_dim"),
+        "latent_norm_epsilon": None if values["norm_epsilon"] == LATENT_NORM_EPSILON else LATENT_NORM_EPSILON,
     }
 
 

@@ -42,7 +42,7 @@ def _check_output(config: RunConfig) -> None:
 def _check_attention(config: RunConfig) -> None:
     arch = config.arch
     heads, groups = arch.num_attention_heads, derived.num_query_groups(arch)
-    if arch.kv_channels is None and arch.hidden_size % heads:
+    if arch.kv_channels is None and arch.hidden_size % heads and not arch.multi_latent_attention:
         refuse(
             config,
             ["arch.num_attention_heads", "arch.hidden_size"],

@@ -96,6 +96,8 @@ class ArchConfig:
     """Width of the rotated part of a head."""
     v_head_dim: int = key(128, at_least=1)
     """Width of a value's head."""
+    latent_norm_epsilon: float | None = key(None, above=0)
+    """Added to the variance inside the norms of latent vectors; null: norm_epsilon."""
     rope_type: Literal["rope", "yarn"] = "rope"
     """Rotary frequencies unchanged, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
     rotary_scaling_factor: float = key(40.0, at_least=1)

@@ -131,6 +131,16 @@ def _is_hub_id(text: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and not Path(Path(text).parts[0]).exists()
 
 
+def _is_python_code(folder: Path) -> bool:
+    """Whether a folder's tokenizer is a class of the folder itself, as Kimi K2's and Moonlight's."""
+    file = folder / "tokenizer_config.json"
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and "AutoTokenizer" in (values.get("auto_map") or {})
+
+
 @lru_cache(maxsize=8)
 def _load(path: str) -> Any:
     from transformers import AutoTokenizer
@@ -144,7 +154,12 @@ def _load(path: str) -> Any:
         if not is_failure(error):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if Path(path).exists():
+        if _is_python_code(Path(path)):
+            hint = (
+                "it is Python code of the folder, which is never run; convert it once to a tokenizer.json "
+                "(docs/hugging-face.md#tokenizers-that-are-code), and set megatron_wrap.data.tokenizer to that folder"
+            )
+        elif Path(path).exists():
             hint = "the folder must contain the files that `save_pretrained` of a tokenizer writes"
         else:
             hint = f"there is no folder {path}, and it could not be downloaded as a Hugging Face hub id"

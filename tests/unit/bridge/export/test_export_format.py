@@ -63,12 +63,15 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "glm-4.5-air": ("glm4_moe", 106_852_245_504),
     "glm-4.5": ("glm4_moe", 352_797_814_784),
     "glm-4.6": ("glm4_moe", 352_797_814_784),
+    "glm-4.7-flash": ("glm4_moe_lite", 29_943_390_976),
+    "moonlight-16b-a3b": ("deepseek_v3", 15_960_108_544),
+    "kimi-k2": ("kimi_k2", 1_026_408_209_408),
     "mixtral-8x7b": ("mixtral", 46_702_792_704),
     "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),
 }
-"""Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors, without those
-of layers for multi-token prediction."""
+"""Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors, without
+those of layers for multi-token prediction."""
 
 
 @pytest.fixture

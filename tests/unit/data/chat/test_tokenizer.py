@@ -60,6 +60,14 @@ def test_folder_without_a_tokenizer_is_reported(folder):
         load_tokenizer(folder / "broken")
 
 
+def test_a_tokenizer_that_is_python_code_is_refused_with_the_conversion(tmp_path):
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('this code must not run')")
+    auto_map = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    with pytest.raises(DataError, match=r"Python code of the folder, which is never run.*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
 def test_pad_token_falls_back_to_eos(make_tokenizer):
     tokenizer = make_tokenizer(None)
     assert end_token_id(tokenizer) == tokenizer.convert_tokens_to_ids("</s>")
