@@ -4,9 +4,9 @@
         [--seconds 170] [--platform cuda] [--config scripts/benchmark/llama-1b.yaml] [KEY=VALUE ...]
 
 The state is that of a Llama whose weights and optimizer have the given size, or that of a configuration. In each round
-and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an asynchronous
-save (the time until it returns, and until it is published), and a load without and with verification, with the files in
-the system's cache and from the disk (not from a tmpfs, which has no other place). Each time is printed at once, with
+and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an
+asynchronous save (the time until it returns, and until it is published), and a load without and with verification, with
+the files in the system cache and from the disk (not from a tmpfs, which has none). Each time is printed at once, with
 the processor seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all
 values as JSON. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
 """
