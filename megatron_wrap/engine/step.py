@@ -122,8 +122,12 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         # before the update, which a non-finite loss prevents; the host does not wait for the update
         local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
         requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
-        reduced = state.reduction.reduce(step.sums, "train", {**local, _STOP: requests}, copied=square_sums)
+        seconds = {} if state.stragglers is None else state.stragglers.summands()
+        summands = {**local, **seconds, _STOP: requests}
+        reduced = state.reduction.reduce(step.sums, "train", summands, copied=square_sums)
         stop_requested = reduced.sums.pop(_STOP) > 0
+        if state.stragglers is not None:
+            state.stragglers.compare(reduced.sums)
         if counts.has_weight:
             update = _update(state, reduced)
         if update.is_bad:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from megatron_wrap.launch.launcher import Ended, Launch, Program
 from megatron_wrap.launch.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.parallel import flight_recorder
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import visible_gpus
 
@@ -217,7 +219,8 @@ def launch_processes(
         launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
     watch = None if signals is None else _watch(signals, nodes, config)
     try:
-        elastic_launch(launch, sys.executable)("-u", *program)
+        with nullcontext() if signals is None else flight_recorder.written_into(signals.folder):
+            elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
         return _report(failed, watch)
     except SignalException as signal:
@@ -232,7 +235,7 @@ def _watch(signals: LauncherSignals, nodes: Nodes, config: RunConfig) -> Process
     first = nodes.node_rank * nodes.processes_per_node
     report = Path(output_dir(config), FAILURE if nodes.node_rank == 0 else f"node{nodes.node_rank}_{FAILURE}")
     ranks = range(first, first + nodes.processes_per_node)
-    return ProcessWatch(signals.folder, ranks, report, config.init.stopped_process_seconds)
+    return ProcessWatch(signals.folder, ranks, report, config.init.stopped_process_seconds, nodes.num_nodes == 1)
 
 
 def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
@@ -246,7 +249,10 @@ def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
         return 2
     sentence = f"rank {rank} ended with exit code {failure.exitcode}"
     if watch is not None:
-        sentence = watch.failed(codes, rank, *(_recorded(failure.message) if failure.error_file_data else ("", "")))
+        errors = {of: _recorded(each.message) for of, each in failed.failures.items() if each.error_file_data}
+        sentence = watch.failed(
+            codes, rank, errors.get(rank, ("", ""))[0], {of: text for of, (_, text) in errors.items()}
+        )
     sys.stderr.write(f"error: {sentence}; messages of the processes are above\n")
     return failure.exitcode if 0 < failure.exitcode < 256 else 1
 

@@ -1,4 +1,5 @@
-"""What the program that started a run's processes knows of them: which one failed or stopped, where, their stacks."""
+"""What the program that started a run's processes knows of them: which one failed, stopped or makes no progress, where,
+and their stacks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -15,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.parallel.heartbeat import HEARTBEAT, STACKS, STACKS_SIGNAL
+from megatron_wrap.launch.process_progress import Silence, Stall
+from megatron_wrap.launch.process_records import FLIGHT_RECORDER, ProcessRecords
+from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
 _TICK_SECONDS = 1.0
-_STACKS_SECONDS = 0.5
-"""That processes have to write their stacks."""
-_MAX_STACKS = 200_000
-"""Characters of one process's stacks."""
+_ENDED_WELL = (0, 2, INTERRUPTED, RESUME)
+"""Exit codes after which nobody needs the stacks of the others."""
 
 
 class ProcessWatch:
@@ -34,35 +36,49 @@ class ProcessWatch:
         folder: in which the processes write.
         ranks: their global ranks.
         report: path of `failure.json`; an earlier one is removed.
-        seconds: without a heartbeat after which a process counts as stopped; None: any number.
+        seconds: without a heartbeat after which a process counts as stopped, and without progress in a step after which
+            one counts as stuck (`Stall`); None: any number.
+        is_alone: there is no other node.
     """
 
-    def __init__(self, folder: Path, ranks: range, report: Path, seconds: float | None) -> None:
-        self._folder, self._ranks, self._report, self._seconds = folder, ranks, report, seconds
+    def __init__(self, folder: Path, ranks: range, report: Path, seconds: float | None, is_alone: bool = True) -> None:
+        self._ranks, self._report, self._seconds, self._is_alone = ranks, report, seconds, is_alone
+        self._records = ProcessRecords(folder)
         self._stopped: tuple[int, str] | None = None
-        self._stacks: dict[int, str] = {}
-        self._ends = threading.Event()
+        self._closed, self._close = os.pipe()
         with contextlib.suppress(OSError):
             report.unlink()
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                (report.parent / FLIGHT_RECORDER / f"rank_{rank}").unlink()
         self._thread = threading.Thread(target=self._watch, name="process watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the watch."""
-        self._ends.set()
-        self._thread.join()
+        if self._close >= 0:
+            os.close(self._close)
+            self._close = -1
+            self._thread.join()
+            os.close(self._closed)
 
-    def failed(self, exit_codes: Mapping[int, int], first: int, message: str, traceback: str = "") -> str:
+    def failed(
+        self,
+        exit_codes: Mapping[int, int],
+        first: int,
+        message: str,
+        tracebacks: Mapping[int, str] | None = None,
+    ) -> str:
         """Write the report of a failure; returns the sentence about it.
 
         Args:
             exit_codes: global rank -> exit code of each process that did not end with 0; negative: a signal.
             first: the rank that failed first.
             message: of its error; empty if it has left none.
-            traceback: of its error; empty for errors without one.
+            tracebacks: rank -> traceback of its error, of the ranks that have recorded one.
         """
         self.close()
-        states = {rank: self._state(rank) or {"rank": rank} for rank in self._ranks}
+        states = {rank: self._records.state(rank) or {"rank": rank} for rank in self._ranks}
         cause = f"ended with exit code {exit_codes[first]}"
         if self._stopped is not None:
             first, cause = self._stopped
@@ -70,73 +86,139 @@ class ProcessWatch:
             cause = f"was ended by {signal.Signals(-exit_codes[first]).name}"
             if exit_codes[first] == -signal.SIGKILL:
                 cause += ", as the kernel does when memory runs out"
-        failed = states[first]
+        failed, others = states[first], dict(tracebacks or {})
         content = {
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **failed,
             "cause": cause,
             "message": message,
-            "traceback": traceback,
+            "traceback": others.pop(first, ""),
             "exit_codes": {str(rank): code for rank, code in sorted(exit_codes.items())},
             "processes": list(states.values()),
-            "stacks": {str(rank): text for rank, text in sorted(self._stacks.items())},
+            "stacks": {str(rank): text for rank, text in sorted(self._records.stacks.items())},
+            "tracebacks": {str(rank): text for rank, text in sorted(others.items())},
         }
         written = ""
         with contextlib.suppress(OSError):
             self._report.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._records.keep_collectives(self._ranks, self._report.parent / FLIGHT_RECORDER)
+            content["collectives"] = {str(rank): facts for rank, facts in kept.items()}
             self._report.write_text(hide_secrets(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
             written = f"; {self._report} has the state of all"
         return f"rank {first}{_where(failed)} {cause}{written}"
 
     def _watch(self) -> None:
         """The time between two looks counts at most twice a tick: this process may have been stopped, too."""
-        since: dict[int, float] = {}
-        last: dict[int, int] = {}
+        ends, silence, stall = _Ends(self._closed), Silence(), Stall(self._seconds or 0.0)
         before = time.monotonic()
-        while not self._ends.wait(_TICK_SECONDS):
-            now = time.monotonic()
-            passed, before = min(now - before, 2 * _TICK_SECONDS), now
-            for rank in self._ranks:
-                with contextlib.suppress(OSError):
-                    beat = (self._folder / HEARTBEAT.format(rank)).stat().st_mtime_ns
-                    since[rank] = since.get(rank, 0.0) + passed if last.get(rank) == beat else 0.0
-                    last[rank] = beat
-            silent = max(since, key=lambda rank: since[rank], default=None)
-            if self._seconds is not None and silent is not None and since[silent] >= self._seconds:
-                if self._is_alive(silent):
-                    self._end(silent, since[silent])
+        with contextlib.closing(ends):
+            while True:
+                failed = ends.wait(_TICK_SECONDS)
+                if failed is not None and self._stopped is None:
+                    self._records.collect(rank for rank in self._ranks if rank != failed)
+                if failed is not None or ends.is_closed:
                     return
-                since[silent] = 0.0
+                now = time.monotonic()
+                passed, before = min(now - before, 2 * _TICK_SECONDS), now
+                states = {rank: self._records.state(rank) for rank in self._ranks}
+                for rank, state in states.items():
+                    if state is not None:
+                        ends.add(rank, int(state["process"]))
+                silent = silence.longest({rank: self._records.beat(rank) for rank in self._ranks}, passed)
+                if self._seconds is None or self._end_silent(silent):
+                    continue
+                stuck_seconds = stall.update(list(states.values()), passed)
+                if stuck_seconds is not None:
+                    self._end_stuck(stuck_seconds)
 
-    def _is_alive(self, rank: int) -> bool:
-        process = (self._state(rank) or {}).get("process")
-        return isinstance(process, int) and process_state(process) not in ("", "Z", "X")
-
-    def _end(self, rank: int, silent_seconds: float) -> None:
-        """Collect the stacks of all processes, and kill the one that has stopped: torchrun's agent ends the others."""
-        process = int((self._state(rank) or {})["process"])
+    def _end_silent(self, silent: tuple[int, float] | None) -> bool:
+        """Kill the process that gave no sign of life for too long, if it lives; whether it was killed."""
+        if silent is None or self._seconds is None or silent[1] < self._seconds or self._stopped is not None:
+            return False
+        rank, seconds = silent
+        process = self._records.process(rank)
+        if process is None:
+            return False
         how = "is stopped" if process_state(process) in ("T", "t") else "does not run"
-        self._stopped = rank, f"{how}: no sign of life for {silent_seconds:.0f} s"
-        for other in self._ranks:
-            state = self._state(other)
-            if state is not None and other != rank:
-                with contextlib.suppress(OSError):
-                    os.kill(int(state["process"]), STACKS_SIGNAL)
-        time.sleep(_STACKS_SECONDS)
-        for other in self._ranks:
-            with contextlib.suppress(OSError):
-                text = (self._folder / STACKS.format(other)).read_text(encoding="utf-8", errors="replace")
-                if text:
-                    self._stacks[other] = text[-_MAX_STACKS:]
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+        self._stopped = rank, f"{how}: no sign of life for {seconds:.0f} s"
+        self._records.collect(other for other in self._ranks if other != rank)
+        self._kill(rank)
+        return True
 
-    def _state(self, rank: int) -> dict[str, Any] | None:
-        """What a process last wrote about itself; None: nothing."""
-        with contextlib.suppress(OSError, ValueError):
-            state = json.loads((self._folder / HEARTBEAT.format(rank)).read_text(encoding="utf-8"))
-            return state if isinstance(state, dict) else None
+    def _end_stuck(self, seconds: float) -> None:
+        """Kill the process that the others wait for: the one that itself does not wait. torchrun's agent ends the
+        others. If all wait for each other, the first is killed, unless those of another node may be the cause."""
+        if self._stopped is not None:
+            return
+        self._records.collect(self._ranks)
+        busy = [rank for rank in self._ranks if not self._records.waits(rank)]
+        if not busy and not self._is_alone:
+            return
+        rank = busy[0] if busy else self._ranks[0]
+        how = "is stuck" if busy else "and all others wait for each other"
+        place = self._records.place(rank)
+        self._stopped = rank, f"{how}: no progress for {seconds:.0f} s{f'; it is in {place}' if place else ''}"
+        self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        process = self._records.process(rank)
+        if process is not None:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
+
+class _Ends:
+    """Waits for the end of processes, and for that of the watch.
+
+    Args:
+        closed: descriptor that becomes readable when the watch ends.
+    """
+
+    def __init__(self, closed: int) -> None:
+        self._closed, self._poll = closed, select.poll()
+        self._poll.register(closed, select.POLLIN)
+        self._ranks: dict[int, int] = {}
+        self._known: set[int] = set()
+        self.is_closed = False
+
+    def add(self, rank: int, process: int) -> None:
+        """Wait for the end of this process as well."""
+        if rank not in self._known:
+            self._known.add(rank)
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(process)
+                self._ranks[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait at most that long; returns a rank that has just failed, before torchrun's agent learns of it."""
+        for descriptor, _ in self._poll.poll(1000 * seconds):
+            if descriptor == self._closed:
+                self.is_closed = True
+                continue
+            self._poll.unregister(descriptor)
+            rank, has_failed = self._ranks.pop(descriptor), _has_failed(descriptor)
+            os.close(descriptor)
+            if has_failed:
+                return rank
         return None
+
+    def close(self) -> None:
+        """Close the descriptors of the processes."""
+        for descriptor in self._ranks:
+            os.close(descriptor)
+        self._ranks.clear()
+
+
+def _has_failed(descriptor: int) -> bool:
+    """Whether a child ended otherwise than by itself or a request; it stays a child to be waited for."""
+    try:
+        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:  # torchrun's agent was faster
+        return False
+    if ended is None:
+        return False
+    return ended.si_code != os.CLD_EXITED or ended.si_status not in _ENDED_WELL
 
 
 def _where(state: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ COMPUTED_TOKENS = "megatron_wrap::computed_tokens="
 GRADIENTS, EVALUATION, SAVE = "forward and backward", "evaluation", "save"
 
 _doing: list[str] = []
+_changes = [0]
 
 
 @contextlib.contextmanager
@@ -26,13 +27,20 @@ def phase(name: str) -> Iterator[None]:
 def doing(name: str) -> Iterator[None]:
     """What the process does in the block, for `current_phase`, without a mark for the profiler."""
     _doing.append(name)
+    _changes[0] += 1
     try:
         yield
     finally:
         _doing.pop()
+        _changes[0] += 1
 
 
 def current_phase() -> str:
     """What the process does now, from any thread; empty outside of all blocks."""
     outer = _doing[:1]
     return outer[0] if outer else ""
+
+
+def num_changes() -> int:
+    """How many blocks were entered and left so far: a process that makes progress has more later."""
+    return _changes[0]

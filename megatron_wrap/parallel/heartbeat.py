@@ -12,13 +12,17 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_wrap.metrics.phases import num_changes
+from megatron_wrap.parallel import flight_recorder
 from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER
 
 HEARTBEAT, STACKS = "rank_{}.json", "rank_{}.stacks"
 """Names of a rank's files in the launcher's folder."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""Lets a process write the stacks of all its threads."""
-_SECONDS = 1.0
+"""Lets a process write the stacks of all its threads, whatever it does."""
+COLLECTIVES_REQUEST = "collectives"
+"""While the launcher's folder has a file of this name, each process writes once what its flight recorder has."""
+_SECONDS, _REQUEST_SECONDS = 1.0, 0.2
 
 
 class Heartbeat:
@@ -31,33 +35,50 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, where: Callable[[], tuple[int | None, str]]) -> None:
-        self._file, self._where = folder / HEARTBEAT.format(rank), where
+        self._folder, self._rank, self._where = folder, rank, where
         self._facts = {"rank": rank, "process": os.getpid(), "host": socket.gethostname()}
         self._ends = threading.Event()
-        self._stacks = None
         with contextlib.suppress(OSError):
-            self._stacks = (folder / STACKS.format(rank)).open("w", encoding="utf-8")
+            earlier, _stacks[:] = (
+                list(_stacks),
+                [os.open(folder / STACKS.format(rank), os.O_WRONLY | os.O_CREAT, 0o600)],
+            )
             if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
-                faulthandler.register(STACKS_SIGNAL, file=self._stacks)
+                # for the rest of the process: without a handler, a signal of the launcher would end it
+                faulthandler.register(STACKS_SIGNAL, file=_stacks[0])
+            for descriptor in earlier:
+                os.close(descriptor)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
         """End the thread; the last state stays."""
         self._ends.set()
-        if self._stacks is not None:
-            faulthandler.unregister(STACKS_SIGNAL)
-            self._stacks.close()
-            self._stacks = None
 
     def _beat(self) -> None:
+        file, is_recorded = self._folder / HEARTBEAT.format(self._rank), False
         while True:
             iteration, phase = self._where()
-            part = self._file.with_suffix(".part")
-            with contextlib.suppress(OSError):
-                part.write_text(json.dumps({**self._facts, "iteration": iteration, "phase": phase}), encoding="utf-8")
-                part.rename(self._file)
-            if self._ends.wait(_SECONDS):
-                return
+            state = {**self._facts, "iteration": iteration, "phase": phase, "progress": num_changes()}
+            _replace(file, json.dumps(state).encode())
+            for _ in range(round(_SECONDS / _REQUEST_SECONDS)):
+                if self._ends.wait(_REQUEST_SECONDS):
+                    return
+                if not is_recorded and (self._folder / COLLECTIVES_REQUEST).exists():
+                    is_recorded = True
+                    content = flight_recorder.record()
+                    if content is not None:
+                        _replace(self._folder / flight_recorder.FILE.format(self._rank), content)
+
+
+_stacks: list[int] = []
+"""Descriptor of this process's file of stacks."""
+
+
+def _replace(file: Path, content: bytes) -> None:
+    part = file.with_suffix(".part")
+    with contextlib.suppress(OSError):
+        part.write_bytes(content)
+        part.rename(file)
 
 
 def begin(rank: int, where: Callable[[], tuple[int | None, str]]) -> Heartbeat | None:

@@ -64,3 +64,41 @@ def test_a_run_ends_with_its_launcher_and_a_stopped_process_is_named(tmp_path: P
     assert (failure["rank"], failure["process"]) == (1, run.ranks[1])
     assert [state["rank"] for state in failure["processes"]] == [0, 1]
     assert "train_step" in failure["stacks"]["0"]
+
+
+STUCK = """
+import os
+import time
+from megatron_wrap.flow import MegatronWrapMinimalMockFlow
+
+
+class Stuck(MegatronWrapMinimalMockFlow):
+    begin = None
+
+    def calculate_loss(self, loss_inputs, model_forward_output):
+        Stuck.begin = Stuck.begin or time.monotonic()
+        while os.environ["RANK"] == "1" and time.monotonic() > Stuck.begin + 4:
+            pass
+        return super().calculate_loss(loss_inputs, model_forward_output)
+"""
+
+
+@pytest.mark.matrix
+def test_a_process_without_progress_is_named_with_its_place_and_all_have_stacks(tmp_path: Path) -> None:
+    (tmp_path / "stuck_flow.py").write_text(STUCK)
+    flow = ("megatron_wrap.flow.__select__=custom", "megatron_wrap.flow.flow_key=stuck_flow:Stuck")
+    run = Launcher(tmp_path, *flow, "megatron_wrap.init.stopped_process_seconds=5")
+    code, lines = run.end()
+    assert code == 1
+    assert re.match(
+        rf"error: rank 1 \(process {run.ranks[1]} on .*, iteration \d+, forward and backward\) is stuck: no progress "
+        rf"for \d+ s; it is in .*stuck_flow.py, line 1[23], in calculate_loss; ",
+        lines[-1],
+    ), lines
+    failure = json.loads((tmp_path / "outputs/tiny-llama-mock/failure.json").read_text())
+    assert "calculate_loss" in failure["stacks"]["1"]
+    assert "train_step" in failure["stacks"]["0"]
+    [waits_for] = failure["collectives"]["0"]["pending"]
+    assert "gloo:all" in waits_for
+    assert failure["collectives"]["1"]["pending"] == []
+    assert Path(tmp_path, failure["collectives"]["1"]["file"]).exists()

@@ -38,7 +38,9 @@ class InitConfig:
     """Minutes after which an unfinished collective ends the run."""
     stopped_process_seconds: float | None = key(60.0, at_least=5, null_means_off=True)
     """`megatron-wrap train` ends a run if one of its processes on this node gave no sign of life for N seconds, because
-    it is stopped or stuck, and names it; null: never."""
+    it is stopped, or if none of them made progress in a step for N seconds, and names the one that the others wait for;
+    without progress also ten times the longest earlier pause must have passed, and 300 s in the first steps. null:
+    never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,11 @@ class LoggerConfig:
     """Report tflops and throughput (model TFLOP/s per device)."""
     add_memory_to_metrics: bool = True
     """Report memory, GiB."""
+    straggler_interval: int | None = key(100, at_least=1, null_means_off=True)
+    """Every N iterations compare the times of the processes' forward passes, and log a warning that names the slowest
+    one and its host if it is slower than the others by straggler_factor; null: never."""
+    straggler_factor: float = key(1.5, above=1)
+    """Of the median of the others of its pipeline stage, from which on a process counts as slow."""
 
 
 @dataclass(frozen=True, kw_only=True)

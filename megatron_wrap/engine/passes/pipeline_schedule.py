@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_wrap.engine.batches.localize import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.routing import RoutingReplay
+from megatron_wrap.engine.passes.stragglers import ForwardClock
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.parallel.collectives import gather_objects
@@ -36,6 +37,8 @@ class PipelineSchedule:
     """Each micro-batch needs the same number of tokens on all processes that share the experts."""
     routing: RoutingReplay | None = None
     """With `router_replay`: the policy's routers."""
+    clock: ForwardClock | None = None
+    """Measures the forward passes of training."""
 
     def forward_backward(
         self, chunks: list[Any], local: list[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]
@@ -80,9 +83,11 @@ class PipelineSchedule:
         # keep half-precision logits: the loss operations compute in fp32 internally, and an fp32 copy of all logits
         # would be the largest tensor of the step (Megatron-Core's Float16Module makes one by default)
         options = {"fp32_output": False} if self.half_precision else {}
+        measured = nullcontext if self.clock is None or forward_only else self.clock.measured
 
         def three_values(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss, result = loss_and_result(micro_batch, output)
+            with measured():
+                loss, result = loss_and_result(micro_batch, output)
             return loss, torch.ones((), dtype=torch.int), result  # a count of one token: the loss is normalized
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -91,7 +96,7 @@ class PipelineSchedule:
             routed_experts = inputs.pop(ROUTED_EXPERTS, None)
             if model is not chunks[0] or self.parallel.pp.rank > 0:
                 inputs = self._later_stage_inputs(inputs)
-            with nullcontext() if self.routing is None else self.routing.of_pass(model, routed_experts):
+            with measured(), nullcontext() if self.routing is None else self.routing.of_pass(model, routed_experts):
                 output = model(**inputs, **options)
             return output, partial(three_values, micro_batch)
 

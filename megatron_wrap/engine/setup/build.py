@@ -28,6 +28,7 @@ from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
 from megatron_wrap.engine.passes.routing import RoutingReplay
+from megatron_wrap.engine.passes.stragglers import Stragglers
 from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
@@ -86,6 +87,7 @@ def build_training_state(
         platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
     optimizer = build_optimizer(config, model_config, chunks) if training else None
     shape = model_shape(config, vocab_size)
+    stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(
         config=config,
         platform=platform,
@@ -100,16 +102,36 @@ def build_training_state(
         shape=shape,
         micro_batching=micro_batching_of(config, parallel, shape, _group_size(model_config, parallel)),
         localization=_localization(config, parallel, platform.device, model_config, training),
-        pipeline_schedule=PipelineSchedule(
-            parallel=parallel,
-            sequence_parallel=model_config.sequence_parallel,
-            half_precision=config.dtype.bf16 or config.dtype.fp16,
-            equal_tokens=_needs_equal_tokens(config),
-            routing=_routing_replay(flow, parallel, chunks, model_config.sequence_parallel),
-        ),
+        pipeline_schedule=_pipeline_schedule(config, parallel, model_config, flow, chunks, stragglers),
+        stragglers=stragglers,
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
     )
+
+
+def _pipeline_schedule(
+    config: RunConfig,
+    parallel: ParallelState,
+    model_config: TransformerConfig,
+    flow: MegatronWrapTrainingFlowBase,
+    chunks: list[Any],
+    stragglers: Stragglers | None,
+) -> PipelineSchedule:
+    return PipelineSchedule(
+        parallel=parallel,
+        sequence_parallel=model_config.sequence_parallel,
+        half_precision=config.dtype.bf16 or config.dtype.fp16,
+        equal_tokens=_needs_equal_tokens(config),
+        routing=_routing_replay(flow, parallel, chunks, model_config.sequence_parallel),
+        clock=None if stragglers is None else stragglers.clock,
+    )
+
+
+def _stragglers(config: RunConfig, parallel: ParallelState, device: torch.device) -> Stragglers | None:
+    interval = config.logger.straggler_interval
+    if interval is None or parallel.world.size == 1:
+        return None
+    return Stragglers(parallel, device, interval, config.logger.straggler_factor)
 
 
 def _needs_equal_tokens(config: RunConfig) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.passes.loss import CalculateLoss
     from megatron_wrap.engine.passes.metric_reduction import MetricReduction
     from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+    from megatron_wrap.engine.passes.stragglers import Stragglers
     from megatron_wrap.engine.reference.reference_model import ReferenceModel
     from megatron_wrap.engine.state.open_step import OpenStep
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -141,6 +142,8 @@ class TrainingState:
     """Shares each call's samples with all processes."""
     reduction: MetricReduction
     """Sums metrics over ranks."""
+    stragglers: Stragglers | None = None
+    """Compares the processes' times; None: not compared."""
     reference: ReferenceModel | None = None
     """The frozen model of `megatron_wrap.models`, the reference or the teacher."""
     best: BestEvaluation = field(default_factory=BestEvaluation)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+from torch.distributed.flight_recorder.components import loader
+
+from megatron_wrap.launch.process_progress import Stall
 from megatron_wrap.launch.process_watch import ProcessWatch
+from megatron_wrap.parallel import flight_recorder
 from megatron_wrap.parallel.heartbeat import Heartbeat
 
 PROCESS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 from pathlib import Path
 from megatron_wrap.parallel.heartbeat import Heartbeat
 import time
@@ -44,6 +51,78 @@ def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) 
     assert (written["rank"], written["iteration"], written["phase"]) == (0, 3, "optimizer")
     assert (written["message"], written["exit_codes"]) == ("message of the error", {"0": -9, "1": 1})
     assert written["processes"][1] == {"rank": 1}  # it has said nothing
+
+
+def test_a_killed_process_leaves_the_stacks_of_the_others_and_one_that_ends_well_does_not(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(rank)]) for rank in range(3)]
+    report = tmp_path / "failure.json"
+    watch = ProcessWatch(tmp_path, range(3), report, 5)
+    try:
+        while not all((tmp_path / f"rank_{rank}.json").exists() for rank in range(3)):
+            time.sleep(0.05)
+        time.sleep(1.5)  # until the watch has read them
+        processes[2].send_signal(signal.SIGTERM)
+        assert processes[2].wait(60) == 0
+        processes[1].kill()
+        stacks = tmp_path / "rank_0.stacks"
+        while not stacks.stat().st_size:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    watch.failed({0: -9, 1: -9}, 1, "", {0: "its traceback", 1: "of the first"})
+    written = json.loads(report.read_text())
+    assert list(written["stacks"]) == ["0"]
+    assert written["stacks"]["0"].count("main thread waits here") == 1
+    assert (written["traceback"], written["tracebacks"]) == ("of the first", {"0": "its traceback"})
+
+
+def states(iteration: int, phase: str, *progress: int) -> list[dict[str, object]]:
+    return [{"iteration": iteration, "phase": phase, "progress": number} for number in progress]
+
+
+def test_a_step_without_progress_counts_beyond_the_limit_and_the_longest_pause() -> None:
+    stall = Stall(5)
+    assert stall.update([None, *states(1, "data", 1)], 1) is None  # one has said nothing
+    for second in range(200):
+        assert stall.update(states(3, "forward and backward", 1, 1), 1) is None, second  # kernels are compiled
+    for iteration in (4, 5):
+        assert stall.update(states(iteration, "data", iteration, 1), 1) is None
+    for _ in range(60):
+        assert stall.update(states(5, "save", 6, 1), 1) is None
+        assert stall.update(states(5, "", 6, 1), 1) is None
+    assert [stall.update(states(6, "optimizer", 7, 2), 1) for _ in range(7)] == [None] * 5 + [5, None]
+    assert stall.update(states(6, "optimizer", 8, 2), 1) is None  # it goes on after all, after one more second
+    assert stall.update(states(7, "data", 9, 3), 3) is None
+    assert [stall.update(states(7, "data", 9, 3), 4) for _ in range(3)] == [None, None, 12]  # ten times one second
+
+
+def test_the_collectives_of_a_process_are_read_from_torchs_file(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from megatron_wrap.parallel import flight_recorder
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for size in (3, 5):
+    dist.all_reduce(torch.ones(size))
+work = dist.all_gather([torch.ones(2, 4)], torch.ones(2, 4), async_op=True)
+Path(sys.argv[1]).write_bytes(flight_recorder.record())
+"""
+    file = tmp_path / "rank_0"
+    subprocess.run([sys.executable, "-c", program, str(file)], check=True)
+    assert len(loader.read_dump("rank_", str(file))["entries"]) == 3  # what torchfrtrace reads
+    content = pickle.loads(file.read_bytes())
+    for entry, retired in zip(content["entries"], (True, True, False), strict=True):
+        entry["retired"] = retired
+    [pending] = flight_recorder.pending(pickle.dumps(content))
+    assert pending == "gloo:all_gather of [2, 4], number 3 of group default_pg, scheduled"
+    with pytest.raises(pickle.UnpicklingError, match="plain value"):
+        flight_recorder.pending(pickle.dumps(Path(".")))
+    with pytest.raises(pickle.UnpicklingError):
+        flight_recorder.pending(b"no pickle")
 
 
 def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""What the processes of a run leave for the program that started them: state, stacks, collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.parallel import flight_recorder
+from megatron_wrap.parallel.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
+from megatron_wrap.platform.base.machine import process_state
+
+FLIGHT_RECORDER = "flight_recorder"
+"""Folder beside `failure.json`, with the record of each rank."""
+_COLLECT_SECONDS, _POLL_SECONDS = 1.5, 0.05
+"""That processes have to write."""
+_MAX_STACKS = 200_000
+"""Bytes of one process's stacks."""
+_WAITING = (
+    *("/torch/distributed/", "/torch/cuda/__init__.py", "/megatron/core/pipeline_parallel/"),
+    *("/megatron/core/distributed/", "/parallel/collectives.py", "/engine/passes/metric_reduction.py"),
+)
+"""Parts of the files in whose functions a process waits for others."""
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
+
+
+class ProcessRecords:
+    """The files of this node's processes.
+
+    Args:
+        folder: in which the processes write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.stacks: dict[int, str] = {}
+        """Rank -> stacks of all its threads, after `collect`."""
+        self.pending: dict[int, list[str]] = {}
+        """Rank -> its collectives that have not ended, after `collect`, where torch recorded them."""
+
+    def state(self, rank: int) -> dict[str, Any] | None:
+        """What a process last wrote about itself; None: nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            state = json.loads((self._folder / HEARTBEAT.format(rank)).read_text(encoding="utf-8"))
+            return state if isinstance(state, dict) else None
+        return None
+
+    def process(self, rank: int) -> int | None:
+        """Id of a rank's process that runs or is stopped; None: it has ended, or not yet begun."""
+        process = (self.state(rank) or {}).get("process")
+        return process if isinstance(process, int) and process_state(process) not in ("", "Z", "X") else None
+
+    def beat(self, rank: int) -> int | None:
+        """Time at which a process last wrote, in ns; None: never."""
+        with contextlib.suppress(OSError):
+            return (self._folder / HEARTBEAT.format(rank)).stat().st_mtime_ns
+        return None
+
+    def collect(self, ranks: Iterable[int]) -> None:
+        """Let processes write their stacks and collectives, and read them."""
+        with contextlib.suppress(OSError):
+            (self._folder / COLLECTIVES_REQUEST).touch()
+        asked = {rank: process for rank in ranks if (process := self.process(rank)) is not None}
+        before = {rank: self._num_stack_bytes(rank) for rank in asked}
+        for process in asked.values():
+            with contextlib.suppress(OSError):
+                os.kill(process, STACKS_SIGNAL)
+
+        def writes(rank: int) -> bool:
+            is_missing = self._num_stack_bytes(rank) == before[rank] or not self._collectives(rank).exists()
+            return is_missing and self.process(rank) is not None
+
+        end = time.monotonic() + _COLLECT_SECONDS
+        while time.monotonic() < end and any(writes(rank) for rank in asked):
+            time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # stacks are written line by line
+        for rank in asked:
+            with contextlib.suppress(OSError), (self._folder / STACKS.format(rank)).open("rb") as file:
+                file.seek(before[rank])
+                if text := file.read(_MAX_STACKS).decode(errors="replace"):
+                    self.stacks[rank] = text
+            with contextlib.suppress(OSError, pickle.UnpicklingError):
+                self.pending[rank] = flight_recorder.pending(self._collectives(rank).read_bytes())
+
+    def _collectives(self, rank: int) -> Path:
+        return self._folder / flight_recorder.FILE.format(rank)
+
+    def _num_stack_bytes(self, rank: int) -> int:
+        with contextlib.suppress(OSError):
+            return (self._folder / STACKS.format(rank)).stat().st_size
+        return 0
+
+    def keep_collectives(self, ranks: Iterable[int], target: Path) -> dict[int, dict[str, Any]]:
+        """Copy the flight recorders' files, also those that NCCL's watchdog wrote, into a folder that `torchfrtrace`
+        reads.
+
+        Returns:
+            Rank -> `file` and `pending`, the collectives that have not ended.
+        """
+        kept: dict[int, dict[str, Any]] = {}
+        for rank in ranks:
+            with contextlib.suppress(OSError, pickle.UnpicklingError):
+                content = self._collectives(rank).read_bytes()
+                target.mkdir(parents=True, exist_ok=True)
+                copy = target / f"rank_{rank}"
+                shutil.copyfile(self._collectives(rank), copy)
+                kept[rank] = {"file": str(copy), "pending": flight_recorder.pending(content)}
+        return kept
+
+    def waits(self, rank: int) -> bool:
+        """Whether a process waits for others, by what `collect` has read of it."""
+        if self.pending.get(rank):
+            return True
+        return any(part in stack[0]["file"] for stack in self._threads(rank) for part in _WAITING)
+
+    def place(self, rank: int) -> str:
+        """Where a process is, as text: file, line and function; empty if it has written no stack."""
+        for stack in self._threads(rank):
+            if not stack[-1]["file"].endswith("threading.py"):  # the main thread's does not begin there
+                return f"{stack[0]['file']}, line {stack[0]['line']}, in {stack[0]['function']}"
+        return ""
+
+    def _threads(self, rank: int) -> list[list[re.Match[str]]]:
+        """The frames of each thread, the innermost first."""
+        blocks = [list(_FRAME.finditer(block)) for block in self.stacks.get(rank, "").split("\n\n")]
+        return [block for block in blocks if block]
