@@ -142,3 +142,13 @@ def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(
     assert f"rank 1 (process {stopped.pid} on " in sentence
     assert ", iteration 7, save) is stopped: no sign of life for " in sentence
     assert "main thread waits here" in json.loads((tmp_path / "failure.json").read_text())["stacks"]["0"]
+
+
+def test_nccls_watchdog_writes_into_the_launchers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    with flight_recorder.written_into(tmp_path):
+        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "collectives_")
+        assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
