@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.launching import add_launch_arguments, counted_processes
+from megatron_wrap.cli.launching import add_launch_arguments, counted_processes, read_for_launch, shares_files
 from megatron_wrap.config import RunConfig
-from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.candidate import Candidate
 from megatron_wrap.core.validation.validations import Item, check, errors_of
 from megatron_wrap.errors import ConfigError, MegatronWrapError
@@ -66,13 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
     return checked.exit_code
 
 
-def script_of(arguments: argparse.Namespace) -> str | None:
+def script_of(arguments: argparse.Namespace, has_files: bool = True) -> str | None:
     """The value of --script.
+
+    Args:
+        has_files: the processes see the files of this machine.
 
     Raises:
         ConfigError: there is no such file.
     """
-    if arguments.script and not Path(arguments.script).is_file():
+    if has_files and arguments.script and not Path(arguments.script).is_file():
         raise ConfigError(f"--script {arguments.script}: no such file")
     return arguments.script or None
 
@@ -86,17 +87,18 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
     Raises:
         MegatronWrapError: an option or a variable of the environment is wrong.
     """
-    own_script = script_of(arguments)
     try:
-        config = with_local_copies(read_run(arguments.config, arguments.overrides))
+        config = read_for_launch(arguments, arguments.overrides)
     except MegatronWrapError as error:
         return Checked([*errors_of("configuration", error), Item("not checked", "all else", "needs configuration")])
+    has_files = shares_files(config, arguments)
+    own_script = script_of(arguments, has_files)
     processes = counted_processes(config, arguments, starts)
     with warnings.catch_warnings():
         if config.logger.ignore_warning:
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", UserWarning)
-        return Checked(check(Candidate(config, processes, own_script is not None)), config)
+        return Checked(check(Candidate(config, processes, own_script is not None, has_files)), config)
 
 
 def report(items: Sequence[Item]) -> str:

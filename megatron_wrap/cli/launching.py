@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
+from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import count
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.launch.common import LaunchConfig
+from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.launcher import Ended, Launch, Launcher, Program
 from megatron_wrap.launch.local import LocalLauncher, nodes_of
@@ -47,11 +50,35 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
     """The launcher of the command line, else of the configuration."""
-    if (arguments.launcher or config.launch.launcher) == "ray":
+    name = _launcher_name(config, arguments)
+    if name == "ray":
         from megatron_wrap.launch.ray_command import RayLauncher
 
         return RayLauncher()
+    if name == "kubernetes":
+        from megatron_wrap.launch.kubernetes_launcher import KubernetesLauncher
+
+        return KubernetesLauncher()
     return LocalLauncher()
+
+
+def _launcher_name(config: RunConfig, arguments: argparse.Namespace) -> str:
+    return str(arguments.launcher or config.launch.launcher)
+
+
+def shares_files(config: RunConfig, arguments: argparse.Namespace) -> bool:
+    """Whether the processes see the files of this machine; pods see those of their image and their volumes."""
+    return _launcher_name(config, arguments) != "kubernetes"
+
+
+def read_for_launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration, with local copies of its remote files where the processes would see them.
+
+    Raises:
+        MegatronWrapError: it cannot be read, or a file cannot be copied.
+    """
+    config = read_run(arguments.config, overrides)
+    return with_local_copies(config) if shares_files(config, arguments) else config
 
 
 def launch_options(arguments: argparse.Namespace) -> list[str]:

@@ -9,11 +9,17 @@ from typing import Any
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.checkpoint.reference_config import precompute_config
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.launching import add_launch_arguments, add_start_arguments, launcher_of, started
+from megatron_wrap.cli.launching import (
+    add_launch_arguments,
+    add_start_arguments,
+    launcher_of,
+    read_for_launch,
+    shares_files,
+    started,
+)
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.run import check_layout, check_run
+from megatron_wrap.config.checks.run import check_layout, check_run, check_values
 from megatron_wrap.config.schema import derived
-from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.launcher import Launch, Program
 
@@ -42,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Validates, starts the processes, and returns their exit code."""
-    config = with_local_copies(read_run(arguments.config, arguments.overrides))
+    config = read_for_launch(arguments, arguments.overrides)
     reference = config.models.reference_or_teacher
     folder = arguments.output or (None if reference is None else reference.precomputed)
     if folder is None:
         raise ConfigError(
             f"precompute needs a folder to write; give --output FOLDER, or {config.models.path}.precomputed"
         )
-    check_run(config)
+    (check_run if shares_files(config, arguments) else check_values)(config)
     precompute_config(config)
     output = ["--output", arguments.output] if arguments.output else []
     launch = Launch(

@@ -6,10 +6,15 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
-from megatron_wrap.cli.launching import add_launch_arguments, add_start_arguments, launcher_of, started
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.cli.launching import (
+    add_launch_arguments,
+    add_start_arguments,
+    launcher_of,
+    read_for_launch,
+    shares_files,
+    started,
+)
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.launcher import Launch, Program
@@ -48,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}, --warmup {arguments.warmup}: both are at least 1")
     folder = arguments.output or f"outputs/profile-{Path(arguments.config).stem}"
     overrides = [*arguments.overrides, *overrides_of(arguments.steps, arguments.warmup, folder)]
-    config = with_local_copies(read_run(arguments.config, overrides))
+    config = read_for_launch(arguments, overrides)
     output = ["--output", arguments.output] if arguments.output else []
     numbers = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     launch = Launch(
@@ -59,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         processes_per_node=arguments.gpus_per_node,
     )
     launcher = launcher_of(config, arguments)
-    validate(config, launcher.world_size(launch))
+    validate(config, launcher.world_size(launch), has_files=shares_files(config, arguments))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
     return started(launch, launcher, arguments).exit_code
 

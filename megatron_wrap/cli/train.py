@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
-from megatron_wrap.cli.launching import add_launch_arguments, add_start_arguments, launch_options, launcher_of, started
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.cli.launching import (
+    add_launch_arguments,
+    add_start_arguments,
+    launch_options,
+    launcher_of,
+    read_for_launch,
+    shares_files,
+    started,
+)
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.launcher import Launch, Program
@@ -43,8 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
             return checked.exit_code
         config = checked.config
     else:
-        config = with_local_copies(read_run(arguments.config, arguments.overrides))
-    own_script = script_of(arguments)
+        config = read_for_launch(arguments, arguments.overrides)
+    has_files = shares_files(config, arguments)
+    own_script = script_of(arguments, has_files)
     script = ["--script", own_script] if own_script else []
     launch = Launch(
         config,
@@ -56,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     launcher = launcher_of(config, arguments)
     if not arguments.dry_run:
-        validate(config, launcher.world_size(launch), own_script=own_script is not None)
+        validate(config, launcher.world_size(launch), own_script is not None, has_files)
     ended = started(launch, launcher, arguments)
     if ended.finished:
         from megatron_wrap.cli.next_steps import next_steps

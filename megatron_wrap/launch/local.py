@@ -72,7 +72,7 @@ def nodes_of(
     """
     num_nodes = num_nodes or _integer("NNODES", config.launch.nodes or 1)
     gpus = visible_gpus() if config.init.platform != "cpu" else 0
-    if starts and num_nodes > 1 and "MASTER_ADDR" not in os.environ:
+    if starts and num_nodes > 1 and not _variable("MASTER_ADDR"):
         raise LayoutError(
             f"the run has {num_nodes} nodes; on each, set MASTER_ADDR (and MASTER_PORT) to those of node 0 and "
             "NODE_RANK to the number of the node"
@@ -82,13 +82,22 @@ def nodes_of(
         processes_per_node=processes_per_node or _integer("GPUS_PER_NODE", default),
         num_nodes=num_nodes,
         node_rank=_integer("NODE_RANK", 0),
-        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_address=_variable("MASTER_ADDR") or "127.0.0.1",
         master_port=_integer("MASTER_PORT", 0),
     )
 
 
+_PREFIXED = {"GPUS_PER_NODE": "PET_NPROC_PER_NODE"}
+"""Names of torchrun's own variables; those of the others are PET_NNODES, PET_NODE_RANK, ..."""
+
+
+def _variable(name: str) -> str:
+    """The value of a variable or of torchrun's own one, which Kubeflow Trainer sets in pods; empty: neither is set."""
+    return os.environ.get(name) or os.environ.get(_PREFIXED.get(name, f"PET_{name}"), "")
+
+
 def _integer(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
+    text = _variable(variable)
     if not text:
         return default
     if not text.isdigit() or (variable in ("GPUS_PER_NODE", "NNODES") and int(text) < 1):

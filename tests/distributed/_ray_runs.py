@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import _started
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny-llama-mock.yaml"
 TRAIN, ARCH = "megatron_lm.train.common", "megatron_lm.model.arch"
@@ -34,8 +36,10 @@ def overrides(folder: Path, steps: int = STEPS) -> list[str]:
     ]
 
 
-def train(wrap: Any, journal: Path, after_step: Callable[[Any], None] = lambda wrap: None) -> int:
-    """Train to the last step; returns the iteration."""
+def train(
+    wrap: Any, journal: Path, after_step: Callable[[Any], None] = lambda wrap: None, until: int | None = None
+) -> int:
+    """Train to the last step, or to iteration `until`; returns the iteration."""
     for batch in wrap.batches():
         ids = hashlib.sha256(repr(batch).encode()).hexdigest()
         metrics = wrap.train(batch)
@@ -44,6 +48,8 @@ def train(wrap: Any, journal: Path, after_step: Callable[[Any], None] = lambda w
             with journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(step) + "\n")
         after_step(wrap)
+        if wrap.iteration == until:
+            break
     return int(wrap.iteration)
 
 
@@ -85,14 +91,19 @@ class WaitingLoop:
         return train(wrap, self.journal, after_step)
 
 
-def without_ray(folder: Path, steps: int = STEPS) -> None:
-    """On each rank of a pool."""
-    from megatron_wrap.core import MegatronWrap
-
-    with MegatronWrap(CONFIG, overrides(folder, steps)) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+def without_ray(folder: Path, steps: int = STEPS, further: Sequence[str] = ()) -> None:
+    """On each rank of a pool; `further` are more overrides."""
+    with _started.started(CONFIG, [*overrides(folder, steps), *further]) as wrap:
         train(wrap, folder / "journal")
+
+
+def from_checkpoints(folder: Path, begins: Sequence[tuple[Path, int]], steps: int, further: Sequence[str] = ()) -> None:
+    """On each rank of a pool: from each checkpoint, train to an iteration of a run of `steps`, and save nothing."""
+    for number, (checkpoint, until) in enumerate(begins):
+        load = [f"{TRAIN}.save=null", f"{TRAIN}.save_interval=null", f"{TRAIN}.load={checkpoint}"]
+        with _started.started(CONFIG, [*overrides(folder / str(number), steps), *load, *further]) as wrap:
+            folder.mkdir(exist_ok=True)
+            train(wrap, folder / "journal", until=until)
 
 
 def steps_of(journal: Path) -> dict[int, list[Any]]:

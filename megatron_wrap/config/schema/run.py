@@ -16,6 +16,7 @@ from megatron_wrap.config.reading.origins import Origin, SetBy
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.config.schema.launch.common import LaunchConfig
+from megatron_wrap.config.schema.launch.kubernetes import KubernetesConfig
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig, ParallelConfig, ProviderConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.training import (
@@ -237,6 +238,7 @@ class RunConfig:
     bad_steps: BadStepsConfig
     profile: ProfileConfig
     launch: LaunchConfig
+    kubernetes: KubernetesConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
@@ -280,6 +282,7 @@ SECTION_PATHS: dict[str, str] = {
     "bad_steps": "megatron_wrap.bad_steps",
     "profile": "megatron_wrap.profile",
     "launch": "megatron_wrap.launch.common",
+    "kubernetes": "megatron_wrap.launch.kubernetes",
 }
 """Field of `RunConfig` -> dotted path in the tree."""
 

@@ -25,6 +25,8 @@ class Candidate:
     """Over all nodes, if a command is about to start them; None: this process is one of them."""
     own_script: bool = False
     """The processes run a script of the user, which may register the flow itself."""
+    has_files: bool = True
+    """The processes see the files and devices of this machine; False: the configuration alone can be validated."""
     reference: RunConfig | None = None
     """The configuration of the reference or teacher model, from `reference_config`."""
     tokenizer: Any = None

@@ -26,6 +26,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.paths import check_data_files, check_folders
 from megatron_wrap.config.checks.run import check_layout, check_values
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.standalone_checks import check_flow_options
 from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.core.validation.samples import check_data, check_first_rows, check_lengths, is_known_flow
 from megatron_wrap.core.validation.setup import check_flow, check_platform, check_tokenizer
@@ -45,6 +46,8 @@ class Validation:
     processes, while they set up the run."""
     needs: tuple[str, ...] = ()
     """Names of validations without which this one has no meaning."""
+    anywhere: bool = False
+    """It depends on the configuration alone, not on the files and devices of this machine."""
 
 
 class Item(NamedTuple):
@@ -56,13 +59,16 @@ class Item(NamedTuple):
     text: str
 
 
-def validate(config: RunConfig, num_processes: int | None = None, own_script: bool = False) -> RunConfig | None:
+def validate(
+    config: RunConfig, num_processes: int | None = None, own_script: bool = False, has_files: bool = True
+) -> RunConfig | None:
     """Validate a decoded configuration.
 
     Args:
         num_processes: of a run that a command is about to start, over all nodes: its layout, data files and flow are
             validated once, for all processes. None: this process is one of them.
         own_script: the processes run a script of the user, which may register the flow itself.
+        has_files: the processes see the files and devices of this machine.
 
     Returns:
         The configuration of the reference or teacher model, from `reference_config`.
@@ -70,8 +76,10 @@ def validate(config: RunConfig, num_processes: int | None = None, own_script: bo
     Raises:
         MegatronWrapError: the first mistake.
     """
-    candidate = Candidate(config, num_processes, own_script)
+    candidate = Candidate(config, num_processes, own_script, has_files)
     for validation in VALIDATIONS:
+        if not (has_files or validation.anywhere):
+            continue
         if validation.by == "process" or (validation.by == "command" and num_processes is not None):
             deque(validation.notes(candidate), maxlen=0)
     return candidate.reference
@@ -82,6 +90,8 @@ def check(candidate: Candidate) -> list[Item]:
     items: list[Item] = []
     failed: set[str] = set()
     for validation in VALIDATIONS:
+        if not (candidate.has_files or validation.anywhere):
+            continue
         missing = failed.intersection(validation.needs)
         if missing:
             failed.add(validation.name)
@@ -99,6 +109,8 @@ def check(candidate: Candidate) -> list[Item]:
             # values that are refused above can make a later validation fail in any way
             items.append(Item("not checked", validation.name, f"needs {', '.join(sorted(failed))}"))
             failed.add(validation.name)
+    if not candidate.has_files:
+        items.append(Item("not checked", "files, devices", "they are not those of this machine"))
     return items
 
 
@@ -110,6 +122,8 @@ def errors_of(name: str, error: MegatronWrapError) -> list[Item]:
 def _configuration(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
     check_values(config)
+    if not candidate.has_files:  # else the flow itself checks them
+        check_flow_options(config)
     train = config.train
     if train.train_epochs is not None:
         length = counted(train.train_epochs, "epoch")
@@ -227,10 +241,10 @@ def _lengths(candidate: Candidate) -> Iterator[Note]:
 
 
 VALIDATIONS = (
-    Validation("configuration", _configuration, "process"),
+    Validation("configuration", _configuration, "process", anywhere=True),
     Validation("data files", _data_files, "process"),
     Validation("folders", _folders, "process"),
-    Validation("layout", _layout, "command"),
+    Validation("layout", _layout, "command", anywhere=True),
     Validation("data", check_data, "command"),
     Validation("checkpoint", _checkpoint, "process", ("folders",)),
     Validation("learning-rate schedule", _resumption, "command", ("configuration", "checkpoint")),

@@ -1,0 +1,1 @@
+"""Runs on Kubernetes, as TrainJobs of Kubeflow Trainer v2."""
