@@ -69,16 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not listed:
         raise ConfigError(f"{folder} contains no checkpoints{_hint(folder)}")
     states = [_verified(checkpoint) if arguments.verify else _state(checkpoint) for checkpoint in listed]
-    _print([_HEAD, *(checkpoint.row(state) for checkpoint, state in zip(listed, states, strict=True))])
-    damaged = [
-        checkpoint.name
-        for checkpoint, state in zip(listed, states, strict=True)
-        if state.startswith(("damaged", "incomplete"))
-    ]
-    if arguments.verify and damaged:
-        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
-        return 1
-    return 0
+    rows = [_HEAD, *(checkpoint.row(state) for checkpoint, state in zip(listed, states, strict=True))]
+    damaged = [row[0] for row in rows if row[-1].startswith(("damaged", "incomplete"))]
+    return _report(rows, damaged if arguments.verify else [])
 
 
 def _run_remote(url: str, verify: bool) -> int:
@@ -105,11 +98,7 @@ def _run_remote(url: str, verify: bool) -> int:
         version = str(facts.get("megatron_core", "unknown"))
         shown = (f"{with_prefix(size)}B", "unknown", _layout(facts.get("layout")), version)
         rows.append((name, *shown, ", ".join([state, *notes])))
-    _print(rows)
-    if verify and damaged:
-        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
-        return 1
-    return 0
+    return _report(rows, damaged if verify else [])
 
 
 def _listed(store: CheckpointStore, prefix: str) -> Iterator[_Listed]:
@@ -154,7 +143,11 @@ def _hint(folder: Path) -> str:
     return "; give the folder that megatron_lm.train.common.save names" if folder.is_dir() else ": no such folder"
 
 
-def _print(rows: list[tuple[str, ...]]) -> None:
+def _report(rows: list[tuple[str, ...]], damaged: list[str]) -> int:
+    """Print a table and the damaged checkpoints; the exit code."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if damaged:
+        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
+    return 1 if damaged else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from megatron_wrap.bridge.loading.hub import local_folder, read_run, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.config.hugging_face import CONFIG_FILES
+from megatron_wrap.inference.trained_model import content_without_flow
 from megatron_wrap.testing.layouts import one_process_overrides
 
 EXAMPLES = (
@@ -56,7 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         *overrides,
         f"{provider}.hf_path={json.dumps(folder)}",
     ]
-    config = read_run(configs[0], overrides) if configs else read_run_content(_content(), overrides)
+    if configs:
+        config = read_run(configs[0], overrides)
+    else:
+        config = read_run_content(content_without_flow({"seq_length": 64}, {"__select__": "fp32"}, {}), overrides)
     with MegatronWrap(config) as wrap:
         wrap.initialize()
         wrap.setup_model()
@@ -65,19 +68,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
     return 0 if verdict.agrees else 1
-
-
-def _content() -> dict[str, Any]:
-    """The run of a folder without a configuration."""
-    from megatron_wrap.flow.contract.no_flow import NO_FLOW
-
-    return {
-        "megatron_lm": {
-            "train": {
-                "common": {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": 64, "train_iters": 1},
-                "learning-rate": {"lr": 0.0},
-                "dtype": {"__select__": "fp32"},
-            }
-        },
-        "megatron_wrap": {"flow": {"__select__": "custom", "__override__": {"flow_key": NO_FLOW}}},
-    }

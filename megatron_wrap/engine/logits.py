@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, of_token_ids
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
@@ -39,17 +39,8 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
         for first in range(0, len(sequences), parallel.dp.size):
             index = first + parallel.dp.rank
             is_counted = index < len(sequences)
-            micro_batch = replace(_micro_batch(sequences[index if is_counted else first]), counted=is_counted)
+            micro_batch = replace(of_token_ids([sequences[index if is_counted else first]]), counted=is_counted)
             fillers = [replace(micro_batch, counted=False)] * (multiple - 1)
             local = state.localization.localize([micro_batch, *fillers])
             rows += [row for row in state.pipeline_schedule.forward(state.chunks, local, whole) if row is not None]
     return rows_in_order(rows, len(sequences), 1, parallel)
-
-
-def _micro_batch(ids: Sequence[int]) -> MicroBatch:
-    """A micro-batch of one sequence, without loss inputs."""
-    tokens = torch.tensor([list(map(int, ids))])
-    width = tokens.shape[1]
-    inputs = {"input_ids": tokens, "position_ids": torch.arange(width)[None], "attention_mask": None}
-    seqdims = dict.fromkeys(("input_ids", "position_ids"), 1)
-    return MicroBatch(inputs, {}, {}, 1, torch.tensor([width]), width, seqdims=seqdims)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, of_token_ids
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.ops.log_probs import token_log_probs
@@ -87,15 +87,12 @@ def _micro_batch(sequences: Sequence[tuple[Sequence[int], int]], indices: Sequen
     Args:
         num_rows: pipeline stages exchange tensors of one shape, so the last micro-batch repeats its first sequence.
     """
-    rows = [torch.tensor(list(sequences[index][0])) for index in indices]
+    rows = [sequences[index][0] for index in indices]
     rows += [rows[0]] * (num_rows - len(rows))
-    lengths = torch.tensor([len(row) - 1 for row in rows])
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    tokens, labels = padded[:, :-1], padded[:, 1:]
-    width = tokens.shape[1]
-    positions = torch.arange(width).expand(len(rows), -1)
-    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
-    seqdims = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
-    return MicroBatch(
-        inputs, {"labels": labels}, {}, len(rows), lengths, width, seqdims=seqdims, sample_indices=tuple(indices)
+    micro_batch = of_token_ids([row[:-1] for row in rows])
+    return replace(
+        micro_batch,
+        loss_inputs={"labels": of_token_ids([row[1:] for row in rows]).model_inputs["input_ids"]},
+        seqdims={**micro_batch.seqdims, "labels": 1},
+        sample_indices=tuple(indices),
     )

@@ -19,7 +19,7 @@ from megatron_wrap.engine.router_losses import expert_load, record_expert_load, 
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.update import BadUpdate, Update
+from megatron_wrap.engine.state.update import Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
@@ -170,11 +170,8 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> ReplicaMic
 
 def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:
     loss = reduced.loss if state.config.train.check_for_nan_in_loss_and_grad else None
-    try:
-        with phase(OPTIMIZER):
-            return state.optimizer.update(loss, reduced.copied, is_spike=spike(state, reduced.loss) is not None)
-    except BadUpdate as error:
-        return Update(grad_norm=error.grad_norm, is_bad=True)
+    with phase(OPTIMIZER):
+        return state.optimizer.update(loss, reduced.copied, is_spike=spike(state, reduced.loss) is not None)
 
 
 def _metrics(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.config.schema.keys import key
-from megatron_wrap.data.chat.encode import ChatTokens, encode_sample
+from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, sample_of_ids
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
 from megatron_wrap.flow.shared.pairs import label_log_probs, label_log_probs_and_entropy, weighted
@@ -73,9 +73,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
                 f'"label" is {label!r}; gpt_kto needs true for a desirable answer and false for an undesirable one'
             )
         if "prompt_ids" in sample and "completion_ids" in sample:
-            prompt, answer = list(sample["prompt_ids"]), list(sample["completion_ids"])
-            mask = [0] * len(prompt) + [1] * len(answer)
-            sample = {"input_ids": prompt + answer, "loss_mask": mask, "weight": sample.get("weight")}
+            sample = sample_of_ids(sample["prompt_ids"], sample["completion_ids"], sample.get("weight"))
         tokens = encode_sample(self.context.tokenizer, sample, self.flow_config.loss_on)
         if not any(tokens.loss_mask):
             raise DataError("the answer of a sample has no tokens; complete or remove the sample")

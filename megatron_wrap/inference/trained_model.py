@@ -110,7 +110,9 @@ def checkpoint_content(
         provider["hf_path"] = hf_path
     dtype = {"__select__": "fp32", "__override__": {key: saved.section("dtype")[key] for key in ("bf16", "fp16")}}
     common = {"seq_length": saved.section("train")["seq_length"], "load": str(checkpoint.absolute()), "finetune": True}
-    content = _content(common, dtype, provider, tokenizer or _if_present(saved.section("data").get("tokenizer")))
+    content = content_without_flow(
+        common, dtype, provider, tokenizer or _if_present(saved.section("data").get("tokenizer"))
+    )
     arch = saved.arch_selection()
     if hf_path is not None:  # config.json's; the tokenizer lets it grow again
         arch["__override__"]["vocab_size"] = saved.section("arch")["vocab_size"]
@@ -138,7 +140,7 @@ def _folder_content(source: str) -> dict[str, Any]:
     hf_config = read_hugging_face_config(folder)
     length = hf_config.arch_values.get("max_position_embeddings") or _DEFAULT_LENGTH
     dtype = hf_config.values.get("dtype") or hf_config.values.get("torch_dtype")
-    return _content(
+    return content_without_flow(
         {"seq_length": length},
         {"__select__": _DTYPES.get(str(dtype), "fp32")},
         {"hf_path": folder},
@@ -146,10 +148,17 @@ def _folder_content(source: str) -> dict[str, Any]:
     )
 
 
-def _content(
-    common: Mapping[str, Any], dtype: Mapping[str, Any], provider: Mapping[str, Any], tokenizer: str | None
+def content_without_flow(
+    common: Mapping[str, Any], dtype: Mapping[str, Any], provider: Mapping[str, Any], tokenizer: str | None = None
 ) -> dict[str, Any]:
-    """Training settings are required, and not used."""
+    """Content of the YAML of a run that uses a model. Training settings are required, and not used.
+
+    Args:
+        common: keys of `megatron_lm.train.common`, at least seq_length.
+        dtype: the section `megatron_lm.train.dtype`.
+        provider: keys of `megatron_wrap.model_provider`.
+        tokenizer: folder or hub id.
+    """
     from megatron_wrap.flow.contract.no_flow import NO_FLOW
 
     return {

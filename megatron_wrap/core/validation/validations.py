@@ -135,9 +135,12 @@ def _configuration(candidate: Candidate) -> Iterator[Note]:
     yield Note(f"{config.name}: {length}, {batch}, sequences of up to {counted(train.seq_length, 'token')}")
 
 
-def _data_files(candidate: Candidate) -> Iterator[Note]:
-    check_data_files(candidate.config)
-    yield from ()
+def _without_notes(check: Callable[[RunConfig], object]) -> Callable[[Candidate], Iterable[Note]]:
+    def notes(candidate: Candidate) -> Iterable[Note]:
+        check(candidate.config)
+        return ()
+
+    return notes
 
 
 def _folders(candidate: Candidate) -> Iterator[Note]:
@@ -190,22 +193,12 @@ def _checkpoint(candidate: Candidate) -> Iterator[Note]:
         yield Note(text, is_warning=True)
 
 
-def _resumption(candidate: Candidate) -> Iterator[Note]:
-    check_resumption(candidate.config)
-    yield from ()
-
-
 def _weights(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
     check_hugging_face(config)
     path = config.model_provider.hf_path
     if path is not None:
         yield Note(f"the architecture of {path}" if starting_checkpoint(config) else f"the weights of {path}")
-
-
-def _frozen(candidate: Candidate) -> Iterator[Note]:
-    check_frozen(candidate.config)
-    yield from ()
 
 
 def _adapter(candidate: Candidate) -> Iterator[Note]:
@@ -242,14 +235,14 @@ def _lengths(candidate: Candidate) -> Iterator[Note]:
 
 VALIDATIONS = (
     Validation("configuration", _configuration, "process", anywhere=True),
-    Validation("data files", _data_files, "process"),
+    Validation("data files", _without_notes(check_data_files), "process"),
     Validation("folders", _folders, "process"),
     Validation("layout", _layout, "command", anywhere=True),
     Validation("data", check_data, "command"),
     Validation("checkpoint", _checkpoint, "process", ("folders",)),
-    Validation("learning-rate schedule", _resumption, "command", ("configuration", "checkpoint")),
+    Validation("learning-rate schedule", _without_notes(check_resumption), "command", ("configuration", "checkpoint")),
     Validation("Hugging Face weights", _weights, "process"),
-    Validation("frozen parameters", _frozen, "process"),
+    Validation("frozen parameters", _without_notes(check_frozen), "process"),
     Validation("reference model", _reference, "process", ("configuration",)),
     Validation("flow", _flow, "command"),
     Validation("sample lengths", _lengths, "command", ("data", "flow")),

@@ -3,7 +3,7 @@
 The boundaries of the assistant's turns come from the chat template, never from role names or token strings.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -86,6 +86,12 @@ def encode_sample(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn = "
     tokens = _encode(tokenizer, sample, loss_on)
     weight = sample_weight(sample)
     return tokens if weight == 1 else replace(tokens, weight=weight)
+
+
+def sample_of_ids(prompt: Iterable[int], answer: Iterable[int], weight: float | None) -> dict[str, Any]:
+    """A sample for `encode_sample` whose tokens are known; only those of the answer have a loss."""
+    prompt, answer = list(prompt), list(answer)
+    return {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer), "weight": weight}
 
 
 def _encode(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn) -> ChatTokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.data.chat.encode import ChatTokens, encode_sample
+from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, sample_of_ids
 from megatron_wrap.errors import DataError
 
 PAIR_KEYS = (
@@ -29,7 +29,7 @@ def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, 
         DataError: unknown keys or invalid values; the message lists the supported formats.
     """
     if all(key in sample for key in ("prompt_ids", "chosen_ids", "rejected_ids")):
-        return _joined(sample, "chosen_ids"), _joined(sample, "rejected_ids")
+        return _encode_ids(sample, "chosen_ids"), _encode_ids(sample, "rejected_ids")
     if "chosen" not in sample or "rejected" not in sample:
         keys = ", ".join(f'"{key}"' for key in sample) or "none"
         raise DataError(f"a sample has the keys {keys}; a preference pair needs {PAIR_KEYS}")
@@ -60,7 +60,5 @@ def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     return shared
 
 
-def _joined(sample: Mapping[str, Any], key: str) -> ChatTokens:
-    prompt, answer = sample["prompt_ids"], sample[key]
-    mask = [0] * len(prompt) + [1] * len(answer)
-    return encode_sample(None, {"input_ids": [*prompt, *answer], "loss_mask": mask, "weight": sample.get("weight")})
+def _encode_ids(sample: Mapping[str, Any], key: str) -> ChatTokens:
+    return encode_sample(None, sample_of_ids(sample["prompt_ids"], sample[key], sample.get("weight")))

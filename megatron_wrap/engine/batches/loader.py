@@ -97,8 +97,7 @@ class BatchLoader:
     def _batches_from(self, cursor: Cursor) -> Generator[PreparedBatch]:
         count = self._config.data.num_workers
         if count == 0:
-            for parts in self._batches(cursor, 0, 1):
-                yield PreparedBatch(*parts)
+            yield from map(PreparedBatch, self._batches(cursor, 0, 1))
             return
         device = self._localization.device
         # page-locked memory is allocated on the current device of the thread
@@ -112,10 +111,10 @@ class BatchLoader:
         # the thread receives a batch during the step before: copying it takes milliseconds, in which the device would
         # wait; it may wait for a worker, so the workers end first
         with ThreadPoolExecutor(1, "batches", initializer=select) as thread, contextlib.closing(workers):
-            coming = thread.submit(lambda: PreparedBatch(*workers.next()))
+            coming = thread.submit(lambda: PreparedBatch(workers.next()))
             while True:
                 batch = coming.result()
-                coming = thread.submit(lambda: PreparedBatch(*workers.next()))
+                coming = thread.submit(lambda: PreparedBatch(workers.next()))
                 yield batch
 
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:

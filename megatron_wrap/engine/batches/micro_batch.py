@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -143,6 +144,16 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         has_explicit_weight=weight is not None,
         sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
     )
+
+
+def of_token_ids(rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """A micro-batch of sequences of token ids, without loss inputs, such as those whose logits are read."""
+    tokens = pad_sequence([torch.tensor(list(map(int, row))) for row in rows], batch_first=True)
+    width = tokens.shape[1]
+    positions = torch.arange(width).expand(len(rows), -1)
+    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
+    seqdims = dict.fromkeys(("input_ids", "position_ids"), 1)
+    return MicroBatch(inputs, {}, {}, len(rows), torch.tensor(list(map(len, rows))), width, seqdims=seqdims)
 
 
 def try_flow(flow: MegatronWrapTrainingFlowBase, prepared: Sequence[Any], seed: int) -> None:

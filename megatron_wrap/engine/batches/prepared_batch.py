@@ -31,7 +31,17 @@ def batch_key(micro_batching: Hashable, seed: int, dp: Axis) -> Hashable:
 
 
 class BatchParts(NamedTuple):
-    """The arguments of `PreparedBatch`, as a worker process sends them."""
+    """What a `PreparedBatch` is made of, as a worker process sends it.
+
+    Attributes:
+        samples: of the global batch, as they were read.
+        before, after: the cursor in the training data before this batch, and after it.
+        bad_rows: the message of each row that was left out on the way.
+        micro_batches: this replica's, from `split_batch`.
+        key: what they depend on besides the samples.
+        where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all are.
+        positions: of the samples that were read, in the order of the training data.
+    """
 
     samples: list[Any]
     before: Cursor
@@ -44,62 +54,41 @@ class BatchParts(NamedTuple):
 
 
 class PreparedBatch(list[Any]):
-    """The samples of one global batch, as they were read; `wrap.train` takes it like any other list.
+    """The samples of one global batch; `wrap.train` takes it like any other list.
 
     A pickled copy has the samples and the cursors, without the micro-batches.
-
-    Args:
-        samples: of the global batch.
-        before, after: the cursor in the training data before this batch, and after it.
-        bad_rows: the message of each row that was left out on the way.
-        micro_batches: this replica's, from `split_batch`.
-        key: what they depend on besides the samples.
-        where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all are.
-        positions: of the samples that were read, in the order of the training data.
     """
 
-    def __init__(
-        self,
-        samples: Iterable[Any],
-        before: Cursor,
-        after: Cursor,
-        bad_rows: tuple[str, ...] = (),
-        micro_batches: ReplicaMicroBatches | None = None,
-        key: Hashable = None,
-        where: tuple[str, ...] = (),
-        positions: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(samples)
-        self.positions = positions
-        self.before, self.after, self.bad_rows = before, after, bad_rows
-        self._read, self._where = tuple(self), where
-        self._micro_batches, self._key = micro_batches, key
-        self._snapshot = None if micro_batches is None else _snapshot(list(self))
+    def __init__(self, parts: BatchParts) -> None:
+        super().__init__(parts.samples)
+        self.before, self.after, self.bad_rows = parts.before, parts.after, parts.bad_rows
+        self.positions = parts.positions
+        self._parts = parts
+        self._snapshot = None if parts.micro_batches is None else _snapshot(list(self))
 
     def micro_batches(self, key: Hashable) -> ReplicaMicroBatches | None:
         """The micro-batches; None if they are for another `key`, or a sample was replaced or edited since, so that
         they must be prepared again."""
-        if self._micro_batches is None or key != self._key or self._snapshot != list(self):
-            return None
-        return self._micro_batches
+        is_for = self._parts.micro_batches is not None and key == self._parts.key and self._snapshot == list(self)
+        return self._parts.micro_batches if is_for else None
 
     def with_samples(self, samples: Iterable[Any]) -> PreparedBatch:
         """Other samples instead of this batch's, such as augmented ones, with its cursor; without micro-batches."""
         samples = list(samples)
         consumed = self.before.consumed + len(samples)
         after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)
-        origins = self.origins(samples)
-        return PreparedBatch(samples, self.before, after, self.bad_rows, where=origins, positions=self.positions)
+        return PreparedBatch(self._parts_of(samples)._replace(after=after))
 
     def origins(self, samples: Iterable[Any]) -> tuple[str, ...]:
         """`FILE:ROW` of each sample that was read for this batch, whatever its order now; empty for others."""
-        known = {id(sample): where for sample, where in zip(self._read, self._where, strict=False)}
+        known = {id(sample): where for sample, where in zip(self._parts.samples, self._parts.where, strict=False)}
         return tuple(known.get(id(sample), "") for sample in samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        samples = list(self)
-        arguments = (samples, self.before, self.after, self.bad_rows, None, None, self.origins(samples), self.positions)
-        return PreparedBatch, arguments
+        return PreparedBatch, (self._parts_of(list(self)),)
+
+    def _parts_of(self, samples: list[Any]) -> BatchParts:
+        return self._parts._replace(samples=samples, micro_batches=None, key=None, where=self.origins(samples))
 
 
 def _snapshot(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
-from megatron_wrap.engine.state.update import BadUpdate, Update
+from megatron_wrap.engine.state.update import Update
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 
@@ -62,17 +62,17 @@ class CheckedOptimizer(ChainedOptimizer):
             square_sums: the values of what `prepare` returned.
             is_spike: the loss is refused although it is finite.
 
-        Raises:
-            BadUpdate: on every rank, if the loss or the gradient norm is not finite, or is_spike. Parameters,
-                optimizer state and loss scale are unchanged, bit for bit. An fp16 overflow does not raise: the step is
-                skipped and the loss scale lowered, as usual.
+        Returns:
+            The same on every rank. If the loss or the gradient norm is not finite, or is_spike, the update is bad:
+            parameters, optimizer state and loss scale are unchanged, bit for bit. An fp16 overflow is not: the step is
+            skipped and the loss scale lowered, as usual.
         """
         self._grad_norm = math.sqrt(math.fsum(square_sums))
         is_finite = loss is None or (math.isfinite(loss) and math.isfinite(self._grad_norm))
         if loss is not None and not self._overflow and (is_spike or not is_finite):
             for scaler, state in zip(self._grad_scalers(), self._scaler_states, strict=True):
                 scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
-            raise BadUpdate(loss, self._grad_norm)
+            return Update(grad_norm=self._grad_norm, is_bad=True)
         applied, grad_norm, num_zeros = self.step()
         return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
 

@@ -16,13 +16,4 @@ class Update:
     num_zeros: int = 0
     """Number of zeros in the gradient, if they are counted."""
     is_bad: bool = False
-    """Not applied, because the loss or the norm of the gradient is nan or infinite, or the loss is a spike."""
-
-
-class BadUpdate(Exception):
-    """The loss or the gradient norm of a step is nan or infinite, or the loss is a spike; no state was changed."""
-
-    def __init__(self, loss: float, grad_norm: float) -> None:
-        super().__init__(f"loss {loss}, grad_norm {grad_norm}")
-        self.loss = loss
-        self.grad_norm = grad_norm
+    """Not applied, and no state changed: the loss or the norm of the gradient is not finite, or the loss is a spike."""

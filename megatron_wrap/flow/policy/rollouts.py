@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_wrap.data.chat.encode import ChatTokens, LossOn, encode_sample
+from megatron_wrap.data.chat.encode import ChatTokens, LossOn, encode_sample, sample_of_ids
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.errors import DataError
 
@@ -134,9 +134,8 @@ def common_keys(facts: Sequence[RolloutFacts]) -> frozenset[str]:
 
 def _tokens(tokenizer: Any, sample: Mapping[str, Any], loss_on: LossOn, truncated: bool) -> ChatTokens:
     if "prompt_ids" in sample and "response_ids" in sample:
-        prompt, response = list(sample["prompt_ids"]), list(sample["response_ids"])
-        mask = [0] * len(prompt) + [1] * len(response)
-        return encode_sample(None, {"input_ids": prompt + response, "loss_mask": mask, "weight": sample.get("weight")})
+        of_ids = sample_of_ids(sample["prompt_ids"], sample["response_ids"], sample.get("weight"))
+        return encode_sample(None, of_ids)
     if "messages" in sample:
         return encode_sample(tokenizer, sample, loss_on)
     if "prompt" not in sample or "response" not in sample:

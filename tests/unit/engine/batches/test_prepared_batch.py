@@ -12,7 +12,7 @@ import torch
 
 from megatron_wrap.data.order.batching import BatchRule, Cursor
 from megatron_wrap.engine.batches.epochs import steps_of_epochs
-from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
+from megatron_wrap.engine.batches.prepared_batch import BatchParts, PreparedBatch
 from megatron_wrap.engine.state.state import Progress
 
 BEFORE, AFTER = Cursor(8, 3, ((10,),), 1), Cursor(10, 2, (), 1)
@@ -34,7 +34,7 @@ def batch() -> PreparedBatch:
         {"pixels": torch.zeros(2), "sound": numpy.zeros((2, 2)), "other": Opaque(1)},
     ]
     samples[1] |= {"sparse": torch.eye(2).to_sparse(), "scalar": torch.tensor(True), "half": torch.ones(3).bfloat16()}
-    return PreparedBatch(samples, BEFORE, AFTER, ("f:3: bad",), MICRO_BATCHES, key="key")
+    return PreparedBatch(BatchParts(samples, BEFORE, AFTER, ("f:3: bad",), MICRO_BATCHES, key="key"))
 
 
 def replace_tensor(samples: Any) -> None:
@@ -70,7 +70,7 @@ def test_micro_batches_are_for_unchanged_samples_and_the_same_key(edit: Any):
 
 
 def test_values_whose_edits_cannot_be_noticed_are_prepared_again():
-    made = PreparedBatch([{"handle": lambda: None}], BEFORE, AFTER, (), MICRO_BATCHES, key="key")
+    made = PreparedBatch(BatchParts([{"handle": lambda: None}], BEFORE, AFTER, (), MICRO_BATCHES, key="key"))
     assert made.micro_batches("key") is None
 
 
@@ -82,7 +82,7 @@ def test_a_pickled_copy_has_samples_and_cursors_alone():
 
 def test_samples_keep_their_origin_in_another_order_and_in_a_copy():
     samples = [{"ids": [row]} for row in range(3)]
-    made = PreparedBatch(samples, BEFORE, AFTER, where=("f:1", "f:2", "f:3"))
+    made = PreparedBatch(BatchParts(samples, BEFORE, AFTER, where=("f:1", "f:2", "f:3")))
     made.reverse()
     made[0]["ids"].append(9)
     assert made.origins(made) == ("f:3", "f:2", "f:1")
