@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_wrap.data.chat.spans import Span, check_tokenizer
 from megatron_wrap.data.chat.templates import TemplateLimitError, bounded, rendered
+from megatron_wrap.data.sources.formats import message_list
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
 
@@ -262,14 +263,7 @@ def _with_text_arguments(message: dict) -> dict:
 
 def _normalized(messages: Sequence[Any]) -> list[dict]:
     """Validated copies without None values, as in apply_chat_template."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise DataError(f'"messages" must be a list of messages, not {type(messages).__name__}')
-    if len(messages) == 0:
-        raise DataError('"messages" is empty; a conversation has at least one message')
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f'message {index} must be {{"role": ..., "content": ...}}, not {str(message)[:60]}')
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [{key: value for key, value in message.items() if value is not None} for message in message_list(messages)]
 
 
 def _message_weight(message: dict, index: int) -> int:

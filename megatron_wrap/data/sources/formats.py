@@ -153,16 +153,28 @@ def _missing(sample: Sample, kind: str) -> str:
 
 def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     """Messages as chat templates take them: the arguments of tool calls as mappings."""
+    messages = message_list(messages, name)
+    return [_checked_message(message, f"message {index} of {name}") for index, message in enumerate(messages)]
+
+
+def message_list(messages: Any, name: str = '"messages"') -> Sequence[Mapping[str, Any]]:
+    """The messages of a conversation, unchanged.
+
+    Raises:
+        DataError: there is none, or one is not a mapping with a role.
+    """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise DataError(f"{name} must be a list of messages, not a {type(messages).__name__}")
     if not messages:
         raise DataError(f"{name} is empty; a conversation has at least one message")
-    return [_checked_message(message, f"message {index} of {name}") for index, message in enumerate(messages)]
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            shown = str(message)[:60]
+            raise DataError(f'message {index} of {name} must be {{"role": ..., "content": ...}}, not {shown}')
+    return messages
 
 
-def _checked_message(message: Any, subject: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f'{subject} must be {{"role": ..., "content": ...}}, not {str(message)[:60]}')
+def _checked_message(message: Mapping[str, Any], subject: str) -> dict[str, Any]:
     role = message["role"]
     if role not in _ROLES:
         # templates may have roles of their own, so only a likely mistake is refused

@@ -33,7 +33,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         betas: decay rates of the running averages of the gradient and of its square.
         eps: added to the square root of the second moment.
         weight_decay: decoupled from the gradient if `adam_w_mode`, else added to the gradient.
-        bias_correction: divide the moments by 1 - beta^step.
+        bias_correction: divide the moments by 1 - beta^step; Megatron-Core never turns it off.
         adam_w_mode: True: AdamW; False: Adam with L2 regularization.
         ignored: FusedAdam's arguments for CUDA graphs, such as `capturable`.
 
@@ -57,6 +57,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 f"use_precision_aware_optimizer ({', '.join(sorted(unsupported))}) needs Transformer Engine's "
                 "FusedAdam, which is not installed; disable it or install the extra megatron-wrap[gpu]"
             )
+        if not bias_correction:
+            raise PlatformError("Adam without bias_correction needs Transformer Engine's FusedAdam")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
         self.adam_w_mode = adam_w_mode
@@ -77,25 +79,25 @@ class GroupStepAdam(torch.optim.Optimizer):
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-            if params and group["bias_correction"] and all(param.is_cuda for param in params):
-                self._update_fused(params, group)
-                continue
-            for chunk in _chunks(params):
-                self._update(chunk, group)
+            fused = bool(params) and all(param.is_cuda for param in params)
+            for chunk in [params] if fused else _chunks(params):
+                self._update(chunk, group, fused)
         return loss
 
-    def _update_fused(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """With torch's fused kernel, which reads and writes each tensor once."""
+    def _update(self, params: list[Tensor], group: dict[str, Any], fused: bool) -> None:
+        """With torch's own update; the fused kernel reads and writes each tensor once."""
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam
+        steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device if fused else "cpu")
         update(
             params,
             [param.grad for param in params if param.grad is not None],
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],
-            list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind()),
-            fused=True,
+            list(steps.unbind()),
+            foreach=not fused,
+            fused=fused,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -104,26 +106,6 @@ class GroupStepAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [param.grad for param in params if param.grad is not None]
-        exp_avgs = [self.state[param]["exp_avg"] for param in params]
-        exp_avg_sqs = [self.state[param]["exp_avg_sq"] for param in params]
-        beta1, beta2 = group["betas"]
-        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
-        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
-        denominators = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_div_(denominators, correction2**0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr / correction1)
 
 
 def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:

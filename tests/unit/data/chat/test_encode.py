@@ -263,10 +263,10 @@ def test_generation_blocks_without_assistant_turns_are_refused(make_tokenizer):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("Hello", "list of messages, not str"),
+        ("Hello", "list of messages, not a str"),
         ([], "empty"),
-        ([{"content": "Hello"}], "message 0 must be"),
-        ([turn("user", "Hello"), "Fine."], "message 1 must be"),
+        ([{"content": "Hello"}], 'message 0 of "messages" must be'),
+        ([turn("user", "Hello"), "Fine."], 'message 1 of "messages" must be'),
         ([turn("user", "Hello"), turn("user", "Hello")], r"\(user, user\).*must alternate"),
     ],
 )

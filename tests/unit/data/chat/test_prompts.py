@@ -33,7 +33,7 @@ def test_token_ids_equal_transformers(make_tokenizer):
         (["two", "texts"], "a prompt is a text"),
         ([-1], "has the token id -1; the vocabulary has 400 entries"),
         ([400], "has the token id 400"),
-        ([{"content": "nobody"}], "message 0 must be"),
+        ([{"content": "nobody"}], 'message 0 of "messages" must be'),
     ],
 )
 def test_invalid_prompts_are_refused(make_tokenizer, prompt, message):
