@@ -127,7 +127,7 @@ def test_log_probs_of_sampled_tokens_are_those_of_transformers(family, layout, r
             assert other["log_probs"] == pytest.approx(values, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2-pp2"])
+@pytest.mark.parametrize("layout", quick(["one", "dp2", "tp2-pp2"], ["tp2-pp2"]))
 def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks, original, tmp_path):
     folder, expected = original("llama")
     world_size, overrides = runs.LAYOUTS[layout]
@@ -135,7 +135,7 @@ def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks
         assert [completion["token_ids"] for completion in actual] == expected
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "one"), ("llama", "dp2"), ("mixtral", "ep2")])
+@pytest.mark.parametrize(("family", "layout"), [pytest.param("llama", "one", marks=pytest.mark.matrix), ("llama", "dp2"), ("mixtral", "ep2")])
 def test_end_tokens_of_generation_config_end_a_completion_as_in_transformers(family, layout, ranks, original, tmp_path):
     import json
     import shutil
@@ -199,7 +199,7 @@ def test_texts_and_messages_are_completed_as_in_transformers_and_end_before_a_st
     assert letter not in tokenizer.decode(completion["token_ids"][:-1])
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
+@pytest.mark.parametrize("layout", quick(["one", "tp2-pp2"], ["tp2-pp2"]))
 def test_an_evaluation_logs_completions_of_the_sample_prompts(layout, with_text, ranks, tmp_path):
     world_size, overrides = runs.LAYOUTS[layout]
     prompts = ["It was", [{"role": "user", "content": "hello"}]]

@@ -79,6 +79,7 @@ def test_adapters_beside_the_trainer_with_peft(tmp_path: Path) -> None:
         assert program["last_loss"] < program["first_loss"] - 0.1, name
 
 
+@pytest.mark.matrix
 def test_deepseek_learns_like_that_of_transformers(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "tiny-deepseek", "--platform", "cpu", "--steps", "3", "--warmup", "1"]
     command += ["--rounds", "1", "--against", "trainer", "megatron_lm.train.learning-rate.lr=1e-3"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 
 def test_text_is_tokenized_once_and_merged(command, tmp_path):
     rows = [{"text": f"Row {n} of the text, which is row {n % 7} again."} for n in range(200)]
@@ -20,10 +22,16 @@ def test_text_is_tokenized_once_and_merged(command, tmp_path):
     merged = command("megatron_wrap.cli.main", "preprocess", "--merge", "out", "--output-prefix", "all")
     assert merged.code == 0, merged.err
     assert (tmp_path / "all.bin").read_bytes() == (tmp_path / "out/a_text_document.bin").read_bytes()
-    for refused, name in [
-        (command(*words, "--input", "raws.jsonl", "--output-prefix", "b"), "did you mean rows.jsonl?"),
-        (command("megatron_wrap.cli.main", "preprocess", "--merge", "all", "no", "--output-prefix", "b"), "no.bin"),
+
+
+@pytest.mark.matrix
+def test_a_missing_file_is_one_line(command, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for words, name in [
+        (("--tokenizer", "tok", "--input", "raws.jsonl"), "did you mean rows.jsonl?"),
+        (("--merge", "no"), "no.bin"),
     ]:
+        refused = command("megatron_wrap.cli.main", "preprocess", *words, "--output-prefix", "b")
         assert refused.code == 2
         assert len(refused.err.splitlines()) == 1
         assert refused.err.startswith("error: ")
