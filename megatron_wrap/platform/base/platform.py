@@ -94,7 +94,7 @@ class Platform(ABC):
         return Machine(self.name, version, megatron_core_version(), device=device)
 
     def install(self, environment: Mapping[str, str] | None = None, deterministic: bool = False) -> None:
-        """Prepare Megatron-Core for this platform; a second call does nothing.
+        """Prepare Megatron-Core for this platform; a second call adds `deterministic` at most.
 
         Args:
             environment: variables that CUDA reads at its first use; set until `uninstall`, unless they are set already
@@ -106,6 +106,8 @@ class Platform(ABC):
             PlatformError: unsupported or unexpected Megatron-Core, or no such device.
         """
         if self._installed:
+            if deterministic:
+                self._use_deterministic_kernels(self._replacements)
             return
         versions.check_version()
         try:
