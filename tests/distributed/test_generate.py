@@ -135,7 +135,9 @@ def test_prompts_passed_on_rank_0_only_are_completed_on_every_rank(layout, ranks
         assert [completion["token_ids"] for completion in actual] == expected
 
 
-@pytest.mark.parametrize(("family", "layout"), [pytest.param("llama", "one", marks=pytest.mark.matrix), ("llama", "dp2"), ("mixtral", "ep2")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [pytest.param("llama", "one", marks=pytest.mark.matrix), ("llama", "dp2"), ("mixtral", "ep2")]
+)
 def test_end_tokens_of_generation_config_end_a_completion_as_in_transformers(family, layout, ranks, original, tmp_path):
     import json
     import shutil

@@ -91,8 +91,8 @@ FEW = ("dp2-dopt", "pp2", "cp2", "packed")
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    # every run has kto, with statistics of the step and a reference; each flow is compared with trl on some layouts, and
-    # test_preference_losses.py cuts the batch in several ways
+    # every run has kto, with statistics of the step and a reference; each flow is compared with trl on some layouts,
+    # and test_preference_losses.py cuts the batch in several ways
     [
         pytest.param("kto", FEW, id="kto on few layouts"),
         *(

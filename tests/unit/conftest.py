@@ -1,13 +1,17 @@
 """What tests of several folders share."""
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +24,13 @@ def load_script() -> Callable[[str], ModuleType]:
             return importlib.import_module(name)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set and tokenizer of the examples, made once by their own command; tests do not write into it."""
+    folder = tmp_path_factory.mktemp("example") / "data"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONHASHSEED": "1"}
+    command = [sys.executable, str(ROOT / "examples/data/build.py"), "--output", str(folder)]
+    subprocess.run(command, cwd=folder.parent, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return folder

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,6 @@ from megatron_wrap.errors import DataError
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inspect") / "generated"
-    build = [sys.executable, str(ROOT / "examples/data/build.py"), "--output", str(folder)]
-    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
-    return folder
 
 
 @pytest.fixture

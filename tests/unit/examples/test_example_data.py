@@ -35,21 +35,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("example") / "data"
-    run_build(folder, cwd=folder.parent, PYTHONHASHSEED="1")
-    return folder
-
-
 @pytest.mark.matrix
-def test_two_runs_write_the_same_bytes(data, tmp_path):
+def test_two_runs_write_the_same_bytes(sample_data, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('a stray module of the working directory was imported')")
     (tmp_path / "math.py").write_text('def stray():\n    """No part of the standard library."""\n')
     out = run_build(tmp_path / "again", cwd=tmp_path, PYTHONHASHSEED="2", RAYON_NUM_THREADS="1")
     assert "made" in out
     again = files_of(tmp_path / "again")
-    assert again == files_of(data)
+    assert again == files_of(sample_data)
     assert set(again) == {
         "train.jsonl",
         "validation.jsonl",
@@ -67,24 +60,24 @@ def test_two_runs_write_the_same_bytes(data, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_whole_folder_is_kept_and_a_broken_one_made_again(data, tmp_path):
+def test_a_whole_folder_is_kept_and_a_broken_one_made_again(sample_data, tmp_path):
     import shutil
 
     folder = tmp_path / "data"
-    shutil.copytree(data, folder)
+    shutil.copytree(sample_data, folder)
     (folder / "train.jsonl").write_text("changed")
     assert "is there already" in run_build(folder, cwd=tmp_path)
     assert (folder / "train.jsonl").read_text() == "changed"
     (folder / "validation.jsonl").unlink()
     assert "made" in run_build(folder, cwd=tmp_path)
-    assert files_of(folder) == files_of(data)
+    assert files_of(folder) == files_of(sample_data)
     (folder / "train.jsonl").write_text("changed")
     run_build(folder, "--force", cwd=tmp_path)
-    assert files_of(folder) == files_of(data)
+    assert files_of(folder) == files_of(sample_data)
 
 
-def test_the_conversations(data):
-    train, validation = JsonLines(data / "train.jsonl"), JsonLines(data / "validation.jsonl")
+def test_the_conversations(sample_data):
+    train, validation = JsonLines(sample_data / "train.jsonl"), JsonLines(sample_data / "validation.jsonl")
     assert len(train) + len(validation) >= 3000
     assert 100 <= len(validation) <= 0.1 * len(train)
     samples = [*train, *validation]
@@ -97,8 +90,8 @@ def test_the_conversations(data):
 
 
 @pytest.mark.parametrize("side", ["train", "validation"])
-def test_a_pair_is_an_answer_and_its_words_in_disorder(data, side):
-    samples, pairs = JsonLines(data / f"{side}.jsonl"), JsonLines(data / f"preference-{side}.jsonl")
+def test_a_pair_is_an_answer_and_its_words_in_disorder(sample_data, side):
+    samples, pairs = JsonLines(sample_data / f"{side}.jsonl"), JsonLines(sample_data / f"preference-{side}.jsonl")
     assert len(samples) == len(pairs)
     for sample, pair in zip(samples, pairs, strict=True):
         assert pair["prompt"] + pair["chosen"] == sample["messages"]
@@ -107,12 +100,12 @@ def test_a_pair_is_an_answer_and_its_words_in_disorder(data, side):
         assert worse.split() != good.split() or len(set(good.split())) == 1
 
 
-def test_an_answer_is_the_documentation(data):
+def test_an_answer_is_the_documentation(sample_data):
     import inspect
     import textwrap
 
     actual = {}
-    for sample in [*JsonLines(data / "train.jsonl"), *JsonLines(data / "validation.jsonl")]:
+    for sample in [*JsonLines(sample_data / "train.jsonl"), *JsonLines(sample_data / "validation.jsonl")]:
         question, answer = (message["content"] for message in sample["messages"])
         actual[question.split("`")[1].split("(")[0]] = answer
     assert actual["textwrap.dedent"] == inspect.getdoc(textwrap.dedent)
@@ -120,8 +113,8 @@ def test_an_answer_is_the_documentation(data):
     assert inspect.getdoc(textwrap.TextWrapper).startswith(actual["textwrap.TextWrapper"])
 
 
-def test_the_tokenizer(data):
-    tokenizer = load_tokenizer(data / "tokenizer")
+def test_the_tokenizer(sample_data):
+    tokenizer = load_tokenizer(sample_data / "tokenizer")
     assert len(tokenizer) == 4096
     assert (pad_token_id(tokenizer), tokenizer.bos_token_id, end_token_id(tokenizer)) == (0, 1, 2)
     text = "  def f(x):\n\t\treturn 'naïve 🦙'  \n\n"
@@ -131,23 +124,23 @@ def test_the_tokenizer(data):
     assert prompt == "<|begin|><|user|>\nHi<|end|>\n<|assistant|>\n"
 
 
-def test_the_indexed_documents_are_the_answers(data):
+def test_the_indexed_documents_are_the_answers(sample_data):
     platform = choose_platform("cpu")
     platform.install()
     try:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
     finally:
         platform.uninstall()
-    tokenizer, documents = load_tokenizer(data / "tokenizer"), IndexedDataset(str(data / "text_document"))
-    samples = JsonLines(data / "train.jsonl")
+    tokenizer, documents = load_tokenizer(sample_data / "tokenizer"), IndexedDataset(str(sample_data / "text_document"))
+    samples = JsonLines(sample_data / "train.jsonl")
     assert len(documents) == len(samples)
     for index in (0, 1, len(samples) - 1):
         assert tokenizer.decode(documents[index]) == samples[index]["messages"][1]["content"] + "<|end|>"
 
 
-def test_every_mask_is_the_answer_and_its_end(data):
-    tokenizer = load_tokenizer(data / "tokenizer")
-    for sample in JsonLines(data / "validation.jsonl"):
+def test_every_mask_is_the_answer_and_its_end(sample_data):
+    tokenizer = load_tokenizer(sample_data / "tokenizer")
+    for sample in JsonLines(sample_data / "validation.jsonl"):
         tokens = tokenize_chat(tokenizer, sample["messages"])
         learnt = [token for token, mask in zip(tokens.input_ids, tokens.loss_mask, strict=True) if mask]
         assert tokenizer.decode(learnt) == sample["messages"][1]["content"] + "<|end|>"

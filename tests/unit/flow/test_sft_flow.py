@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,27 +22,17 @@ from megatron_wrap.ops import log_probs_and_logsumexp, token_log_probs, token_te
 
 pytestmark = pytest.mark.transformers
 
-ROOT = Path(__file__).parents[3]
 SEQ_LENGTH = 256
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """The sample data set and tokenizer."""
-    output = tmp_path_factory.mktemp("sft") / "generated"
-    build = [sys.executable, str(ROOT / "examples/data/build.py"), "--output", str(output)]
-    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
-    return output
+def tokenizer(sample_data) -> Any:
+    return load_tokenizer(sample_data / "tokenizer")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder) -> Any:
-    return load_tokenizer(folder / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def conversations(folder) -> list[dict[str, Any]]:
-    with open(folder / "validation.jsonl", encoding="utf-8") as lines:
+def conversations(sample_data) -> list[dict[str, Any]]:
+    with open(sample_data / "validation.jsonl", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines][:40]
 
 
