@@ -137,7 +137,7 @@ def _damaged(state: TrainingState, path: Path, reason: str) -> str:
     """A message; on rank 0."""
     models, store = state.config.models, CheckpointStore(path.parent)
     candidates = [store.folder_of(iteration) for iteration in reversed(store.iterations())]
-    whole = next((found for found in candidates if found != path and content_damage(found) is None), None)
+    whole = next((folder for folder in candidates if folder != path and content_damage(folder) is None), None)
     other = "" if whole is None else f", or set {models.path}.checkpoint to {whole}, the newest whole one there"
     return f"the {models.role} model's checkpoint {path} is damaged: {reason}; restore it{other}"
 

@@ -174,11 +174,11 @@ def _selections(folder: Folder, path: str) -> Mapping[str, Folder]:
     """Dotted path of each folder of which a run selects a file."""
     if folder.selects_one:
         return {path: folder}
-    found: dict[str, Folder] = {}
+    selections: dict[str, Folder] = {}
     for name, entry in folder.entries.items():
         if isinstance(entry, Folder):
-            found |= _selections(entry, f"{path}.{name}" if path else name)
-    return found
+            selections |= _selections(entry, f"{path}.{name}" if path else name)
+    return selections
 
 
 def _root(config: str) -> Folder:

@@ -107,8 +107,8 @@ def definitions() -> dict[str, Schema]:
         "description": source["properties"]["columns"]["description"]
     }
     source |= {"properties": source["properties"] | nullable, "required": ["path"]}
-    one = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/source"}]}
-    many: Schema = {"anyOf": [{"type": "null"}, *one["anyOf"], {"type": "array", "minItems": 1, "items": one}]}
+    single = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/source"}]}
+    many: Schema = {"anyOf": [{"type": "null"}, *single["anyOf"], {"type": "array", "minItems": 1, "items": single}]}
     sets = {"type": "object", "additionalProperties": {"$ref": f"#/$defs/{SOURCES}"}}
     return {
         "source": source,
@@ -123,13 +123,13 @@ def definitions() -> dict[str, Schema]:
 def _one_model() -> list[Schema]:
     """The rules of a reference model: one key names the weights, or none with `precomputed`, which excludes others."""
 
-    def given(name: str, value: Schema) -> Schema:
+    def with_key(name: str, value: Schema) -> Schema:
         return {"properties": {name: value}, "required": [name]}
 
     text: Schema = {"type": "string", "minLength": 1}
-    sources = [given(name, {"const": True} if name in ("copy", "base") else text) for name in MODEL_SOURCES]
-    precomputed = given("precomputed", {"type": "string"})
-    policies = given("base", {"const": True}), given("adapter", text)
+    sources = [with_key(name, {"const": True} if name in ("copy", "base") else text) for name in MODEL_SOURCES]
+    precomputed = with_key("precomputed", {"type": "string"})
+    policies = with_key("base", {"const": True}), with_key("adapter", text)
     unset = {name: {"type": "null"} for name in ("refresh_interval", "ema_decay")} | {"offload": {"const": False}}
     return [
         {"anyOf": [*sources, precomputed]},

@@ -77,8 +77,8 @@ def noise_added(word_embeddings: Any, noise: EmbeddingNoise) -> Iterator[None]:
         if not module.reduce_scatter_embeddings:
             return noise.add_to(output)
         group = module.tp_group
-        own = torch.arange(noise.keys.shape[1], device=output.device).chunk(group.size())[group.rank()]
-        return noise.select(own).add_to(output.transpose(0, 1)).transpose(0, 1).contiguous()
+        positions = torch.arange(noise.keys.shape[1], device=output.device).chunk(group.size())[group.rank()]
+        return noise.select(positions).add_to(output.transpose(0, 1)).transpose(0, 1).contiguous()
 
     with word_embeddings.register_forward_hook(add):
         yield

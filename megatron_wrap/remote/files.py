@@ -67,10 +67,10 @@ class RemoteFolder:
         """Name of each file below the folder -> its size in bytes."""
         self._files.invalidate_cache()
         try:
-            found = self._files.find(self._root, detail=True)
+            listed = self._files.find(self._root, detail=True)
         except FileNotFoundError:
             return {}
-        entries = {self._files._strip_protocol(path): entry for path, entry in found.items()}
+        entries = {self._files._strip_protocol(path): entry for path, entry in listed.items()}
         prefix = self._root + "/"
         return {path[len(prefix) :]: int(entry["size"]) for path, entry in entries.items() if path.startswith(prefix)}
 

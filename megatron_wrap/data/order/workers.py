@@ -142,13 +142,17 @@ def _fork(items: Callable[[int, int], Iterator[Any]], number: int, count: int) -
 
 
 def _work(
-    items: Callable[[int, int], Iterator[Any]], number: int, count: int, parents: socket.socket, own: socket.socket
+    items: Callable[[int, int], Iterator[Any]],
+    number: int,
+    count: int,
+    parents: socket.socket,
+    connection: socket.socket,
 ) -> None:
     parents.close()
     become_worker()
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):  # the parent has closed its end
-        _serve(items, number, count, own)
+        _serve(items, number, count, connection)
 
 
 def _serve(items: Callable[[int, int], Iterator[Any]], number: int, count: int, connection: socket.socket) -> None:
