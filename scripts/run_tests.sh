@@ -80,10 +80,10 @@ if [ "$*" = --fast ]; then
   second=(tests/unit/config tests/unit/cli)
   third=(tests/unit/platform tests/unit/report tests/unit/utils)
   others=("${second[@]}" "${third[@]}")
-  tests "unit tests: others" --fast tests/unit "${others[@]/#/--ignore=}"
+  tests "unit tests: others" --fast tests/unit "${others[@]/#/--ignore=}" "${covering[@]}"
   types
-  tests "unit tests: config, cli" --fast "${second[@]}"
-  tests "unit tests: platform, report, utils" --fast "${third[@]}"
+  tests "unit tests: config, cli" --fast "${second[@]}" "${covering[@]}"
+  tests "unit tests: platform, report, utils" --fast "${third[@]}" "${covering[@]}"
   lint
 elif [ "$*" = --all ]; then
   matrix=tests two_versions=

@@ -204,7 +204,7 @@ def test_ten_batches_in_a_row_without_a_trained_token_are_one_error():
         assert math.isfinite(wrap.train(batch)["loss"])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_the_error_of_a_non_finite_loss_names_file_and_row(workers: int):
     @MegatronWrapFlowEntry.register(f"overflowing{workers}")
     class Overflowing(MegatronWrapGPTModelSFTFlow):

@@ -346,7 +346,11 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
+# the others are named alike and differ in Megatron-Core's own scheduler
+@pytest.mark.parametrize(
+    "style",
+    [style if style in ("cosine", "WSD") else pytest.param(style, marks=pytest.mark.matrix) for style in STYLES],
+)
 def test_learning_rates_and_weight_decay_are_megatron_core_s(style):
     """Compared with Megatron-Core's scheduler, stepped in iterations."""
 
@@ -391,7 +395,9 @@ def test_warm_up_is_a_fraction_of_the_decay():
     assert rates == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
 
 
-@pytest.mark.parametrize(("interval", "due"), [("2", [0, 2, 4, 6]), ("4", [0, 4]), ("null", [])])
+@pytest.mark.parametrize(
+    ("interval", "due"), [("2", [0, 2, 4, 6]), pytest.param("4", [0, 4], marks=pytest.mark.matrix), ("null", [])]
+)
 def test_an_evaluation_is_due_before_the_first_step_and_after_each_interval(interval, due):
     with started(f"{TRAIN}.eval_interval={interval}") as wrap:
         actual = [0] if wrap.evaluation_due else []
