@@ -54,7 +54,7 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
         "pre_process": request.pre_process,
         "post_process": request.post_process,
         "parallel_output": True,
-        "position_embedding_type": arch.position_embedding_type,
+        "position_embedding_type": "yarn" if derived.has_plain_yarn(arch) else arch.position_embedding_type,
         "rotary_percent": arch.rotary_percent,
         "rotary_base": arch.rotary_base,
         "rope_scaling": arch.use_rope_scaling,

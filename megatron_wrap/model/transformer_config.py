@@ -86,10 +86,13 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     fp8 = fp8_settings(config) if training else None
     if fp8 is not None:
         _refuse_missing(fp8, platform, transformer_engine)
-    config_class = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
+    config_class: type = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
+    if derived.has_plain_yarn(config.arch):
+        from megatron_wrap.model.yarn import YarnTransformerConfig as config_class
     virtual_size = derived.virtual_pipeline_size(config)
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
+        **_yarn(config.arch),
         **_experts(config, config_class, platform, transformer_engine, fp8 is not None),
         **same_named(config.parallel, config_class),
         "virtual_pipeline_model_parallel_size": virtual_size,
@@ -181,6 +184,15 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
         "window_size": arch.window_size,  # a tuple in Megatron-Core as well
         "bias_dropout_fusion": True,
     }
+
+
+def _yarn(arch: ArchConfig) -> dict[str, Any]:
+    """Settings of `YarnTransformerConfig`; empty for other models."""
+    if not derived.has_plain_yarn(arch):
+        return {}
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    values = {name: getattr(arch, name) for name in (*names, "rotary_scaling_factor", "correction_range_round_to_int")}
+    return {f"yarn_{name}": value for name, value in values.items()}
 
 
 def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -41,5 +42,10 @@ class FusedSelfAttention(SelfAttention):
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         return split_rotary(
-            mixed, self._angles, queries, self.hidden_size_per_attention_head, self.config.rotary_interleaved
+            mixed,
+            self._angles,
+            queries,
+            self.hidden_size_per_attention_head,
+            self.config.rotary_interleaved,
+            _yarn_get_concentration_factor_from_config(self.config),
         )

@@ -72,6 +72,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
     ),
+    "llama-yarn": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False},
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "llama-four-layers": ("LlamaForCausalLM", {"num_hidden_layers": 4}),
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -227,6 +236,7 @@ VARIANTS = (
     "llama-biases",
     "llama3.1",
     "llama-linear-rope",
+    "llama-yarn",
     "qwen2-tied",
     "smollm3-tied",
     "glm4-moe-plain",

@@ -31,6 +31,7 @@ PLAIN: dict[str, Any] = {
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False,
+    "rope_type": "rope",
     "normalization": "RMSNorm",
     "apply_layernorm_1p": False,
     "qk_layernorm": False,
@@ -49,6 +50,16 @@ PLAIN: dict[str, Any] = {
 }
 """Values of a Llama-like decoder; a family overrides those that differ. Every key that affects the model's function is
 here or in `decoder_values`, so no default of the configuration tree is used."""
+
+YARN: Mapping[str, tuple[str, float | None]] = {
+    "rotary_scaling_factor": ("factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+"""Key of `model.arch` -> (key in config.json, transformers' default; None: required)."""
 
 ROUTER: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
@@ -162,9 +173,39 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**values, "use_rope_scaling": True, "rope_scaling_factor": float(need(rope, "factor"))}
     if kind == "linear":
         return {**values, "rotary_seq_len_interpolation_factor": float(need(rope, "factor"))}
+    if kind == "yarn":
+        return {**values, **yarn_values(rope)}
     if kind != "default":
-        raise UnsupportedModel(f"rope_type is {kind!r}, but Megatron-Core's GPT supports default, linear and llama3")
+        raise UnsupportedModel(
+            f"rope_type is {kind!r}, but Megatron-Core's GPT supports default, linear, llama3 and yarn"
+        )
     return values
+
+
+def yarn_values(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding keys of YaRN. transformers reads mscale and mscale_all_dim only if both are set and not 0
+    (modeling_rope_utils.py, _compute_yarn_parameters)."""
+    refuse_unless(rope, attention_factor=None)
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        rope = {**rope, "mscale": 1.0, "mscale_all_dim": 0.0}
+    values = {
+        ours: float(rope.get(theirs) or (need(rope, theirs) if default is None else default))
+        for ours, (theirs, default) in YARN.items()
+    }
+    return {
+        "rope_type": "yarn",
+        **values,
+        "original_max_position_embeddings": int(values["original_max_position_embeddings"]),
+        "correction_range_round_to_int": bool(rope.get("truncate", True)),
+    }
+
+
+def yarn_config(arch: ArchConfig) -> dict[str, Any]:
+    """The inverse of `yarn_values`."""
+    scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in YARN.items()}
+    if not arch.mscale_all_dim:
+        del scaling["mscale"], scaling["mscale_all_dim"]
+    return {"rope_type": "yarn", **scaling, "truncate": arch.correction_range_round_to_int}
 
 
 def decoder_config(arch: ArchConfig) -> dict[str, Any]:
@@ -175,6 +216,8 @@ def decoder_config(arch: ArchConfig) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", "factor": arch.rope_scaling_factor, **LLAMA3_SCALING}
     elif arch.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": arch.rotary_seq_len_interpolation_factor}
+    elif arch.rope_type == "yarn":
+        scaling = yarn_config(arch)
     values: dict[str, Any] = {
         "num_hidden_layers": arch.num_layers,
         "hidden_size": sizes.hidden,

@@ -19,16 +19,6 @@ from megatron_wrap.errors import UnsupportedModel
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the latent vectors' norms, a constant in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
 
-_YARN = {
-    "rotary_scaling_factor": ("factor", None),
-    "original_max_position_embeddings": ("original_max_position_embeddings", None),
-    "beta_fast": ("beta_fast", 32.0),
-    "beta_slow": ("beta_slow", 1.0),
-    "mscale": ("mscale", None),
-    "mscale_all_dim": ("mscale_all_dim", None),
-}
-"""Key of `model.arch` -> (key in config.json, its default there)."""
-
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """All architecture keys except the router's."""
@@ -61,21 +51,17 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"rope_type is {kind!r}, but multi-latent attention supports default, and yarn without attention_factor"
         )
-    missing = [theirs for theirs, default in _YARN.values() if default is None and not rope.get(theirs)]
-    if missing:
-        raise UnsupportedModel(f"{missing[0]} of yarn is missing")
-    numbers = {ours: float(rope.get(theirs) or default or 0.0) for ours, (theirs, default) in _YARN.items()}
-    original = int(numbers["original_max_position_embeddings"])
-    return {"rope_type": "yarn", **numbers, "original_max_position_embeddings": original}
+    for name in ("mscale", "mscale_all_dim"):
+        if not rope.get(name):
+            raise UnsupportedModel(f"{name} of yarn is missing")
+    refuse_unless(rope, truncate=True)
+    return decoder.yarn_values(rope)
 
 
 def latent_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `latent_values`."""
     values = decoder.decoder_config(arch)
     del values["head_dim"]
-    if arch.rope_type == "yarn":
-        scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in _YARN.items()}
-        values["rope_scaling"] = {"rope_type": "yarn", **scaling}
     return {
         **values,
         **expert_config(arch),

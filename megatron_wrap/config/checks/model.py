@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_wrap.config.checks.experts import check_experts
 from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
@@ -59,14 +60,41 @@ def _check_attention(config: RunConfig) -> None:
             f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; "
             f"legal num_query_groups: {divisors(heads)}",
         )
+    if derived.has_plain_yarn(arch):
+        _check_yarn(config)
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         rule = f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even"
         refuse(config, ["arch.kv_channels", "arch.hidden_size"], rule)
 
 
+def _check_yarn(config: RunConfig) -> None:
+    """Megatron-Core's YaRN (yarn_rotary_pos_embedding.py) ignores other scalings, and rotates whole heads by halves."""
+    _check_values(
+        config,
+        "rope_type yarn",
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+        ("rotary_interleaved", (False,)),
+        ("rotary_percent", (1.0,)),
+    )
+
+
+def _check_values(config: RunConfig, key: str, *wanted: tuple[str, tuple[Any, ...]]) -> None:
+    """Check that keys of `arch` have values that another one, shown with its value, needs."""
+    arch = config.arch
+    for name, values in wanted:
+        if getattr(arch, name) not in values:
+            words = " or ".join("null" if value is None else str(value).lower() for value in values)
+            rule = f"{key} needs {name} {words}, not {str(getattr(arch, name)).lower()}"
+            refuse(config, [f"arch.{name}", f"arch.{key.split()[0]}"], rule)
+
+
 def _check_latent_attention(config: RunConfig) -> None:
     arch, key = config.arch, "arch.multi_latent_attention"
-    for name, wanted in (
+    _check_values(
+        config,
+        "multi_latent_attention",
         ("num_query_groups", (None, arch.num_attention_heads)),
         ("position_embedding_type", ("rope",)),
         ("use_rope_scaling", (False,)),
@@ -76,11 +104,8 @@ def _check_latent_attention(config: RunConfig) -> None:
         ("add_qkv_bias", (False,)),
         ("add_bias_linear", (False,)),
         ("window_size", (None,)),
-    ):
-        if getattr(arch, name) not in wanted:
-            words = " or ".join("null" if value is None else str(value).lower() for value in wanted)
-            rule = f"multi_latent_attention needs {name} {words}, not {str(getattr(arch, name)).lower()}"
-            refuse(config, [f"arch.{name}", key], rule)
+        ("correction_range_round_to_int", (True,)),
+    )
     if arch.qk_pos_emb_head_dim % 2:
         rule = f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even"
         refuse(config, ["arch.qk_pos_emb_head_dim", key], rule)

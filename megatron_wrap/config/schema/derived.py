@@ -46,6 +46,11 @@ def kv_channels(arch: ArchConfig) -> int:
     return arch.hidden_size // arch.num_attention_heads if arch.kv_channels is None else arch.kv_channels
 
 
+def has_plain_yarn(arch: ArchConfig) -> bool:
+    """Whether queries and keys have YaRN's rotary embedding, outside of multi-latent attention."""
+    return arch.rope_type == "yarn" and not arch.multi_latent_attention
+
+
 def moe_ffn_hidden_size(arch: ArchConfig) -> int:
     """Inner width of one expert, by default the dense MLP's."""
     return ffn_hidden_size(arch) if arch.moe_ffn_hidden_size is None else arch.moe_ffn_hidden_size

@@ -85,7 +85,7 @@ class ArchConfig:
     """With window_size, layers without it: every N-th, or a list of 1 (window) and 0 for each layer; null: none."""
     multi_latent_attention: bool = False
     """Compute keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); with false, q_lora_rank to
-    mscale_all_dim have no effect. qk_layernorm then normalizes the latents."""
+    v_head_dim have no effect. qk_layernorm then normalizes the latents."""
     q_lora_rank: int | None = key(None, at_least=1)
     """Width of the queries' latent vector; null: queries directly from the residual stream."""
     kv_lora_rank: int = key(512, at_least=1)
@@ -111,7 +111,10 @@ class ArchConfig:
     mscale: float = key(1.0, at_least=0)
     """YaRN: strength of the scaling of the rotated parts with the context extension."""
     mscale_all_dim: float = key(0.0, at_least=0)
-    """YaRN: strength of the scaling of all attention scores; 0: none."""
+    """YaRN: with latent attention the strength of the scaling of all attention scores, 0: none; else the scaling of the
+    rotated parts is divided by that of this strength."""
+    correction_range_round_to_int: bool = True
+    """YaRN: round the borders between unchanged and divided frequencies to whole pairs (transformers' truncate)."""
     num_experts: int | None = key(None, at_least=1, at_most=10_000)
     """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
     moe_layer_freq: int | tuple[int, ...] | str = 1

@@ -212,12 +212,13 @@ def _launch_split(
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _cos_sin(angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """fp32 [S, R / 2] each, of the angles of the pairs; computed once for a tensor of angles, which layers share."""
+def _cos_sin(angles: Tensor, interleaved: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """fp32 [S, R / 2] each, of the angles of the pairs, times the factor; computed once for a tensor of angles, which
+    the layers of a model share."""
     if angles not in _TABLES:
         flat = angles.detach().reshape(angles.shape[0], angles.shape[-1]).float()
         of_pairs = flat[:, ::2] if interleaved else flat[:, : flat.shape[1] // 2]
-        _TABLES[angles] = (of_pairs.cos().contiguous(), of_pairs.sin().contiguous())
+        _TABLES[angles] = ((of_pairs.cos() * factor).contiguous(), (of_pairs.sin() * factor).contiguous())
     return _TABLES[angles]
 
 
@@ -278,7 +279,7 @@ class _SplitRotary(torch.autograd.Function):
 
 
 def split_rotary(
-    mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False
+    mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one projection, with the rotary position embedding of the first two: instead of a
     split, a copy of the queries and two rotations, and in the backward their gradients and a concatenation.
@@ -288,8 +289,10 @@ def split_rotary(
         angles: as for `apply_rotary`.
         queries: query heads of a group.
         width: head size.
+        factor: the rotated entries of queries and keys are multiplied by it (YaRN); the same for all calls with these
+            angles.
 
     Returns:
         [S, B, groups * queries, width], [S, B, groups, width] and [S, B, groups, width], each contiguous.
     """
-    return _SplitRotary.apply(mixed, *_cos_sin(angles, interleaved), queries, width, interleaved)
+    return _SplitRotary.apply(mixed, *_cos_sin(angles, interleaved, factor), queries, width, interleaved)
