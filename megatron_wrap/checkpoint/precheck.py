@@ -34,8 +34,10 @@ _FIRST_PARAMETER: dict[str, str] = {
     "add_qkv_bias": "decoder.layers.self_attention.linear_qkv.bias",
     "add_bias_linear": "decoder.layers.self_attention.linear_qkv.bias",
     "qk_layernorm": "decoder.layers.self_attention.q_layernorm.weight",
+    "softmax_type": "decoder.layers.self_attention.core_attention.softmax_offset",
     "ffn_hidden_size": "decoder.layers.mlp.linear_fc1.weight",
     "swiglu": "decoder.layers.mlp.linear_fc1.weight",
+    "quick_geglu": "decoder.layers.mlp.linear_fc1.weight",
     "untie_embeddings_and_output_weights": "output_layer.weight",
 }
 """Architecture key that determines the shape or meaning of saved weights -> the first parameter it affects, in model

@@ -28,7 +28,7 @@ _DEFAULTED_INTEGERS: Mapping[str, int] = {
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout")
 _DEFAULTED_NUMBERS = (
     *("initializer_range", "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop", "routed_scaling_factor"),
-    "residual_dropout",
+    *("residual_dropout", "swiglu_alpha", "swiglu_limit"),
 )
 _FLAGS = (
     *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),

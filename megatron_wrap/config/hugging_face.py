@@ -44,6 +44,7 @@ _SHIPPED = (
         "glm4_moe",
         "glm4_moe_lite",
         "gpt2",
+        "gpt_oss",
         "kimi_k2",
         "llama",
         "mistral",

@@ -134,10 +134,18 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
 
 def _can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
-    """With context parallelism by p2p exchange of keys, no backend of Transformer Engine supports fp32 or a sliding
-    window (dot_product_attention/utils.py, get_attention_backend)."""
-    without_cp = config.parallel.context_parallel_size == 1
-    return without_cp or (parameter_dtype(config) != torch.float32 and config.arch.window_size is None)
+    """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
+    get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
+    windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
+    arch = config.arch
+    sinks = arch.softmax_type != "vanilla"
+    if sinks and config.flow.packing:
+        return False
+    if config.parallel.context_parallel_size == 1:
+        return True
+    by_heads = arch.upstream.get("cp_comm_type") == "a2a" and not config.flow.packing
+    plain = not sinks and arch.window_size is None
+    return parameter_dtype(config) != torch.float32 and (plain or by_heads)
 
 
 def _torch_norm(arch: ArchConfig) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
 from megatron_wrap.model.random_numbers import key_of, normal
@@ -40,20 +41,22 @@ def fill_initial_weights(
         tp: the axis over which matrices are sharded.
         expert_tp: the axis over which matrices of experts are sharded; default: `tp`.
 
-    Matrices are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
+    Matrices and sinks are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
     zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0.
     """
     for named in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
         name, parameter = named.name, named.of(named.tensor)
         if name.endswith("bias"):
             parameter.zero_()
+        elif name.endswith(".softmax_offset"):  # sinks of attention
+            _fill_normal(parameter[:, None], arch.init_method_std, key_of(seed, name), tp, 0, False, None)
         elif parameter.dim() == 1:  # norms
             parameter.fill_(0.0 if arch.apply_layernorm_1p else 1.0)
         else:
             std = arch.init_method_std
             if name.endswith(OUTPUT_PROJECTIONS):
                 std /= math.sqrt(2.0 * arch.num_layers)
-            gated = arch.swiglu and name.endswith("linear_fc1.weight")
+            gated = derived.is_gated(arch) and name.endswith("linear_fc1.weight")
             rows = vocab_size if name.startswith(("embedding.word_embeddings", "output_layer")) else None
             axis = expert_tp if is_expert(name) and expert_tp is not None else tp
             with writable(parameter) as values:

@@ -59,6 +59,11 @@ def experts_impl(config: RunConfig, platform: Platform, fp8: bool) -> str:
     """
     machine = platform.machine
     value: str = experts_choice(config.arch, machine, use_transformer_engine(config, platform), fp8).value
+    if config.arch.add_bias_linear and config.arch.num_experts is not None and value != "grouped_mm":
+        raise PlatformError(
+            f"megatron_lm.model.arch.add_bias_linear needs experts_impl grouped_mm, and this torch {torch.__version__} "
+            f"has no grouped products; upgrade torch to {GROUPED_PRODUCTS_FROM[0]}.{GROUPED_PRODUCTS_FROM[1]}"
+        )
     if value == "grouped_mm" and not machine.grouped_products:
         raise PlatformError(
             f"megatron_lm.model.arch.experts_impl is grouped_mm, which needs torch {GROUPED_PRODUCTS_FROM[0]}."
@@ -123,8 +128,13 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     for field in dataclasses.fields(config_class):
         if isinstance(field.default, enum.Enum) and isinstance(settings.get(field.name), str):
             settings[field.name] = type(field.default)[settings[field.name]]  # the YAML has the member's name
+    tensor_parallel = derived.expert_tensor_parallel_size(config.parallel)
+    if config.arch.num_experts is not None and config.arch.add_bias_linear:
+        settings["expert_tensor_parallel_size"] = 1  # Megatron-Core's experts refuse more; GroupedExperts do not
     try:
-        return config_class(**settings)
+        built: TransformerConfig = config_class(**settings)
+        built.expert_tensor_parallel_size = tensor_parallel
+        return built
     except (ValueError, AssertionError, TypeError) as error:
         raise PlatformError(f"Megatron-Core rejects the model's configuration: {error}") from error
 
@@ -161,11 +171,13 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
 
 def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
     """Settings of dense models; only MLATransformerConfig has the fields of multi-latent attention."""
-    from megatron.core.activations import fast_gelu, squared_relu
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
     activation: Any
     if arch.swiglu:
         activation = functional.silu
+    elif arch.quick_geglu:
+        activation = quick_gelu
     elif arch.squared_relu:
         activation = squared_relu
     else:
@@ -179,7 +191,7 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
         "kv_channels": derived.kv_channels(arch),
         "layernorm_epsilon": arch.norm_epsilon,
         "layernorm_zero_centered_gamma": arch.apply_layernorm_1p,
-        "gated_linear_unit": arch.swiglu,
+        "gated_linear_unit": derived.is_gated(arch),
         "activation_func": activation,
         "window_size": arch.window_size,  # a tuple in Megatron-Core as well
         "bias_dropout_fusion": True,

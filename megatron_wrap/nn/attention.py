@@ -14,6 +14,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention_backend import attention_backend
+from megatron_wrap.nn.kernels.attention_sinks import (
+    attention_with_sinks,
+    flash_attention_with_sinks,
+    has_flash_kernel,
+)
 from megatron_wrap.parallel.context import chunks_of, merge
 
 # Minimum queries per block under a sliding window: smaller blocks waste less compute but launch more kernels.
@@ -30,6 +35,7 @@ def attend(
     window: tuple[int, int] | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(query key^T * scale) value, with grouped-query attention: heads / groups query heads share a key head.
 
@@ -42,16 +48,22 @@ def attend(
         mask: bool, broadcastable to [b, heads, s_q, s_k], True = masked, in addition to `causal` and `window`. The
             result of a query whose keys are all masked is finite but meaningless.
         dropout: dropout probability of the attention weights, with torch's generator of the device.
+        sinks: [heads], a further score of each query, without a value; None: none.
 
     Returns:
         [s_q, b, heads, d_v].
     """
+    is_plain = causal and mask is None and not dropout and query.shape[0] > 1
+    if sinks is not None and is_plain and has_flash_kernel(query, value):
+        return _flash_with_sinks(query, key, value, sinks, scale, -1 if window is None else window[0])
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     s_q, s_k = query.shape[2], key.shape[2]
     left, right = window if window is not None else (-1, -1)
     left = s_k if left < 0 else left
     right = 0 if causal else (s_k if right < 0 else right)
-    call = functools.partial(_scaled_dot_product_attention, dropout_p=dropout, scale=scale)
+    call: Callable[..., Tensor] = functools.partial(_scaled_dot_product_attention, dropout_p=dropout, scale=scale)
+    if sinks is not None:
+        call = functools.partial(attention_with_sinks, sinks=sinks, dropout_p=dropout, scale=scale)
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, s_q, s_k)))
     if left < s_k - 1 or (not causal and right < s_k - 1):
@@ -63,10 +75,23 @@ def attend(
         output = call(query, key, value)
     elif s_q == s_k:
         output = call(query, key, value, is_causal=True)
+    elif sinks is not None:
+        output = call(query, key, value, attn_mask=~_outside_window(s_q, s_k, left, right, query.device))
     else:
         # is_causal aligns the mask with the first key; the queries here are aligned with the last key.
         output = call(query, key, value, attn_mask=causal_lower_right(s_q, s_k))
     return output.permute(2, 0, 1, 3)
+
+
+def _flash_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, left: int) -> Tensor:
+    """Causal attention of tensors [s, b, heads, d] by the kernel for concatenated sequences."""
+    (s_q, batch), s_k = query.shape[:2], key.shape[0]
+    query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    output = flash_attention_with_sinks(
+        query, key, value, starts * s_q, starts * s_k, s_q, s_k, sinks=sinks, scale=scale, window_size=(left, 0)
+    )
+    return output.unflatten(0, (batch, s_q)).transpose(0, 1)
 
 
 def _scaled_dot_product_attention(

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.attention import attend, attend_over_context
+from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
 
 if TYPE_CHECKING:
@@ -44,8 +46,8 @@ class TorchCoreAttention(MegatronModule):
         cp_comm_type: ignored: keys and values are always all-gathered.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
-    Raises:
-        PlatformError: `softmax_type` is not vanilla.
+    With `softmax_type` learnable it has a parameter `softmax_offset` [heads of this rank], the sinks of
+    `kernels/attention_sinks.py`, with the name and the dtype that it has in Megatron-Core's class.
     """
 
     def __init__(
@@ -63,21 +65,19 @@ class TorchCoreAttention(MegatronModule):
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.softmax_type != "vanilla":
-            raise PlatformError(
-                f"softmax_type={config.softmax_type!r} needs Transformer Engine's attention; set it to 'vanilla'"
-            )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling has no effect in fp32: it divides the scores and multiplies them again.
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
+        self.tp_group = getattr(pg_collection, "tp", None)
         self.cp_group = getattr(pg_collection, "cp", None)
         if self.cp_group is None and config.context_parallel_size > 1:
             from megatron.core import parallel_state
 
             self.cp_group = parallel_state.get_context_parallel_group()
+        self.softmax_offset = _softmax_offset(config)
         self.is_padding: Tensor | None = None
         """bool [b, slots], True = padding: keys that are masked in every call; see `masked`."""
         self.current_max_attn_logits = None  # Megatron-Core's qk-clip reads it; not supported here
@@ -93,7 +93,21 @@ class TorchCoreAttention(MegatronModule):
         scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
         core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
         core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
+        if core.softmax_offset is not None:
+            core.softmax_offset = attention.core_attention.softmax_offset
         return core.train(attention.training)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks for a checkpoint, as in Megatron-Core's class; other models have none."""
+        state: dict[str, Any] = {}
+        self._save_to_state_dict(state, "", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups
+        )
+        return sharded
 
     def forward(
         self,
@@ -151,6 +165,11 @@ class TorchCoreAttention(MegatronModule):
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        if self.config.softmax_type == "off-by-one":
+            return query.new_zeros(query.shape[-2])
+        return self.softmax_offset
+
     def _gather(self, tensor: Tensor) -> Tensor:
         return tensor_parallel.gather_from_sequence_parallel_region(
             tensor, tensor_parallel_output_grad=True, group=self.cp_group
@@ -173,6 +192,7 @@ class TorchCoreAttention(MegatronModule):
             window=self.window,
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
+            sinks=self._sinks(query),
         )
         if cp_size == 1 and len(lengths) == 1:
             return attend_local(query, key, value)  # with a KV cache there are more keys than queries
@@ -193,11 +213,26 @@ class TorchCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, causal: bool, cp_size: int
     ) -> Tensor:
         """Attention within each sequence of a packed row; arguments and result as in `attend` with b = 1."""
-        kernel = varlen_kernel()
+        kernel, sinks = varlen_kernel(), self._sinks(query)
         half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         has_dropout = self.dropout > 0.0 and self.training
         if kernel is None or not half_precision or has_dropout or not causal:
             # one sequence at a time; the lengths are known on the host
             return self._over_context(query, key, value, packed.lengths, causal, cp_size)
+        if sinks is not None:
+            if not has_flash_kernel(query, query):  # attend_packed pads the values' heads to the queries' size
+                return self._over_context(query, key, value, packed.lengths, causal, cp_size)
+            kernel = functools.partial(flash_attention_with_sinks, sinks=sinks)
         gather = self._gather if cp_size > 1 else None
         return attend_packed(query, key, value, packed, self.scale, self.window, gather, kernel)
+
+
+def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter | None:
+    if config.softmax_type != "learnable":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    # on the device of Megatron-Core's linear layers; on CPUs its modules see another torch (platform/cpu)
+    device = layers.torch.cuda.current_device()
+    sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks

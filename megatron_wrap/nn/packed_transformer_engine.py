@@ -7,13 +7,20 @@ from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from megatron_wrap.nn.packed_sequences import PackedSequences
 
 
 class PackedDotProductAttention(TEDotProductAttention):
-    """Megatron-Core's wrapper of Transformer Engine's attention, which also takes a `PackedSequences`."""
+    """Megatron-Core's wrapper of Transformer Engine's attention, which also takes a `PackedSequences`, and whose sinks
+    are marked as sharded over tensor-parallel ranks, for initial weights and the gradient norm."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self.config.softmax_type == "learnable":
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,

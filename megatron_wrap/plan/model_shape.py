@@ -36,7 +36,7 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         kv_channels=derived.kv_channels(arch),
         vocab_size=vocab_size,
         output_size=1 if derived.has_value_head(config) else None,
-        gated_linear_unit=arch.swiglu,
+        gated_linear_unit=derived.is_gated(arch),
         experts=experts,
         latent_attention=latent,
     )

@@ -89,6 +89,8 @@ def _tiny(config: RunConfig) -> list[str]:
         sizes |= {**ranks, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
     if arch.window_size is not None:  # small enough to affect sequences of a few dozen tokens
         sizes["window_size"] = [min(size, 12) for size in arch.window_size]
+    if isinstance(arch.window_attn_skip_freq, tuple):
+        sizes["window_attn_skip_freq"] = [*arch.window_attn_skip_freq, 1, 0, 1, 0][:4]
     values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
     return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]
 

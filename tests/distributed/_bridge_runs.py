@@ -184,6 +184,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
         },
     ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {
+            **{"hidden_size": 40, "intermediate_size": 36, "num_attention_heads": 6, "head_dim": 16},
+            **{"num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False},
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -215,6 +226,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Name -> number of processes, and overrides."""
 
 EXPERTS = (
+    "gpt-oss",
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",
@@ -227,7 +239,10 @@ EXPERTS = (
     "kimi-k2",
     "glm4-moe-lite",
 )
-NEW_FAMILIES = (*("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),)
+NEW_FAMILIES = (
+    *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
+    "gpt-oss",
+)
 """Trained in `test_family_steps.py`."""
 VARIANTS = (
     "phi3-window",

@@ -166,7 +166,8 @@ class WeightStream:
 
     def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
         values = self._value(owned.parameter)
-        return view_of(values, owned.piece, part).to(dtype).contiguous()
+        sizes = [stop - start for start, stop in part]
+        return view_of(values, owned.piece, part).to(dtype).reshape(sizes).contiguous()
 
     def _value(self, key: str) -> Tensor:
         """A local parameter, with its adapter's product added; one sum is kept, since blocks come in their order."""

@@ -3,7 +3,7 @@ with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,14 @@ PLAIN: dict[str, Any] = {
     "apply_layernorm_1p": False,
     "qk_layernorm": False,
     "swiglu": True,
+    "quick_geglu": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "squared_relu": False,
     "openai_gelu": False,
     "add_bias_linear": False,
     "add_qkv_bias": False,
+    "softmax_type": "vanilla",
     "window_size": None,
     "window_attn_skip_freq": None,
     "multi_latent_attention": False,
@@ -98,6 +102,14 @@ class Sizes:
             kv_channels(arch),
             arch.vocab_size,
         )
+
+
+def every_nth(layers: Sequence[int]) -> int | None:
+    """N, if exactly the layers N, 2 N, ... (from 1) are marked with 1, else None."""
+    interval = list(layers).index(1) + 1 if 1 in layers else None
+    if interval is None or any(bool(mark) != ((number + 1) % interval == 0) for number, mark in enumerate(layers)):
+        return None
+    return interval
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:

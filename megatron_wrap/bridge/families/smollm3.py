@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families import llama
-from megatron_wrap.bridge.families.decoder import llama_table
+from megatron_wrap.bridge.families.decoder import every_nth, llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -27,9 +27,8 @@ def _no_rope_freq(without: list[int]) -> int | list[int] | None:
     """Megatron-Core's form: N where every N-th layer has no rotary positions, else 1 for each layer without."""
     if not any(without):
         return None
-    interval = without.index(1) + 1
-    every = [int((layer + 1) % interval == 0) for layer in range(len(without))]
-    return interval if without == every and len(without) % interval == 0 else without
+    interval = every_nth(without)
+    return interval if interval is not None and len(without) % interval == 0 else without
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

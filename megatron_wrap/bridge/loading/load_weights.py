@@ -35,7 +35,8 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
                 values.zero_()
             for piece in local_pieces(name, parameter, mapping, parallel):
                 for block in blocks(piece.region, parameter.element_size()):
-                    view_of(values, piece, block).copy_(folder.read(piece.name, block))
+                    view = view_of(values, piece, block)
+                    view.copy_(folder.read(piece.name, block).reshape(view.shape))
 
 
 @torch.no_grad()

@@ -37,6 +37,10 @@ class Piece:
     """The part's position, as indices of the local parameter."""
     transposed: bool
     """The Hugging Face tensor is stored transposed."""
+    stacked: bool = False
+    """The Hugging Face tensor has a further first dimension, of which `region` has one index."""
+    interleaved: bool = False
+    """Rows of the first and the second half of the local parameter alternate in the Hugging Face tensor."""
 
     @property
     def numel(self) -> int:
@@ -58,6 +62,8 @@ class Mapping:
         padded: the parameter may be longer than its runs (vocabulary); the padding is zero and is not exported.
         fp32: Megatron-Core and transformers keep it in fp32 for every model dtype.
         other_start: index of the Hugging Face tensors' other dimension at which the parameter begins.
+        index: of the parameter in a further first dimension of the Hugging Face tensors, which stack all experts.
+        interleaved: of a gated projection of a stack, gate and up alternate in the Hugging Face tensor.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -68,6 +74,8 @@ class Mapping:
     padded: bool = False
     fp32: bool = False
     other_start: int = 0
+    index: int | None = None
+    interleaved: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each Hugging Face tensor of this parameter, as far as its runs cover the tensor."""
@@ -109,7 +117,8 @@ class Mapping:
                     offset, target = run.start - before, number * share - rank * share
                     region = self._region(first + offset, last + offset)
                     local = self._local_region(first + target, last + target)
-                    pieces.append(Piece(run.name, region, local, self.transposed))
+                    stacked = self.index is not None
+                    pieces.append(Piece(run.name, region, local, self.transposed, stacked, self.interleaved))
                 before += length
         return pieces
 
@@ -130,7 +139,8 @@ class Mapping:
                 (low + self.other_start, high + self.other_start) if dim != self.along else (low, high)
                 for dim, (low, high) in enumerate(region)
             )
-        return region[::-1] if self.transposed else region
+        region = region[::-1] if self.transposed else region
+        return region if self.index is None else ((self.index, self.index + 1), *region)
 
 
 def replicated(name: str, *shape: int) -> Mapping:
@@ -188,6 +198,16 @@ def query_key_value(
 def transposed(mapping: Mapping) -> Mapping:
     """The same parameter, with Hugging Face tensors stored transposed; a vector is unchanged."""
     return mapping if mapping.other is None else replace(mapping, transposed=True)
+
+
+def stacked(mapping: Mapping, index: int) -> Mapping:
+    """The same parameter, as one index of a first dimension of its Hugging Face tensors."""
+    return replace(mapping, index=index)
+
+
+def interleaved(mapping: Mapping) -> Mapping:
+    """A gated projection whose Hugging Face tensor has the rows gate 0, up 0, gate 1, up 1, ...; of a stack."""
+    return replace(mapping, interleaved=True)
 
 
 def in_fp32(mapping: Mapping) -> Mapping:

@@ -50,13 +50,23 @@ def _check_layers(config: RunConfig) -> None:
         rule = "FP8 experts are computed by Transformer Engine; write auto"
         refuse(config, ["arch.experts_impl", "dtype.fp8"], f"{arch.experts_impl}: {rule}")
     if arch.add_bias_linear:
-        # mlp.py, forward, adds them to a view in place; shared_experts.py and experts.py assert that there are none
-        refuse(
-            config,
-            ["arch.add_bias_linear", "arch.num_experts"],
-            "true does not work with num_experts, since Megatron-Core cannot train experts with biases; write false "
-            "(add_qkv_bias may be true)",
-        )
+        _check_biases(config)
+
+
+def _check_biases(config: RunConfig) -> None:
+    """Megatron-Core cannot train experts with biases: mlp.py, forward, adds them to a view in place; shared_experts.py
+    and experts.py assert that there are none."""
+    arch, instead = config.arch, "write add_bias_linear: false (add_qkv_bias may be true)"
+    if arch.experts_impl in ("transformer_engine", "sequential") or arch.moe_grouped_gemm is not None:
+        key = "experts_impl" if arch.moe_grouped_gemm is None else "moe_grouped_gemm"
+        rule = f"biases of experts need experts_impl grouped_mm; write auto, or {instead}"
+        refuse(config, [f"arch.{key}", "arch.add_bias_linear"], rule)
+    if config.dtype.fp8 is not None:
+        rule = f"experts in FP8 are Transformer Engine's, which cannot train biases; write null, or {instead}"
+        refuse(config, ["dtype.fp8", "arch.add_bias_linear"], rule)
+    if arch.moe_shared_expert_intermediate_size is not None:
+        rule = f"shared experts cannot have biases; {instead}"
+        refuse(config, ["arch.add_bias_linear", "arch.moe_shared_expert_intermediate_size"], rule)
 
 
 def _check_router(config: RunConfig) -> None:

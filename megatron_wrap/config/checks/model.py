@@ -60,6 +60,12 @@ def _check_attention(config: RunConfig) -> None:
             f"num_attention_heads {heads} is not divisible by num_query_groups {groups}; "
             f"legal num_query_groups: {divisors(heads)}",
         )
+    skip = arch.window_attn_skip_freq
+    if isinstance(skip, tuple) and (len(skip) != arch.num_layers or set(skip) - {0, 1}):
+        rule = f"{len(skip)} values for {arch.num_layers} layers; write 1 (sliding window) or 0 for each layer"
+        refuse(config, ["arch.window_attn_skip_freq", "arch.num_layers"], rule)
+    if isinstance(skip, int) and skip < 1:
+        refuse(config, ["arch.window_attn_skip_freq"], f"must be at least 1, not {skip}")
     if derived.has_plain_yarn(arch):
         _check_yarn(config)
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
@@ -104,6 +110,7 @@ def _check_latent_attention(config: RunConfig) -> None:
         ("add_qkv_bias", (False,)),
         ("add_bias_linear", (False,)),
         ("window_size", (None,)),
+        ("softmax_type", ("vanilla",)),
         ("correction_range_round_to_int", (True,)),
     )
     if arch.qk_pos_emb_head_dim % 2:
@@ -120,10 +127,15 @@ def _check_latent_attention(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> None:
     arch = config.arch
-    chosen = [name for name in ("swiglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
+    chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
     if len(chosen) > 1:
         rule = f"{' and '.join(chosen)} are both true but select different activations; delete all but one"
         refuse(config, [f"arch.{name}" for name in chosen], rule)
+    if not derived.is_gated(arch):
+        for name, unused in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
+            if getattr(arch, name) != unused:
+                rule = f"{getattr(arch, name)} needs swiglu or quick_geglu, and the MLP is not gated"
+                refuse(config, [f"arch.{name}"], rule)
     positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
     if config.train.seq_length > positions:
         refuse(

@@ -51,6 +51,7 @@ NEEDS = (
     Need("bad_steps.spike_threshold", "train.check_for_nan_in_loss_and_grad", (True,)),
     Need("bad_steps.spike_window", "bad_steps.spike_threshold"),
     Need("arch.group_query_attention", "arch.num_query_groups"),
+    Need("arch.window_attn_skip_freq", "arch.window_size"),
     Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),

@@ -46,6 +46,11 @@ def kv_channels(arch: ArchConfig) -> int:
     return arch.hidden_size // arch.num_attention_heads if arch.kv_channels is None else arch.kv_channels
 
 
+def is_gated(arch: ArchConfig) -> bool:
+    """Whether the first layer of an MLP has a gate beside its linear part."""
+    return arch.swiglu or arch.quick_geglu
+
+
 def has_plain_yarn(arch: ArchConfig) -> bool:
     """Whether queries and keys have YaRN's rotary embedding, outside of multi-latent attention."""
     return arch.rope_type == "yarn" and not arch.multi_latent_attention
@@ -67,6 +72,16 @@ def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
     if isinstance(frequency, str):
         return tuple(_list_of(ast.parse(frequency.strip(), mode="eval").body))
     return tuple(frequency)
+
+
+def window_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
+    """For each layer 1 if it has the sliding window, else 0."""
+    frequency = arch.window_attn_skip_freq
+    if arch.window_size is None:
+        return (0,) * arch.num_layers
+    if frequency is None or isinstance(frequency, int):
+        return tuple(int(frequency is None or (layer + 1) % frequency != 0) for layer in range(arch.num_layers))
+    return frequency
 
 
 def _list_of(node: ast.expr) -> list[int]:

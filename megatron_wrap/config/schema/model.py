@@ -59,13 +59,19 @@ class ArchConfig:
     qk_layernorm: bool = False
     """Normalize queries and keys per head."""
     swiglu: bool = False
-    """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu."""
+    """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu or quick_geglu."""
+    quick_geglu: bool = False
+    """Gated MLP with the activation x * sigmoid(1.702 x) (gpt-oss)."""
+    activation_func_clamp_value: float | None = key(None, above=0)
+    """In a gated MLP, the gate is at most this, and the linear part within this and its negative; null: unlimited."""
+    glu_linear_offset: float = 0.0
+    """Added to the linear part of a gated MLP."""
     squared_relu: bool = False
     """Squared ReLU instead of GELU."""
     openai_gelu: bool = False
     """The tanh form of GELU, as GPT-2's published weights use it; false: the exact form."""
     add_bias_linear: bool = True
-    """Biases in all linear layers."""
+    """Biases in all linear layers, routers and experts included; those of experts need experts_impl grouped_mm."""
     add_qkv_bias: bool = False
     """Biases in the query, key and value projections (Qwen2)."""
     hidden_dropout: float = key(0.1, at_least=0, below=1)
@@ -74,6 +80,9 @@ class ArchConfig:
     """Dropout on attention probabilities."""
     init_method_std: float = key(0.02, above=0)
     """Standard deviation of initial weights; output projections get it divided by sqrt(2 * num_layers)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Softmax of attention; off-by-one adds a sink, a score 0 without a value, learnable a learned one for each head
+    (gpt-oss)."""
     attention_softmax_in_fp32: bool = True
     """Softmax of attention in fp32."""
     fp32_residual_connection: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
 from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
@@ -14,6 +15,9 @@ from torch.nn import functional
 
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels.available import has_triton
+
+_GATE_GAINS: dict[Any, float] = {functional.silu: 1.0, quick_gelu: 1.702}
+"""Activation x * sigmoid(gain * x) -> its gain (megatron/core/activations.py)."""
 
 
 class GroupedExperts(MegatronModule):
@@ -58,11 +62,11 @@ class GroupedExperts(MegatronModule):
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if not config.gated_linear_unit:
             return (config.activation_func(inner) * weights.unsqueeze(-1)).to(inner.dtype)
-        plain = config.activation_func is functional.silu and clamp is None and not offset
-        if plain and inner.is_cuda and has_triton():
+        gain = _GATE_GAINS.get(config.activation_func)
+        if gain is not None and inner.is_cuda and has_triton():
             from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
 
-            return weighted_swiglu(inner, weights)
+            return weighted_swiglu(inner, weights, gain, clamp, offset)
         gate, up = inner.chunk(2, dim=-1)
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)

@@ -1,5 +1,5 @@
-"""SwiGLU of the rows of experts, times each row's weight, in Triton: forward and backward read their inputs once.
-Arithmetic is in fp32. Import it only where Triton is installed."""
+"""SwiGLU of the rows of experts, also with a clamp and an offset, times each row's weight, in Triton: forward and
+backward read their inputs once. Arithmetic is in fp32. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward_kernel(gates, weights, out, columns, block: tl.constexpr):
+def _forward_kernel(gates, weights, out, columns, gain, limit, offset, clamped: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     for start in range(0, columns, block):
@@ -23,12 +23,27 @@ def _forward_kernel(gates, weights, out, columns, block: tl.constexpr):
         inside = column < columns
         gate = tl.load(gates + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gates + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up * weight
+        if clamped:  # NaN stays NaN, which tl.minimum would replace
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        value = gate * tl.sigmoid(gain * gate) * (up + offset) * weight
         tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward_kernel(gates, weights, grad_out, grad_gates, grad_weights, columns, block: tl.constexpr):
+def _backward_kernel(
+    gates,
+    weights,
+    grad_out,
+    grad_gates,
+    grad_weights,
+    columns,
+    gain,
+    limit,
+    offset,
+    clamped: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     total = tl.zeros([block], dtype=tl.float32)
@@ -38,12 +53,18 @@ def _backward_kernel(gates, weights, grad_out, grad_gates, grad_weights, columns
         gate = tl.load(gates + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gates + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
         outer = tl.load(grad_out + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        total += outer * silu * up
+        if clamped:
+            free_gate, free_up = gate <= limit, (up <= limit) & (up >= -limit)
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        sigmoid = tl.sigmoid(gain * gate)
+        active = gate * sigmoid
+        total += outer * active * (up + offset)
         outer *= weight
-        of_gate = outer * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        of_up = outer * silu
+        of_gate = outer * (up + offset) * sigmoid * (1.0 + gain * gate * (1.0 - sigmoid))
+        of_up = outer * active
+        if clamped:
+            of_gate, of_up = tl.where(free_gate, of_gate, 0.0), tl.where(free_up, of_up, 0.0)
         tl.store(grad_gates + row * 2 * columns + column, of_gate.to(grad_gates.dtype.element_ty), mask=inside)
         tl.store(grad_gates + row * 2 * columns + columns + column, of_up.to(grad_gates.dtype.element_ty), mask=inside)
     tl.store(grad_weights + row, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))
@@ -51,26 +72,34 @@ def _backward_kernel(gates, weights, grad_out, grad_gates, grad_weights, columns
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, weights: Tensor, gain: float, clamp: float | None, offset: float) -> Tensor:
         gates, weights = gates.contiguous(), weights.contiguous()
         rows, columns = gates.shape[0], gates.shape[1] // 2
         out = torch.empty(rows, columns, dtype=gates.dtype, device=gates.device)
         if out.numel():
-            _forward_kernel[(rows,)](gates, weights, out, columns, **_launch(columns))
+            form = _form(gain, clamp, offset)
+            _forward_kernel[(rows,)](gates, weights, out, columns, **form, **_launch(columns))
+        ctx.form = gain, clamp, offset
         ctx.save_for_backward(gates, weights)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         gates, weights = ctx.saved_tensors
         rows, columns = gates.shape[0], gates.shape[1] // 2
         grad_gates, grad_weights = torch.empty_like(gates), torch.empty_like(weights)
         if gates.numel():
+            grad = grad_outputs[0].contiguous()
             _backward_kernel[(rows,)](
-                gates, weights, grad_outputs[0].contiguous(), grad_gates, grad_weights, columns, **_launch(columns)
+                *(gates, weights, grad, grad_gates, grad_weights, columns), **_form(*ctx.form), **_launch(columns)
             )
-        return grad_gates, grad_weights
+        return grad_gates, grad_weights, None, None, None
+
+
+def _form(gain: float, clamp: float | None, offset: float) -> dict[str, Any]:
+    limit = 0.0 if clamp is None else float(clamp)
+    return {"gain": float(gain), "limit": limit, "offset": float(offset), "clamped": clamp is not None}
 
 
 def _launch(columns: int) -> dict[str, int]:
@@ -78,15 +107,20 @@ def _launch(columns: int) -> dict[str, int]:
     return {"block": block, "num_warps": max(1, min(8, block // 256))}
 
 
-def weighted_swiglu(gates: Tensor, weights: Tensor) -> Tensor:
+def weighted_swiglu(
+    gates: Tensor, weights: Tensor, gain: float = 1.0, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
     """silu(first half) * second half of each row (Shazeer 2020, arXiv:2002.05202), times the row's weight.
 
     Args:
         gates: [R, 2F] on a GPU, in any floating dtype but float64.
         weights: [R], in any of these dtypes.
+        gain: x * sigmoid(gain * x) instead of silu(x).
+        clamp: the first half is at most this, the second within this and its negative.
+        offset: added to the second half.
 
     Returns:
         [R, F] in the dtype of the gates.
     """
-    result: Tensor = _WeightedSwiGLU.apply(gates, weights)
+    result: Tensor = _WeightedSwiGLU.apply(gates, weights, gain, clamp, offset)
     return result

@@ -37,7 +37,6 @@ _NEEDS_TRANSFORMER_ENGINE: dict[str, tuple[Any, ...]] = {
         (False,),
     ),
     "cross_entropy_fusion_impl": ("native",),
-    "softmax_type": ("vanilla",),
 }
 
 # Settings that need CUDA -> the values that work without it.

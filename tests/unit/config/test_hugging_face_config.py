@@ -118,7 +118,8 @@ def test_what_agrees_and_what_is_only_training_may_be_said(run):
         ({"model_type": "absent"}, "has no model_type"),
         ({"hidden_size": "absent"}, "this llama cannot be built: hidden_size is missing"),
         ({"hidden_act": "gelu"}, "this llama cannot be built: hidden_act is 'gelu', and only 'silu' can be built"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 1.5}}, "attention_factor is 1.5"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
             "rope low_freq_factor is 2.0, and Megatron-Core fixes it at 1.0",

@@ -377,10 +377,16 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
         ),
         (["arch.num_experts=4", "arch.moe_shared_expert_gate=true"], "true needs moe_shared_expert_intermediate_size"),
         (
-            ["arch.num_experts=4", "arch.add_bias_linear=true"],
-            "true with num_experts: Megatron-Core has no experts with "
-            "biases that train; write false (add_qkv_bias may be true)",
+            ["arch.num_experts=4", "arch.add_bias_linear=true", "arch.experts_impl=sequential"],
+            "biases of experts need experts_impl grouped_mm; write auto, or write add_bias_linear: false",
         ),
+        (
+            ["arch.num_experts=4", "arch.add_bias_linear=true", "arch.moe_shared_expert_intermediate_size=8"],
+            "shared experts cannot have biases",
+        ),
+        (["arch.window_attn_skip_freq=[1,0]", "arch.window_size=[3,0]"], "2 values for 4 layers"),
+        (["arch.rope_type=yarn", "arch.rotary_percent=0.5"], "rope_type yarn needs rotary_percent 1.0, not 0.5"),
+        (["arch.swiglu=false", "arch.glu_linear_offset=1"], "1.0 needs swiglu or quick_geglu"),
         (
             ["arch.num_experts=4", "arch.moe_router_num_groups=2"],
             "moe_router_num_groups and moe_router_group_topk go together; give both or none",
