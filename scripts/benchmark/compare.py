@@ -1,7 +1,8 @@
 """megatron-wrap beside other programs that train the same model on the same tokens, in turn, in one run.
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
-        [--against trainer,trainer-liger,bare,bare-best,trl] [--liger] [--output outputs/compare] [--compare OLD.json]
+        [--against trainer,trainer-flex,trainer-liger,bare,bare-best,trl] [--liger] [--output outputs/compare]
+        [--compare OLD.json]
         [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"] [--tree "ours-before: ../checkout"]
 
 Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json, compare.md and compare.png; exits with 1
@@ -38,6 +39,7 @@ from megatron_wrap.errors import ConfigError
 HERE = Path(__file__).resolve().parent
 AGAINST = {
     "trainer": "transformers",
+    "trainer-flex": "transformers-flex",
     "trainer-liger": "transformers-liger",
     "bare": "megatron-core",
     "bare-best": "megatron-core",
@@ -160,6 +162,8 @@ def measure(
     """All programs on one task: the search for the bare loop's flags, then rounds in alternating order."""
     if task.lora_rank or task.mixed_lengths:
         against = [name for name in against if name in WITH_ADAPTERS]
+    if task.gpt_oss:
+        against = [name for name in against if AGAINST[name] != "megatron-core"]
     default = default_flags(task.platform)
     best, sweep = default, []
     if "bare-best" in against:
@@ -237,6 +241,9 @@ def sizes(task: Task) -> str:
         width += f", a shared expert of width {task.shared_expert_width}" if task.shared_expert_width else ""
         devices += f", expert parallelism {task.expert_parallel}"
     heads = f"{task.num_query_groups} key and value heads"
+    if task.gpt_oss:
+        sliding = task.gpt_oss["layer_types"].count("sliding_attention")
+        heads += f", windows of {task.gpt_oss['sliding_window']} in {sliding} layers"
     if task.kv_lora_rank:
         heads = f"latent attention of ranks {task.q_lora_rank} and {task.kv_lora_rank}"
     if task.lora_rank:

@@ -66,8 +66,10 @@ def train_transformers(folder: Path, steps: int) -> list[tuple[float, float]]:
     from transformers import get_cosine_schedule_with_warmup
 
     model = runs.transformers_model(folder, attn_implementation="eager")
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    # biases of stacked experts are matrices
+    is_matrix = {p: p.dim() > 1 and "bias" not in name for name, p in model.named_parameters()}
+    matrices = [parameter for parameter, matrix in is_matrix.items() if matrix]
+    vectors = [parameter for parameter, matrix in is_matrix.items() if not matrix]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
     schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, steps)

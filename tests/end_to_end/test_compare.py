@@ -80,14 +80,15 @@ def test_adapters_beside_the_trainer_with_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_deepseek_learns_like_that_of_transformers(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "tiny-deepseek", "--platform", "cpu", "--steps", "3", "--warmup", "1"]
+@pytest.mark.parametrize("preset", ["tiny-deepseek", "tiny-gpt-oss"])
+def test_experts_learn_like_those_of_transformers(preset: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), preset, "--platform", "cpu", "--steps", "3", "--warmup", "1"]
     command += ["--rounds", "1", "--against", "trainer", "megatron_lm.train.learning-rate.lr=1e-3"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    programs = json.loads((tmp_path / "compare.json").read_text())["presets"]["tiny-deepseek"]["programs"]
+    programs = json.loads((tmp_path / "compare.json").read_text())["presets"][preset]["programs"]
     assert list(programs) == ["ours", "trainer"]
     for name, program in programs.items():
         assert program["first_loss"] == pytest.approx(math.log(4096), abs=0.15), name

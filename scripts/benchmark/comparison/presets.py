@@ -53,6 +53,7 @@ PRESETS = {
     "deepseek-v3-layers-balanced": Preset(
         "deepseek-v3-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
     ),
+    "gpt-oss-20b-layers": Preset("gpt-oss-20b-layers.yaml", _sizes(4096, 1, 8)),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
     "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),
     "tiny-lora-mixed": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA, *_MIXED)),
@@ -61,6 +62,20 @@ PRESETS = {
         (
             *_sizes(128, 2, 4),
             *(f"{_ARCH}.{text}" for text in ("num_experts=8", "moe_ffn_hidden_size=64", "qk_layernorm=true")),
+        ),
+    ),
+    "tiny-gpt-oss": Preset(
+        "gpt-oss-20b-layers.yaml",
+        (
+            *_sizes(128, 2, 4),
+            "megatron_lm.train.dtype.__select__=fp32",
+            *(
+                f"{_ARCH}.{text}"
+                for text in (
+                    *("num_layers=2", "hidden_size=64", "ffn_hidden_size=48", "num_attention_heads=4"),
+                    *("num_query_groups=2", "kv_channels=16", "vocab_size=4096", "num_experts=8", "window_size=[31,0]"),
+                )
+            ),
         ),
     ),
     "tiny-deepseek": Preset(
@@ -81,6 +96,7 @@ PRESETS = {
     ),
 }
 """Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has samples of the usual
-lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention.
+lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention. Of gpt-oss the bare loop has none of the experts, and the
+trainer stores all scores of attention (eager), so its micro-batch is one sequence; `trainer-flex` does not.
 `balanced`: random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own
 router."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy
 import torch
 from length_mix import length_mix
 
+from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
@@ -24,10 +25,13 @@ from megatron_wrap.metrics.throughput import (
 )
 
 
+_GPT_OSS = "gpt_oss"
+
+
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3 or DeepSeek-V3 whose every
-    layer has experts, without model parallelism but that of experts. Sizes are global."""
+    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3, DeepSeek-V3 or gpt-oss
+    whose every layer has experts, without model parallelism but that of experts. Sizes are global."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -92,6 +96,8 @@ class Task:
     """Without the rotary part."""
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    gpt_oss: dict[str, Any] = field(default_factory=dict)
+    """config.json of a gpt-oss; empty: another model."""
 
     @property
     def device(self) -> torch.device:
@@ -224,6 +230,7 @@ def task_of(
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
         **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
+        gpt_oss=export_format(config, model_type=_GPT_OSS).config_json("bfloat16") if _is_gpt_oss(arch) else {},
     )
 
 
@@ -241,6 +248,10 @@ def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": arch.qk_pos_emb_head_dim,
         "v_head_dim": arch.v_head_dim,
     }
+
+
+def _is_gpt_oss(arch: ArchConfig) -> bool:
+    return arch.softmax_type == "learnable"
 
 
 def _refuse_other_models(config: RunConfig) -> None:
@@ -267,6 +278,8 @@ def _refuse_other_models(config: RunConfig) -> None:
         del llama["moe_shared_expert_intermediate_size"]
         deepseek = {"multi_latent_attention": True, "moe_router_score_function": "sigmoid", "rope_type": "rope"}
         llama |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
+    if _is_gpt_oss(arch):  # task_of refuses what its config.json cannot express
+        llama = {"moe_layer_freq": 1}
     wrong = [f"{name} {getattr(arch, name)!r}" for name, value in llama.items() if getattr(arch, name) != value]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
@@ -277,8 +290,8 @@ def _refuse_other_models(config: RunConfig) -> None:
     wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
-            "the programs are compared on an untied Llama, or Qwen3 or DeepSeek-V3 with experts in all layers, with "
-            f"data and expert parallelism alone, not with {', '.join(wrong)}; "
+            "the programs are compared on an untied Llama, or Qwen3, DeepSeek-V3 or gpt-oss with experts in all layers, "
+            f"with data and expert parallelism alone, not with {', '.join(wrong)}; "
             "override these keys"
         )
 

@@ -1,5 +1,6 @@
-"""transformers' Trainer and trl's SFTTrainer on a Llama, or a Qwen3 or DeepSeek-V3 with experts of the same sizes, with
-bf16 weights, fused AdamW and transformers' grouped experts; with adapters of peft and with Liger-Kernel as well."""
+"""transformers' Trainer and trl's SFTTrainer on a Llama, or a Qwen3, DeepSeek-V3 or gpt-oss with experts of the same
+sizes, with bf16 weights, fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and
+with Liger-Kernel as well."""
 
 from __future__ import annotations
 
@@ -38,16 +39,17 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
-    """Train with `options["trainer"]`: "transformers", "transformers-liger" or "trl"."""
+    """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger" or "trl"."""
     recorder = _Recorder(StepClock(task))
     liger = options["trainer"] == "transformers-liger"
+    attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trl_trainer(task, folder) if options["trainer"] == "trl" else _trainer(task, folder, liger)
+        trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention)
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
         trainer.add_callback(recorder)
         trainer.train()
     settings = _settings(task, folder)
-    notes = f"transformers, {_attention(task)}, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    notes = f"transformers, {attention}, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
     notes = notes.replace("transformers", "trl") if options["trainer"] == "trl" else notes
     notes += ", grouped experts" if task.num_experts else ""
     notes += ", peft" if task.lora_rank else ""
@@ -57,14 +59,16 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
 
 
 def _attention(task: Task) -> str:
-    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others."""
+    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others. gpt-oss has no sdpa."""
+    if task.gpt_oss:
+        return "eager"
     if not (task.mixed_lengths and task.platform == "cuda"):
         return "sdpa"
     transformers.AttentionInterface.register("varlen_attn", varlen_attention)
     return "varlen_attn"
 
 
-def _model(task: Task) -> Any:
+def _model(task: Task, attention: str) -> Any:
     settings: dict[str, Any] = {
         "hidden_size": task.hidden_size,
         "intermediate_size": task.ffn_hidden_size,
@@ -77,11 +81,15 @@ def _model(task: Task) -> Any:
         "rope_theta": task.rotary_base,
         "rms_norm_eps": task.norm_epsilon,
         "tie_word_embeddings": False,
-        "attn_implementation": _attention(task),
+        "attn_implementation": attention,
     }
     model_class: type[transformers.PreTrainedModel] = transformers.LlamaForCausalLM
     config: transformers.PretrainedConfig
-    if task.kv_lora_rank:
+    if task.gpt_oss:
+        model_class = transformers.GptOssForCausalLM
+        values = {**task.gpt_oss, "vocab_size": task.vocab_size, "experts_implementation": "grouped_mm"}
+        config = transformers.GptOssConfig(**values, attn_implementation=attention)
+    elif task.kv_lora_rank:
         model_class = transformers.DeepseekV3ForCausalLM
         config = transformers.DeepseekV3Config(**{**settings, **_deepseek(task)})
     elif task.num_experts:
@@ -156,21 +164,22 @@ def _settings(task: Task, folder: str) -> dict[str, Any]:
     }
 
 
-def _trainer(task: Task, folder: str, liger: bool) -> transformers.Trainer:
+def _trainer(task: Task, folder: str, liger: bool, attention: str) -> transformers.Trainer:
     arguments = transformers.TrainingArguments(**_settings(task, folder), use_liger_kernel=liger)
     if not task.mixed_lengths:
-        return transformers.Trainer(model=_model(task), args=arguments, train_dataset=_Rows(_rows(task)))
+        return transformers.Trainer(model=_model(task, attention), args=arguments, train_dataset=_Rows(_rows(task)))
     arguments.remove_unused_columns = False
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=_attention(task) == "varlen_attn")
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=attention == "varlen_attn")
     samples: Any = [{"input_ids": tokens[:-1]} for tokens in task.samples()]
-    return transformers.Trainer(model=_model(task), args=arguments, train_dataset=samples, data_collator=collator)
+    model = _model(task, attention)
+    return transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collator)
 
 
 def _rows(task: Task) -> torch.Tensor:
     return torch.from_numpy(task.token_rows())[:, :-1].contiguous()
 
 
-def _trl_trainer(task: Task, folder: str) -> transformers.Trainer:
+def _trl_trainer(task: Task, folder: str, _liger: bool, attention: str) -> transformers.Trainer:
     import datasets
     from tokenizers import Tokenizer, models
     from trl import SFTConfig, SFTTrainer
@@ -184,4 +193,4 @@ def _trl_trainer(task: Task, folder: str) -> transformers.Trainer:
     tokens = list(_rows(task).numpy())
     columns = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
     table = datasets.Dataset(columns, fingerprint="rows")  # else `datasets` pickles the content for it
-    return SFTTrainer(model=_model(task), args=arguments, train_dataset=table, processing_class=tokenizer)
+    return SFTTrainer(model=_model(task, attention), args=arguments, train_dataset=table, processing_class=tokenizer)

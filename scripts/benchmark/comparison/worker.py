@@ -25,6 +25,7 @@ PROGRAMS = {
     "megatron-wrap-liger": "comparison.with_liger",
     "megatron-core": "comparison.with_megatron_core",
     "transformers": "comparison.with_trainer",
+    "transformers-flex": "comparison.with_trainer",
     "transformers-liger": "comparison.with_trainer",
     "trl": "comparison.with_trainer",
 }
