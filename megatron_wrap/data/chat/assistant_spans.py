@@ -85,9 +85,15 @@ class Conversation:
 
     def special_token_end(self, text: str) -> int:
         """Where the last special or added token in `text` ends; 0 if there is none."""
+        return max((text.rfind(token) + len(token) for token in self._tokens() if token in text), default=0)
+
+    def token_length(self, text: str, position: int) -> int:
+        """Length of the longest special or added token that begins at `position` of `text`; 0 if none does."""
+        return max((len(token) for token in self._tokens() if text.startswith(token, position)), default=0)
+
+    def _tokens(self) -> set[str]:
         added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
-        tokens = {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
-        return max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
+        return {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
 
     def with_stop_token(self, text: str, span: Span) -> Span:
         """The span, with the special token after it if it contains none itself: the templates of GLM-4.5 do not close a
@@ -99,11 +105,20 @@ class Conversation:
         following = [token for token in special if text.startswith(token, end)]
         return begin, end + max(map(len, following), default=0)
 
-    def text(self, count: int | None = None, add_generation_prompt: bool = False, marked: int | None = None) -> str:
-        """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`."""
+    def text(
+        self,
+        count: int | None = None,
+        add_generation_prompt: bool = False,
+        marked: int | None = None,
+        mark_names: bool = False,
+    ) -> str:
+        """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`, with
+        `mark_names` also for the names of the tools that it calls, which a template may repeat in their answers."""
         shown = self.messages[:count]
         if marked is not None:
-            shown = [_marked(message) if index == marked else message for index, message in enumerate(shown)]
+            shown = [
+                _marked(message, mark_names) if index == marked else message for index, message in enumerate(shown)
+            ]
         return self._render(shown, add_generation_prompt)[0]
 
     def text_and_blocks(self) -> tuple[str, list[Span]]:
@@ -179,14 +194,15 @@ def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None
             break
     if text.startswith(lead, before):
         return before + len(lead)
-    content = chat.text(marked=index).find(MARK)
+    content = chat.text(marked=index, mark_names=True).find(MARK)
     common = _common_beginning(text[before:content], lead)
     return content if before + len(common) == content and chat.special_token_end(common) else None
 
 
 def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
     """Where message `index` ends in `text`: after the text that closes it in `upto`, the conversation up to it. There,
-    a template may also write a token that closes the conversation, as Phi-3's does."""
+    a template may also write a token that closes the conversation, as Phi-3's does, or end the turn with another token,
+    as that of gpt-oss does (<|return|> instead of <|end|>)."""
     end, end_upto = _end_of_text(chat, text, index), _end_of_text(chat, upto, index, index + 1)
     if end is None or end_upto is None:
         return None
@@ -194,6 +210,8 @@ def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
     if text.startswith(closing, end):
         return end + len(closing)
     shared = chat.special_token_end(_common_beginning(text[end:], closing))
+    if not shared and chat.token_length(closing, 0):
+        shared = chat.token_length(text, end)
     return end + shared if shared else None
 
 
@@ -220,26 +238,31 @@ def _end_of_shown_text(chat: Conversation, text: str, index: int) -> int:
     return end
 
 
-def _marked(message: dict) -> dict:
-    """The message with MARK for its text, and for the names and arguments of its tool calls."""
+def _marked(message: dict, names: bool) -> dict:
+    """The message with MARK for its text, and for the arguments (and names) of its tool calls."""
     changed = dict(message)
     content = message.get("content")
     if isinstance(content, list):
         changed["content"] = [{**part, "text": MARK} if "text" in part else part for part in content]
-    elif isinstance(content, str) or not message.get("tool_calls"):
+    elif (isinstance(content, str) and _may_have_text(message)) or not message.get("tool_calls"):
         changed["content"] = MARK
     if message.get("tool_calls"):
-        changed["tool_calls"] = [_marked_call(call) for call in message["tool_calls"]]
+        changed["tool_calls"] = [_marked_call(call, names) for call in message["tool_calls"]]
     return changed
 
 
-def _marked_call(call: Any) -> Any:
+def _may_have_text(message: dict) -> bool:
+    """Whether a template may get a text for an empty one; that of gpt-oss refuses one beside a call's thoughts."""
+    return bool(message["content"]) or "thinking" not in message
+
+
+def _marked_call(call: Any, names: bool) -> Any:
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
-        return {**call, "function": _marked_call(call["function"])}
+        return {**call, "function": _marked_call(call["function"], names)}
     arguments = MARK if isinstance(call.get("arguments"), str) else {MARK: MARK}
-    return {**call, "name": MARK, "arguments": arguments}
+    return {**call, **({"name": MARK} if names else {}), "arguments": arguments}
 
 
 # ---- messages and templates

@@ -210,6 +210,40 @@ SEED_OSS = """\
 {%- if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"""
 
 
+# The last turn ends with another token. Its thoughts are shown; of a call's turn, only until an answer follows.
+HARMONY = """\
+{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\\n\
+Knowledge cutoff: 2024-06\\nCurrent date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: medium\\n\\n\
+# Valid channels: analysis, commentary, final. Channel must be included for every message.' }}\
+{{- "\\nCalls to these tools must go to the commentary channel: 'functions'." if tools }}{{ '<|end|>' }}\
+{%- set system = '' %}\
+{%- if messages[0].role == 'system' %}\
+{%- set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}\
+{%- if system or tools %}{{ '<|start|>developer<|message|>' }}\
+{{- '# Instructions\\n\\n' + system + '\\n\\n' if system }}\
+{%- if tools %}{{ '# Tools\\n\\n## functions\\n\\nnamespace functions {\\n\\n' }}\
+{%- for tool in tools %}{{ '// ' + tool.function.description + '\\ntype ' + tool.function.name + ' = (_: {\\n' }}\
+{%- for name in tool.function.parameters.properties %}{{ name + '?: string,\\n' }}{% endfor %}\
+{{- '}) => any;\\n\\n' }}{% endfor %}{{ '} // namespace functions' }}{% endif %}{{ '<|end|>' }}{% endif %}\
+{%- set called = namespace(name=none) %}\
+{%- for message in messages %}\
+{%- set is_answer = message.role == 'assistant' and message.tool_calls is not defined %}\
+{%- if message.role == 'assistant' %}\
+{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}\
+{%- set answered = later | selectattr('tool_calls', 'undefined') | list %}\
+{%- if message.thinking is defined and (loop.last and not add_generation_prompt if is_answer else not answered) %}\
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}\
+{%- if is_answer %}{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}\
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}\
+{%- else %}{% set called.name = message.tool_calls[0].function.name %}\
+{{- '<|start|>assistant to=functions.' + called.name + '<|channel|>commentary json<|message|>' }}\
+{{- message.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% endif %}\
+{%- elif message.role == 'tool' %}{{ '<|start|>functions.' + called.name }}\
+{{- ' to=assistant<|channel|>commentary<|message|>' + message.content | tojson + '<|end|>' }}\
+{%- else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
+
 @dataclass(frozen=True)
 class Family:
     """A template, its special tokens, and what it supports."""
@@ -259,6 +293,11 @@ FAMILIES = {
         DEEPSEEK.replace("PROMPT", "'<｜Assistant｜><think>\\n'"), published="deepseekv3", **_DEEPSEEK
     ),
     "glm4": Family(GLM4, _GLM4_TOKENS, eos="<|endoftext|>", published="glm4moe", tools=True),
+    "gpt-oss": Family(
+        HARMONY,
+        ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>"),
+        **{"bos": "<|startoftext|>", "eos": "<|return|>", "published": "gptoss", "tools": True},
+    ),
     "smollm3": Family(SMOLLM3, _CHATML_TOKENS, eos="<|im_end|>"),
     "seed-oss": Family(SEED_OSS, ("<seed:eos>",), bos="<seed:bos>", eos="<seed:eos>"),
 }

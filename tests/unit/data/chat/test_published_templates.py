@@ -47,6 +47,10 @@ THOUGHTS = [
 ]
 
 
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+"""Of gpt-oss, before the answer of the same turn."""
+
+
 def tool_conversation(family: Family) -> list[Message]:
     """Two questions: both need a call of a tool."""
     arguments: Any = {"city": "Zürich"}
@@ -113,6 +117,13 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
             text = f" {text}"
         elif family == "smollm3":
             text, end = f"<|im_start|>assistant\n{text}", "<|im_end|>\n"  # its generation blocks
+        elif family == "gpt-oss" and "tool_calls" in message:
+            end = "<|call|>"
+        elif family == "gpt-oss":
+            is_last = message is conversation[-1]
+            text, end = f"<|channel|>final<|message|>{text}", "<|return|>" if is_last else "<|end|>"
+            if is_last and "thinking" in message:
+                text = f"{THOUGHT}{text}"
         elif family == "glm4":
             shown = thoughts.removeprefix("<think>").strip() if is_last else ""
             text = f"\n<think>{shown}</think>\n" + (CALLS[family] if "tool_calls" in message else answer.strip())
@@ -128,6 +139,7 @@ CALLS = {
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Zürich"}}, "id": "{CALL_ID}"}}]',
     "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
+    "gpt-oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}',
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"city": "Zürich"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
 }
@@ -139,6 +151,8 @@ def conversations(family: Family) -> dict[str, tuple[list[Message], Any]]:
     made: dict[str, tuple[list[Message], Any]] = {"turns": (QUESTIONS, None), "thoughts": (THOUGHTS, None)}
     if family.system:
         made["system"] = ([turn("system", "Be brief."), *QUESTIONS], None)
+    if family.published == "gptoss":
+        made["thinking"] = ([{**message, "thinking": "Hm."} for message in QUESTIONS], None)
     if family.tools:
         made["tools"] = (tool_conversation(family), TOOLS)
         made["system and tools"] = ([turn("system", "Be brief."), *tool_conversation(family)], TOOLS)
@@ -163,6 +177,15 @@ def test_trained_tokens_are_the_assistant_s_text_and_end_token(name, conversatio
     assert all(tokenize_chat(tokenizer, messages, tools, loss_on="all").loss_mask)
     split = {"prompt": messages[:-1], "completion": messages[-1:], "tools": tools}
     assert trained(tokenizer, encode_sample(tokenizer, split)) == want[-1]
+
+
+def test_thoughts_of_gpt_oss_are_trained_where_the_template_shows_them(tokenizer_of):
+    """Rendered by the published template, too (`test_templates_render_what_the_published_ones_do`)."""
+    tokenizer = tokenizer_of(FAMILIES["gpt-oss"])
+    messages = [{**message, "thinking": "Hm."} for message in tool_conversation(FAMILIES["gpt-oss"])]
+    expected = answers("gpt-oss", messages)
+    assert trained(tokenizer, tokenize_chat(tokenizer, messages[:2], TOOLS)) == THOUGHT + expected[0]
+    assert trained(tokenizer, tokenize_chat(tokenizer, messages, TOOLS)) == "".join(expected)
 
 
 def test_arguments_of_tool_calls_may_be_a_mapping_for_every_template(tokenizer_of):
