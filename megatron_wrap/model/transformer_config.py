@@ -83,17 +83,13 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         PlatformError: the machine cannot run FP8, or Megatron-Core rejects the configuration; the message includes
             Megatron-Core's.
     """
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
     transformer_engine = use_transformer_engine(config, platform)
     needs_cuda = {name: value for name, value in config.arch.upstream.items() if name in NEEDS_CUDA}
     platform.refuse_unsafe(needs_cuda, transformer_engine)
     fp8 = fp8_settings(config) if training else None
     if fp8 is not None:
         _refuse_missing(fp8, platform, transformer_engine)
-    config_class: type = MLATransformerConfig if config.arch.multi_latent_attention else TransformerConfig
-    if derived.has_plain_yarn(config.arch):
-        from megatron_wrap.model.yarn import YarnTransformerConfig as config_class
+    config_class = _config_class(config.arch)
     virtual_size = derived.virtual_pipeline_size(config)
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
@@ -128,15 +124,20 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     for field in dataclasses.fields(config_class):
         if isinstance(field.default, enum.Enum) and isinstance(settings.get(field.name), str):
             settings[field.name] = type(field.default)[settings[field.name]]  # the YAML has the member's name
-    tensor_parallel = derived.expert_tensor_parallel_size(config.parallel)
-    if config.arch.num_experts is not None and config.arch.add_bias_linear:
-        settings["expert_tensor_parallel_size"] = 1  # Megatron-Core's experts refuse more; GroupedExperts do not
     try:
-        built: TransformerConfig = config_class(**settings)
-        built.expert_tensor_parallel_size = tensor_parallel
-        return built
+        return config_class(**settings)
     except (ValueError, AssertionError, TypeError) as error:
         raise PlatformError(f"Megatron-Core rejects the model's configuration: {error}") from error
+
+
+def _config_class(arch: ArchConfig) -> type[TransformerConfig]:
+    from megatron.core.transformer import MLATransformerConfig
+
+    from megatron_wrap.model.core_config import DecoderConfig, YarnDecoderConfig
+
+    if arch.multi_latent_attention:
+        return MLATransformerConfig
+    return YarnDecoderConfig if derived.has_plain_yarn(arch) else DecoderConfig
 
 
 def _frozen(config: RunConfig) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
 
 
 def _yarn(arch: ArchConfig) -> dict[str, Any]:
-    """Settings of `YarnTransformerConfig`; empty for other models."""
+    """Settings of `YarnDecoderConfig`; empty for other models."""
     if not derived.has_plain_yarn(arch):
         return {}
     names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

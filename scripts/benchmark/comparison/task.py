@@ -24,10 +24,6 @@ from megatron_wrap.metrics.throughput import (
     training_flops,
 )
 
-
-_GPT_OSS = "gpt_oss"
-
-
 @dataclass(frozen=True)
 class Task:
     """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3, DeepSeek-V3 or gpt-oss
@@ -230,7 +226,7 @@ def task_of(
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
         **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
-        gpt_oss=export_format(config, model_type=_GPT_OSS).config_json("bfloat16") if _is_gpt_oss(arch) else {},
+        gpt_oss=export_format(config, model_type="gpt_oss").config_json("bfloat16") if _is_gpt_oss(arch) else {},
     )
 
 
@@ -290,8 +286,8 @@ def _refuse_other_models(config: RunConfig) -> None:
     wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
-            "the programs are compared on an untied Llama, or Qwen3, DeepSeek-V3 or gpt-oss with experts in all layers, "
-            f"with data and expert parallelism alone, not with {', '.join(wrong)}; "
+            "the programs are compared on an untied Llama, or Qwen3, DeepSeek-V3 or gpt-oss with experts in all "
+            f"layers, with data and expert parallelism alone, not with {', '.join(wrong)}; "
             "override these keys"
         )
 

@@ -1,0 +1,33 @@
+"""Megatron-Core's configuration of models without latent attention. Import it only after the platform is installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer import TransformerConfig
+
+
+@dataclass
+class DecoderConfig(TransformerConfig):
+    """Also accepts biases of tensor-parallel experts, which Megatron-Core's experts refuse and `GroupedExperts` have."""
+
+    def __post_init__(self) -> None:
+        size: int | None = vars(self)["expert_tensor_parallel_size"]
+        if self.num_moe_experts is not None and self.add_bias_linear:
+            self.expert_tensor_parallel_size = 1
+        super().__post_init__()
+        self.expert_tensor_parallel_size = self.tensor_model_parallel_size if size is None else size
+
+
+@dataclass
+class YarnDecoderConfig(DecoderConfig):
+    """With the values of YaRN (arXiv:2309.00071) that GPTModel and attention read by name, but that are no fields of
+    Megatron-Core's class (models/gpt/gpt_model.py; models/common/embeddings/yarn_rotary_pos_embedding.py)."""
+
+    yarn_rotary_scaling_factor: float = 40.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
