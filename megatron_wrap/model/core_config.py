@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Also accepts biases of tensor-parallel experts, which Megatron-Core's experts refuse and `GroupedExperts` have."""
+    """Also accepts biases of tensor-parallel experts: Megatron-Core's experts have none, and `GroupedExperts` has."""
 
     def __post_init__(self) -> None:
         size: int | None = vars(self)["expert_tensor_parallel_size"]

@@ -24,6 +24,7 @@ from megatron_wrap.metrics.throughput import (
     training_flops,
 )
 
+
 @dataclass(frozen=True)
 class Task:
     """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3, DeepSeek-V3 or gpt-oss
