@@ -363,7 +363,7 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
         logits = sequence_logits(wrap.state, token_ids())
         wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
         if wrap.state.parallel.world.rank == 0:
-            return numpy.stack([row.numpy() for row in logits])
+            return numpy.stack([row.float().numpy() for row in logits])
     return None
 
 

@@ -222,6 +222,11 @@ def test_layout_names():
 
 MIXTRAL = ("megatron_lm.model.arch.__select__=tiny-mixtral",)
 DEEPSEEK = ("megatron_lm.model.arch.__select__=tiny-deepseek-v3",)
+GPT_OSS = (
+    "megatron_lm.model.arch.__select__=tiny-gpt-oss",
+    "megatron_lm.model.arch.moe_router_load_balancing_type=none",
+    "megatron_lm.model.arch.moe_aux_loss_coeff=0.0",
+)
 
 
 def test_an_moe_model_runs_on_expert_parallel_layouts_too(samples, ranks):
@@ -248,6 +253,14 @@ def test_tiny_experts_are_of_the_same_kind(samples, ranks):
     report = check_parity(CONFIG, DEEPSEEK, samples=samples, layouts=("mbs1", "cp2-ep2"), steps=1, ranks=ranks)
     assert report.agrees, report.table()
     assert [row.agrees for row in report.rows] == [True, True]  # seq_aux_loss does not depend on the micro-batch size
+
+
+@pytest.mark.matrix
+def test_attention_sinks_windows_and_biases_on_all_layouts(samples, ranks):
+    report = check_parity(CONFIG, GPT_OSS, samples=samples, steps=1, ranks=ranks)
+    assert report.agrees, report.table()
+    verified = {row.layout for row in report.rows if row.agrees}
+    assert {"mbs1", "packed", "tp2-sp", "pp2-vpp2", "cp2", "ep2", "tp2-sp-ep2"} <= verified
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,11 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
     stacks: dict[str, tuple[str, WeightMapping]] = {}
     for name, mapping in table.items():
         if match := _FIRST_EXPERT.fullmatch(name):
+            if mapping.index is not None:
+                raise ConfigError(
+                    "megatron_wrap.adapter.target_parameters: adapters of experts that Hugging Face stores transposed, "
+                    "such as those of gpt-oss, are not supported; adapt attention by target_modules"
+                )
             # transformers 5 has one name for the MLPs of all families
             owner = next(iter(mapping.shapes())).partition(".experts.")[0].rpartition(".")[0]
             fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]

@@ -1,0 +1,59 @@
+"""A gpt-oss folder in the published format, its experts in MXFP4: the weights on each layout, and those that are exported,
+are bit for bit those that transformers dequantizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import _bridge_runs as runs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+EXPERTS, HIDDEN, WIDTH = 4, 64, 32
+BF16 = "megatron_lm.train.dtype.__select__=bf16"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """The folder, and transformers' tensors in bf16."""
+    from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+
+    sizes = {**runs.SIZES, "hidden_size": HIDDEN, "intermediate_size": WIDTH, "head_dim": 16}
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=EXPERTS)).to(torch.bfloat16).save_pretrained(folder)
+    quantize(folder)
+    method = Mxfp4Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, dtype=torch.bfloat16)
+    return folder, model.state_dict()
+
+
+def quantize(folder: Path) -> None:
+    """Replace the experts' matrices by random blocks of 32 values with their exponents."""
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        shape = (experts, columns, rows // 32)
+        tensors[name + "_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[name + "_scales"] = torch.randint(116, 124, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("ep2-tp2", marks=pytest.mark.matrix)])
+def test_weights_are_those_that_transformers_dequantizes(layout, quantized, ranks, tmp_path):
+    folder, expected = quantized
+    processes, overrides = runs.LAYOUTS[layout]
+    target = str(tmp_path / "exported")
+    run: Any = ranks(processes).run(runs.logits_and_export, str(folder), (BF16, *overrides), target, "1MB")
+    assert run
+    exported = runs.stored(Path(target))
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, expected[name]), name
+    assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
