@@ -1,4 +1,4 @@
-"""A gpt-oss folder in the published format, its experts in MXFP4: the weights on each layout, and those that are exported,
+"""A gpt-oss folder in the published format, its experts in MXFP4: the weights that are loaded and exported on a layout
 are bit for bit those that transformers dequantizes."""
 
 from __future__ import annotations
