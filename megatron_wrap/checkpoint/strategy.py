@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.store import free_bytes
 from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe, on_rank_0
@@ -137,12 +137,6 @@ def _num_bytes(buckets: Sequence[Any]) -> int:
         total += sum(data.getbuffer().nbytes for _, data in objects)
         total += sum(tensor.numel() * tensor.itemsize + _BYTES_AROUND_A_TENSOR for _, tensor in tensors)
     return total
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can write into the folder's file system; None if it does not tell. Quotas are not known."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def _finish(base: _PlanningSave, folder: Path, records: Sequence[Mapping[str, Any]]) -> None:

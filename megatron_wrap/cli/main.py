@@ -14,6 +14,7 @@ from megatron_wrap.hidden_secrets import hide_secrets
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",
     "check": "report everything that is wrong with a run, before it begins",
+    "doctor": "report what is wrong with this machine, or the nodes of a run",
     "explain": "show a configuration's values, meanings and origins",
     "schema": "print the JSON schema of the configuration, for editors",
     "inspect-data": "show which tokens of the data are trained, and the usual mistakes",

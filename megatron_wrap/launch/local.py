@@ -17,6 +17,8 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import output_dir, processes_needed
 from megatron_wrap.errors import LayoutError
+from megatron_wrap.launch.doctor.catalogue import quick_answers
+from megatron_wrap.launch.doctor.checks import Subject
 from megatron_wrap.launch.launcher import Ended, Launch, Program
 from megatron_wrap.launch.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch
@@ -27,6 +29,7 @@ from megatron_wrap.platform.base.machine import visible_gpus
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
 _INTERRUPTIBLE = """
 import signal, sys
@@ -59,25 +62,27 @@ class Nodes:
 
 
 def nodes_of(
-    config: RunConfig, processes_per_node: int | None = None, num_nodes: int | None = None, starts: bool = True
+    config: RunConfig | None, processes_per_node: int | None = None, num_nodes: int | None = None, starts: bool = True
 ) -> Nodes:
     """Where the processes of a run are started, by the command line, else the environment, else the configuration.
 
     Args:
+        config: of the run; None: there is none, and a GPU or one process on each node by default.
         processes_per_node, num_nodes: of the command line.
         starts: they will be started; False: they are only counted.
 
     Raises:
         LayoutError: a variable is missing or no whole number.
     """
-    num_nodes = num_nodes or _integer("NNODES", config.launch.nodes or 1)
-    gpus = visible_gpus() if config.init.platform != "cpu" else 0
+    num_nodes = num_nodes or _integer("NNODES", (config and config.launch.nodes) or 1)
+    gpus = visible_gpus() if config is None or config.init.platform != "cpu" else 0
     if starts and num_nodes > 1 and not _variable("MASTER_ADDR"):
         raise LayoutError(
             f"the run has {num_nodes} nodes; on each, set MASTER_ADDR (and MASTER_PORT) to those of node 0 and "
             "NODE_RANK to the number of the node"
         )
-    default = config.launch.gpus_per_node or gpus or -(-processes_needed(config) // num_nodes)
+    fewest = 1 if config is None else -(-processes_needed(config) // num_nodes)
+    default = (config and config.launch.gpus_per_node) or gpus or fewest
     return Nodes(
         processes_per_node=processes_per_node or _integer("GPUS_PER_NODE", default),
         num_nodes=num_nodes,
@@ -94,6 +99,29 @@ _PREFIXED = {"GPUS_PER_NODE": "PET_NPROC_PER_NODE"}
 def _variable(name: str) -> str:
     """The value of a variable or of torchrun's own one, which Kubeflow Trainer sets in pods; empty: neither is set."""
     return os.environ.get(name) or os.environ.get(_PREFIXED.get(name, f"PET_{name}"), "")
+
+
+def subject_of(config: RunConfig | None, nodes: Nodes) -> Subject:
+    """What `megatron-wrap doctor` examines on this node."""
+    return Subject(
+        config,
+        nodes.processes_per_node,
+        nodes.world_size,
+        nodes.num_nodes,
+        nodes.node_rank,
+        nodes.master_address,
+        nodes.master_port,
+    )
+
+
+def warn_about_node(config: RunConfig, nodes: Nodes) -> None:
+    """Print the warnings about this node, before a run is started on it.
+
+    Raises:
+        PlatformError: the run cannot succeed here.
+    """
+    for warning in quick_answers(subject_of(config, nodes)):
+        sys.stderr.write(f"warning: {warning.name}: {warning.text}\n")
 
 
 def _integer(variable: str, default: int) -> int:
@@ -139,7 +167,12 @@ class LocalLauncher:
         return " ".join(["torchrun", *where, f"--nproc-per-node {nodes.processes_per_node}", words])
 
     def start(self, launch: Launch) -> LocalJob:
-        """See `Launcher`."""
+        """See `Launcher`; prints warnings about this node.
+
+        Raises:
+            PlatformError: the run cannot succeed on this node.
+        """
+        warn_about_node(launch.config, _nodes(launch))
         return LocalJob(launch)
 
 
@@ -183,7 +216,11 @@ def _default_script() -> Path:
 
 
 def launch_processes(
-    nodes: Nodes, program: Sequence[str], config: RunConfig, signals: LauncherSignals | None = None
+    nodes: Nodes,
+    program: Sequence[str],
+    config: RunConfig | None,
+    signals: LauncherSignals | None = None,
+    seconds_to_meet: int | None = None,
 ) -> int:
     """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
 
@@ -191,42 +228,28 @@ def launch_processes(
 
     Args:
         program: arguments of python in each process.
-        config: of the run.
+        config: of the run; None: there is none.
         signals: entered; what a signal does. None: it ends the processes at once.
+        seconds_to_meet: that node 0 waits for the others, at most; None: torch's 10 minutes.
+
+    Raises:
+        RuntimeError: the nodes have not met.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from megatron_wrap.parallel import loopback
+    from torch.distributed.launcher.api import elastic_launch
 
     # the agent logs every failed process; one report is enough, and a process reports a user's error itself
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
-    os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
-    local = nodes.num_nodes == 1
-    if local:
-        loopback.register_rendezvous()
-        loopback.prefer_loopback()
-    address, port = (
-        (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or 29500)
-    )
-    launch = LaunchConfig(
-        min_nodes=nodes.num_nodes,
-        max_nodes=nodes.num_nodes,
-        nproc_per_node=nodes.processes_per_node,
-        run_id=uuid.uuid4().hex if local else "megatron-wrap",
-        rdzv_backend=loopback.BACKEND if local else "static",
-        rdzv_endpoint=f"{address}:{port}",
-        rdzv_configs={} if local else {"rank": nodes.node_rank},
-        max_restarts=0,
-        monitor_interval=0.2,
-    )
+    if config is not None:
+        os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
+    launch = _torchrun(nodes, seconds_to_meet)
     if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
         launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
-    watch = None if signals is None else _watch(signals, nodes, config)
+    watch = None if signals is None or config is None else _watch(signals, nodes, config)
     try:
         with nullcontext() if signals is None else flight_recorder.written_into(signals.folder):
             elastic_launch(launch, sys.executable)("-u", *program)
@@ -238,6 +261,35 @@ def launch_processes(
         if watch is not None:
             watch.close()
     return 0
+
+
+def _torchrun(nodes: Nodes, seconds_to_meet: int | None) -> LaunchConfig:
+    """Options of torchrun; those of one node register a rendezvous on the loopback interface."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from megatron_wrap.parallel import loopback
+
+    local = nodes.num_nodes == 1
+    if local:
+        loopback.register_rendezvous()
+        loopback.prefer_loopback()
+    address, port = (
+        (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or 29500)
+    )
+    meeting: dict[str, Any] = {} if local else {"rank": nodes.node_rank}
+    if seconds_to_meet is not None:
+        meeting["timeout"] = seconds_to_meet
+    return LaunchConfig(
+        min_nodes=nodes.num_nodes,
+        max_nodes=nodes.num_nodes,
+        nproc_per_node=nodes.processes_per_node,
+        run_id=uuid.uuid4().hex if local else "megatron-wrap",
+        rdzv_backend=loopback.BACKEND if local else "static",
+        rdzv_endpoint=f"{address}:{port}",
+        rdzv_configs=meeting,
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
 
 
 def _watch(signals: LauncherSignals, nodes: Nodes, config: RunConfig) -> ProcessWatch:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
 from megatron_wrap.parallel.loopback import loopback_store
+from megatron_wrap.parallel.nodes import check_versions, this_node
 from megatron_wrap.utils.process_pool import end_with_parent
 
 
@@ -49,6 +50,9 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     """Initialize torch.distributed from torchrun's environment, or as a single process without it.
 
     A process group that the caller has already initialized is used unchanged.
+
+    Raises:
+        PlatformError: the nodes have different packages.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():
@@ -58,7 +62,8 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     if _is_under_torchrun():
         end_with_parent(signal.SIGTERM)
     if "RANK" in os.environ:
-        store, rank, world_size = _rendezvous(timeout)
+        store, rank, world_size = rendezvous(timeout)
+        check_versions(store, rank, this_node())
         device_id = device if device.type == "cuda" else None
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
@@ -70,7 +75,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     return Processes(dist.get_rank(), dist.get_world_size(), local_rank, owns_group=True)
 
 
-def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Store, rank and number of processes from torchrun's environment.
 
     torchrun's store outlives a process group, and the next run in the same program would read outdated addresses.

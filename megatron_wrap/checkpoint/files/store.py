@@ -252,6 +252,12 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this user can write into the folder's file system; None if it does not tell. Quotas are not known."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
 def missing_part(checkpoint: Path) -> str | None:
     """Why a checkpoint's folder is incomplete, as text; None if it is complete.
 

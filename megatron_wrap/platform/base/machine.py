@@ -9,6 +9,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from platform import python_version
+
+from megatron_wrap import __version__
 
 GROUPED_PRODUCTS_FROM = (2, 11)
 """The oldest torch whose `torch.nn.functional.grouped_mm` was tested."""
@@ -85,6 +88,17 @@ def transformer_engine_version() -> tuple[int, ...] | None:
 def megatron_core_version() -> tuple[int, ...]:
     """The installed version, such as (0, 19, 2); empty: not installed."""
     return _numbers(_version("megatron-core") or "")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """What has to be the same on every node of a run, with its version; None: not installed."""
+    return {
+        "Python": python_version().rpartition(".")[0],
+        "torch": _version("torch"),
+        "Megatron-Core": _version("megatron-core"),
+        "Transformer Engine": _version("transformer_engine"),
+        "megatron-wrap": __version__,
+    }
 
 
 def _numbers(version: str) -> tuple[int, ...]:

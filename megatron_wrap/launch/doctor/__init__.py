@@ -1,0 +1,1 @@
+"""`megatron-wrap doctor`: what is wrong with the nodes of a run, before it begins."""
