@@ -49,7 +49,7 @@ def test_weights_are_those_that_transformers_dequantizes(layout, quantized, rank
     folder, expected = quantized
     processes, overrides = runs.LAYOUTS[layout]
     target = str(tmp_path / "exported")
-    run: Any = ranks(processes).run(runs.logits_and_export, str(folder), (BF16, *overrides), target, "1MB")
+    run: Any = ranks(processes).run(runs.logits_and_export, str(folder), (BF16, *overrides), target, "100KB")
     assert run
     exported = runs.stored(Path(target))
     assert exported.keys() == expected.keys()
