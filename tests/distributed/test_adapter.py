@@ -207,7 +207,26 @@ ON_LAYOUTS = [
 ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)
 
 
-@pytest.mark.parametrize(("name", "layout"), covering(ON_LAYOUTS))
+QUICK = (
+    ("four-layers", "pp2-vpp2"),
+    ("llama", "cp2-packed"),
+    ("llama", "tp2-sp-recompute"),
+    ("whole", "dp2-distributed-overlap"),
+    ("gpt2-dora", "tp2-sp-pp2"),
+    ("query-value", "tp2-sp"),
+    ("phi3", "tp2-sp"),
+    ("deepseek-v3-olora", "tp2-sp"),
+    ("mixtral-experts", "ep2-expert-tp2"),
+    ("qwen3-moe-experts", "tp2-sp-ep2"),
+)
+"""Each axis and each kind of adapter, of runs on one rank that peft is compared with where there is one; PiSSA is
+resumed from TP2 on PP2, and loaded on both."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.matrix) for case in ON_LAYOUTS],
+)
 def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_path):
     folder, adapter, (steps, initial, factors, logits, _, _), _ = on_one_rank(name)
     world_size, overrides = LAYOUTS[layout]
