@@ -54,7 +54,10 @@ def shipped_on_one_rank(ranks):
 
 @pytest.mark.parametrize(
     "layout",
-    covering(layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")),
+    covering(
+        (layout for layout in LAYOUTS if layout.name in ("tp2-sp", "dp2", "pp2")),
+        lambda layout: {layout.name} & {"tp2-sp"},  # where a norm sees a part of the sequence
+    ),
 )
 def test_the_shipped_tiny_llama_trains_like_one_rank(layout: Layout, shipped_on_one_rank, ranks):
     """At its full size, where gradients are large enough to show rounding errors of a norm."""

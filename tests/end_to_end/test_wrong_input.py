@@ -63,11 +63,13 @@ def test_unknown_key(command, tmp_path):
     )
 
 
+@pytest.mark.matrix
 def test_wrong_type(command, tmp_path):
     run = config(tmp_path, more_train="seed: many")
     refused(command, tmp_path, run, words=["run.yaml:8", "megatron_lm.train.common.seed", "many"])
 
 
+@pytest.mark.matrix
 def test_wrong_type_on_the_command_line(command, tmp_path):
     run = config(tmp_path)
     refused(command, tmp_path, run, "megatron_lm.train.common.seed=x", words=["command line", "seed"])
@@ -79,6 +81,7 @@ def test_missing_selection(command, tmp_path):
     refused(command, tmp_path, run, words=["megatron_lm.model.arch", "tiny-llama", "__select__"])
 
 
+@pytest.mark.matrix
 def test_inherit_cycle(command, tmp_path):
     nest = tmp_path / "nest/megatron_lm/model/arch"
     nest.mkdir(parents=True)
@@ -89,6 +92,7 @@ def test_inherit_cycle(command, tmp_path):
     refused(command, tmp_path, run, words=["egg", "hen", "cycle"])
 
 
+@pytest.mark.matrix
 def test_empty_yaml(command, tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("")
@@ -100,11 +104,13 @@ def test_world_size_that_the_layout_does_not_divide(command, tmp_path):
     refused(command, tmp_path, run, words=["3", "2"], environment={"GPUS_PER_NODE": "3"})
 
 
+@pytest.mark.matrix
 def test_heads_that_tensor_parallelism_does_not_divide(command, tmp_path):
     run = config(tmp_path, parallel="tensor_model_parallel_size: 3")
     refused(command, tmp_path, run, words=["num_attention_heads", "4", "3"])
 
 
+@pytest.mark.matrix
 def test_batch_that_does_not_divide(command, tmp_path):
     run = config(tmp_path)
     refused(command, tmp_path, run, words=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
