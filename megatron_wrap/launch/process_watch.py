@@ -86,7 +86,7 @@ class ProcessWatch:
             cause = f"was ended by {signal.Signals(-exit_codes[first]).name}"
             if exit_codes[first] == -signal.SIGKILL:
                 cause += ", as the kernel does when memory runs out"
-        failed, others = states[first], dict(tracebacks or {})
+        failed, others = states[first], {rank: text for rank, text in (tracebacks or {}).items() if text}
         content = {
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **failed,

@@ -72,7 +72,7 @@ def test_a_killed_process_leaves_the_stacks_of_the_others_and_one_that_ends_well
         for process in processes:
             process.kill()
             process.wait()
-    watch.failed({0: -9, 1: -9}, 1, "", {0: "its traceback", 1: "of the first"})
+    watch.failed({0: -9, 1: -9}, 1, "", {0: "its traceback", 1: "of the first", 2: ""})
     written = json.loads(report.read_text())
     assert list(written["stacks"]) == ["0"]
     assert written["stacks"]["0"].count("main thread waits here") == 1
