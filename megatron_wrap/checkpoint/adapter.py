@@ -15,6 +15,7 @@ from megatron_wrap.bridge.export.adapted import layers_with_adapters, other_adap
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.bridge.mapping.adapter import saved_parameters
+from megatron_wrap.bridge.mapping.token_rows import trained_rows
 from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
@@ -25,6 +26,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("layers_pattern", "target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias", "init_lora_weights"),
+    "trainable_token_indices",
 )
 """That determine modules, ranks, scales and whether initial factors are kept; others may differ in a run that
 continues."""
@@ -58,6 +60,12 @@ def check_adapter(
             f"{checkpoint} contains no adapter, and megatron_wrap.adapter.init_lora_weights: "
             f"{config.adapter.init_lora_weights} begins with factors of hf_path's weights; export it (megatron-wrap "
             "export-hf) and set megatron_wrap.model_provider.hf_path to that folder, or write true"
+        )
+    if adapted and not has_adapter and config.adapter.trainable_token_indices:
+        raise CheckpointError(
+            f"{checkpoint} contains no adapter, and megatron_wrap.adapter.trainable_token_indices begins with rows of "
+            "hf_path's embedding; export it (megatron-wrap export-hf) and set megatron_wrap.model_provider.hf_path to "
+            "that folder, or train without these rows"
         )
     if adapted and not has_adapter and config.adapter.use_dora:
         raise CheckpointError(
@@ -177,8 +185,9 @@ def _modules(config: RunConfig, adapter: AdapterConfig) -> set[Any]:
     layers = layers_with_adapters(replace(config, adapter=adapter))
     hf_format = export_format(config, config.arch.vocab_size or 1)
     whole = saved_parameters(hf_format.family.parameters(hf_format.arch), adapter)
+    rows = trained_rows(hf_format.family.parameters(hf_format.arch), adapter)
     initial = {adapter.init_lora_weights} if adapter.decomposes_base else set()
-    return {module for layer in layers for module in layer.modules} | set(whole) | initial
+    return {module for layer in layers for module in layer.modules} | set(whole) | set(rows.items()) | initial
 
 
 def _plain(value: Any) -> Any:

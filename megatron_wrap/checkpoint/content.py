@@ -33,7 +33,7 @@ CONTENT_METADATA: dict[str, Any] = {
 SAVED_MODULES = "modules_to_save."
 """Beginning of the names of parameters that are trained whole beside adapters."""
 ADAPTER_PART = re.compile(
-    rf"_adapter\.(\d+\.)?(?:lora_(?:A|B|magnitude)|initial_[AB])_|(^|\.){re.escape(SAVED_MODULES)}"
+    rf"_adapter\.(?:(\d+\.)?(?:lora_(?:A|B|magnitude)|initial_[AB])_|token_rows)|(^|\.){re.escape(SAVED_MODULES)}"
 )
 _ORIGINAL = "original."
 """Beginning of the keys of their originals in `model_entries`."""

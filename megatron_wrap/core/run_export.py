@@ -19,7 +19,7 @@ from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pret
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
-from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type
+from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type, tied_copies
 from megatron_wrap.checkpoint.files.store import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
@@ -74,7 +74,8 @@ class RunExport:
         layers = layers_with_adapters(config, state.shape.vocab_size)
         values = peft_config(layers, config.adapter, config.model_provider.hf_path, task_type(hf_format.family))
         stream = self._stream(hf_format, dtype, adapter=True)
-        target = save_adapter(stream, values, state.parallel, folder, self._tokenizer)
+        copies = tied_copies(hf_format.family.parameters(hf_format.arch), config.adapter)
+        target = save_adapter(stream, values, state.parallel, folder, self._tokenizer, copies)
         on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
         logger.info_rank_0(f"adapter of iteration {self._iteration}: {target}")
         return target

@@ -92,6 +92,8 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[GlobalParameter
             continue
         if tied and name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", True):
             name = "embedding.word_embeddings.weight"
+        if tied and name == "output_layer_adapter.token_rows":
+            name = "embedding.word_embeddings_adapter.token_rows"
         yield GlobalParameter(name, parameter, None)
 
 

@@ -52,7 +52,7 @@ def factors_of(wrap: Any) -> dict[str, Any]:
 
 def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = STEPS) -> Any:
     """(loss, gradient norm) of each step, factors before and after them, logits [2, 64, V] with and without the
-    adapter, and whether the base is unchanged."""
+    adapter, and whether the base is unchanged: its weights, and bit for bit the logits without the adapter."""
     import torch
 
     from megatron_wrap.core import MegatronWrap
@@ -66,6 +66,8 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
         wrap.setup_model_and_optimizer()
         frozen = [(p, p.detach().clone()) for c in wrap.state.chunks for p in c.parameters() if not p.requires_grad]
         initial = factors_of(wrap)
+        with adapters_off(wrap.state.chunks):
+            before = sequence_logits(wrap.state, bridge.token_ids())
         steps = []
         for step in range(count):
             metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
@@ -75,6 +77,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
         with adapters_off(wrap.state.chunks):
             base = sequence_logits(wrap.state, bridge.token_ids())
         unchanged = bool(frozen) and all(torch.equal(parameter, before) for parameter, before in frozen)
+        unchanged &= all(map(torch.equal, before, base))
         wrap.save_pretrained(f"{outputs}/adapter")
         wrap.save_pretrained(f"{outputs}/merged", merge=True)
         if wrap.state.parallel.world.rank == 0:
@@ -285,7 +288,8 @@ def _trained(peft: Any) -> dict[str, Any]:
     named = ((name, value) for name, value in peft.named_parameters() if value.requires_grad)
     norms = ".lora_magnitude_vector"
     named = ((name.replace(f"{norms}.default.weight", norms), value) for name, value in named)
-    return {name.replace(".modules_to_save", "").replace(".default.", "."): value for name, value in named}
+    named = ((name.replace(".modules_to_save", "").replace(".default.", "."), value) for name, value in named)
+    return {name.removesuffix(".default"): value for name, value in named}  # rows of tokens
 
 
 def peft_logits(peft: Any) -> Any:

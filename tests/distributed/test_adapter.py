@@ -32,6 +32,13 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "whole": ("qwen3", {**PLAIN, "modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
     "gpt2": ("gpt2", {**PLAIN, "modules_to_save": ["wpe", "ln_f"], "bias": "all"}),
+    "rows": (
+        "qwen3",
+        {**PLAIN, "trainable_token_indices": {"embed_tokens": [3, 17, 200, 39], "lm_head": [17, 250]}},
+    ),
+    "tied-rows": ("qwen2-tied", {**PLAIN, "trainable_token_indices": [39, 3, 200, 17]}),
+    "gpt2-rows": ("gpt2", {**PLAIN, "target_modules": ["c_attn"], "trainable_token_indices": [300, 12, 5]}),
+    "tied-whole": ("qwen2-tied", {**PLAIN, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "dora": (
         "qwen3",
         {**PLAIN, "use_dora": True, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]},
@@ -183,6 +190,13 @@ ON_LAYOUTS = [
     ("whole", "tp2"),
     ("whole", "tp2-sp-pp2"),
     ("whole", "dp2-distributed-overlap"),
+    ("rows", "tp2"),
+    ("rows", "tp2-sp-pp2"),
+    ("tied-rows", "tp2-sp"),
+    ("tied-rows", "pp2"),
+    ("tied-rows", "dp2-distributed-overlap"),
+    ("gpt2-rows", "tp2-sp-pp2"),
+    ("tied-whole", "tp2-sp-pp2"),
     ("dora", "tp2-sp"),
     ("dora", "dp2-distributed-overlap"),
     ("gpt2-dora", "tp2-sp-pp2"),
@@ -242,11 +256,19 @@ def test_a_layout_trains_like_one_rank(name, layout, on_one_rank, ranks, tmp_pat
     assert measured[5]
 
 
-@pytest.mark.parametrize("key", quick(["use_dora=true", "init_lora_weights=pissa"], ["init_lora_weights=pissa"]))
-def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(key, folder_of, ranks, tmp_path):
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dora": ("llama", {"use_dora": True}),
+    "pissa": ("llama", {"init_lora_weights": "pissa"}),
+    "tied-rows": ("qwen2-tied", {"trainable_token_indices": [39, 3, 200]}),
+    "tied-whole": ("qwen2-tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+}
+
+
+@pytest.mark.parametrize("name", quick(list(RESUMED), ["pissa", "tied-rows"]))
+def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(name, folder_of, ranks, tmp_path):
     """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
-    folder = str(folder_of("llama")[0])
-    tensor, pipeline = ((f"megatron_wrap.adapter.{key}", *LAYOUTS[name][1]) for name in ("tp2-sp", "pp2"))
+    folder, adapter = str(folder_of(RESUMED[name][0])[0]), runs.overrides_of(RESUMED[name][1])
+    tensor, pipeline = ((*adapter, *LAYOUTS[layout][1]) for layout in ("tp2-sp", "pp2"))
     whole = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path), 5, None)[0]
     saved = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 3, None)[0]
     assert whole[0][:3] == saved[0]
@@ -259,11 +281,11 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
     numpy.testing.assert_allclose(other[0], whole[0][3:], rtol=1e-5)
     with pytest.raises(Exception, match="another model or was changed"):
         ranks(1).run(
-            runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), tensor[:1], str(tmp_path / "run"), 5, None
+            runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), adapter, str(tmp_path / "run"), 5, None
         )
 
 
-@pytest.mark.parametrize("name", quick(["patterns", "whole", "pissa"], ["whole", "pissa"]))
+@pytest.mark.parametrize("name", quick(["patterns", "whole", "pissa", "tied-rows"], ["whole", "pissa"]))
 def test_an_adapter_of_peft_is_loaded_on_a_layout(name, on_one_rank, ranks, tmp_path):
     """The factors are peft's bit for bit, and the logits those of its model."""
     folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank(name)

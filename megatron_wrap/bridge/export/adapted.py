@@ -20,6 +20,7 @@ from megatron_wrap.bridge.mapping.adapter import (
     saved_parameters,
 )
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.token_rows import refuse_unknown_tokens, trained_rows
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
@@ -69,10 +70,11 @@ def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
     items = adapter_keys(folder).items()
     keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in items}
     adapter = AdapterConfig(adapter_type="lora", base_weights=config.adapter.base_weights, **keys)
-    if adapter.modules_to_save or adapter.bias != "none" or adapter.target_parameters:
+    more = adapter.modules_to_save or adapter.target_parameters or adapter.trainable_token_indices
+    if more or adapter.bias != "none":
         raise CheckpointError(
             f"{folder}: an adapter of megatron_wrap.adapter.others has factors of linear layers alone; this one has "
-            "modules_to_save, biases or adapters of experts; merge it into a model of its own"
+            "modules_to_save, rows of tokens, biases or adapters of experts; merge it into a model of its own"
         )
     return replace(config, adapter=adapter)
 
@@ -132,7 +134,13 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)
     line = f"LoRA beside {count} modules ({kinds})"
-    whole = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
+    table = hf_format.family.parameters(hf_format.arch)
+    rows = trained_rows(table, config.adapter)
+    if rows:
+        line += f", {counted(len({index for indices in rows.values() for index in indices}), 'row')} of tokens"
+        if vocab_size is not None:
+            refuse_unknown_tokens(rows, vocab_size)
+    whole = saved_parameters(table, config.adapter)
     if whole:
         names = [name.split(".") for mapping in whole.values() for name in mapping.shapes()]
         owners = {name[-2] if name[-1] == "weight" else "biases" for name in names}

@@ -79,7 +79,7 @@ class WeightStream:
         chunks: this process's model chunks, with or without Megatron-Core's wrappers.
         arch: with all sizes set.
         dtype: of the tensors, such as "bfloat16"; None: that of the parameters.
-        merge: add the products of adapters to the weights beside which they were trained.
+        merge: fold adapters into the weights beside which they were trained.
 
     Raises:
         CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.
@@ -99,28 +99,28 @@ class WeightStream:
         self._rank = parallel.world.rank
         self._device = device
         self._parameters: dict[str, Tensor] = {}
-        self._deltas: dict[str, Callable[[], Tensor]] = {}
+        self._folded: dict[str, Callable[[Tensor], Tensor]] = {}
         self._merged: tuple[str, Tensor] | None = None
         mine: list[OwnedPiece] = []
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
-            deltas = _deltas(model, arch) if merge else {}
+            folded = _folded(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
                 _refuse_quantized(parameter)
-                delta = deltas.pop(name, None)
+                fold = folded.pop(name, None)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
                 axis = parallel.expert_tp if is_expert(name) else parallel.tp
                 if replica or not (mapping.split or axis.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
-                if delta is not None:
-                    self._deltas[key] = delta
+                if fold is not None:
+                    self._folded[key] = fold
                 pieces = local_pieces(name, parameter, mapping, parallel)
                 mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
-            if deltas:
-                raise CheckpointError(f"the adapter of {min(deltas)} cannot be merged: the family has no such weight")
+            if folded:
+                raise CheckpointError(f"the adapter of {min(folded)} cannot be merged: the family has no such weight")
         everywhere = gather_objects((mine, kinds))
         self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
         owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]
@@ -170,34 +170,41 @@ class WeightStream:
         return view_of(values, owned.piece, part).to(dtype).reshape(sizes).contiguous()
 
     def _value(self, key: str) -> Tensor:
-        """A local parameter, with its adapter's product added; one sum is kept, since blocks come in their order."""
+        """A local parameter with its adapter folded in; one is kept, since blocks come in their order."""
         values = in_high_precision(self._parameters[key])
-        if key not in self._deltas:
+        if key not in self._folded:
             return values
         if self._merged is None or self._merged[0] != key:
             with torch.no_grad():
-                self._merged = key, values.float() + self._deltas[key]()
+                self._merged = key, self._folded[key](values.float())
         return self._merged[1]
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
 
 
-def _deltas(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[], Tensor]]:
-    """Global name of each weight with an adapter -> the product that a merge adds to it."""
+def _folded(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Global name of each weight with an adapter -> the fp32 values that a merge makes of the weight's."""
     from megatron_wrap.nn.adapters.lora import adapters_by_weight
+    from megatron_wrap.nn.adapters.token_rows import token_rows_of
     from megatron_wrap.nn.experts.lora import ExpertAdapter
 
-    adapters = adapters_by_weight(model)
-    deltas: dict[str, Callable[[], Tensor]] = {}
+    adapters, rows = adapters_by_weight(model), {id(rows.base_weight()): rows for rows in token_rows_of([model])}
+    folded: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
         adapter = adapters.get(id(parameter))
         if isinstance(adapter, ExpertAdapter):
             assert index is not None
-            deltas[name] = partial(adapter.delta, index)
+            folded[name] = partial(_sum, partial(adapter.delta, index))
         elif adapter is not None:
-            deltas[name] = adapter.delta
-    return deltas
+            folded[name] = partial(_sum, adapter.delta)
+        elif id(parameter) in rows:
+            folded[name] = rows[id(parameter)].merged
+    return folded
+
+
+def _sum(delta: Callable[[], Tensor], values: Tensor) -> Tensor:
+    return values + delta()
 
 
 def _refuse_quantized(parameter: Tensor) -> None:

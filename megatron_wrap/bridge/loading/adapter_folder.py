@@ -19,15 +19,15 @@ from megatron_wrap.bridge.mapping.adapter import (
     task_type,
 )
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.token_rows import as_in_peft, trained_rows
 from megatron_wrap.config.reading.json_file import read_json
-from megatron_wrap.config.reading.yaml_nodes import describe
+from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 REFUSED = {
-    "trainable_token_indices": "rows of the embedding are not trained alone",
     "lora_bias": "factors have no biases",
     "layer_replication": "the base has other layers",
     "alora_invocation_tokens": "an adapter applies to all tokens",
@@ -53,7 +53,6 @@ REFUSED_INITIAL = {
 WITHOUT_EFFECT = (
     *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # of initial factors
     *("megatron_core", "qalora_group_size", "runtime_config"),
-    "ensure_weight_tying",  # of tied modules, which modules_to_save and target_modules refuse
 )
 """Options of peft that change nothing in a folder without the refused ones."""
 CLASSIFIER_HEADS = ("classifier", "score")
@@ -61,6 +60,7 @@ CLASSIFIER_HEADS = ("classifier", "score")
 _KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
+    *("trainable_token_indices", "ensure_weight_tying"),
 )
 _DECOMPOSED = ("pissa", "olora")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
@@ -75,7 +75,10 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),
     "bias": ("a text", lambda value: isinstance(value, str)),
-    **dict.fromkeys(("use_rslora", "use_dora"), ("true or false", lambda value: isinstance(value, bool))),
+    "trainable_token_indices": ("a list of integers, or a mapping to such lists", lambda value: _are_rows(value)),
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: isinstance(value, bool))
+    ),
 }
 """Key -> its type in words, and the test of a value other than null."""
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
@@ -115,6 +118,11 @@ def _are_texts(value: Any) -> bool:
 
 def _are_integers(value: Any) -> bool:
     return _is_integer(value) or (isinstance(value, list) and all(map(_is_integer, value)))
+
+
+def _are_rows(value: Any) -> bool:
+    lists = [value] if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [None]
+    return all(isinstance(indices, list) and _are_integers(indices) for indices in lists)
 
 
 def _are_numbers(value: Any) -> bool:
@@ -198,6 +206,7 @@ def open_adapter(
         raise CheckpointError(
             f"{folder}: bias is {bias} there and {config.bias} here; write megatron_wrap.adapter.bias={bias}"
         )
+    _compare_rows(folder, theirs, config, family, arch)
     targets = tuple(theirs.get("target_parameters") or ())
     chosen = (adapted_experts(family.parameters(arch), replace(config, target_parameters=targets)), layers)
     if len({frozenset(layer.name for layer in of if layer.experts) for of in chosen}) > 1:
@@ -215,6 +224,20 @@ def open_adapter(
     files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
+
+
+def _compare_rows(
+    folder: str | os.PathLike[str], theirs: Mapping[str, Any], config: AdapterConfig, family: Family, arch: ArchConfig
+) -> None:
+    """Trained rows of tokens, which have their order in the file."""
+    table, saved = family.parameters(arch), theirs.get("trainable_token_indices") or ()
+    wanted = tuple(saved) if isinstance(saved, list) else saved
+    if trained_rows(table, replace(config, trainable_token_indices=wanted)) != trained_rows(table, config):
+        text = inline_yaml(saved or [])
+        raise CheckpointError(
+            f"{folder}: trainable_token_indices is {text} there and {inline_yaml(as_in_peft(config) or [])} here; "
+            f"write megatron_wrap.adapter.trainable_token_indices={text}"
+        )
 
 
 def _compare_initial(folder: str | os.PathLike[str], theirs: Any, config: AdapterConfig) -> None:

@@ -13,6 +13,7 @@ from megatron_wrap.bridge.mapping.expert_factors import EXPERTS, expert_factors
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
+from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, row_factors, trained_rows
 from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError, did_you_mean
@@ -23,8 +24,6 @@ PEFT_PREFIX = "base_model.model."
 """Of names in adapter_model.safetensors."""
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """peft's task type of a model with a scalar head."""
-EMBEDDING = "embedding.word_embeddings.weight"
-"""Global name of the embedding."""
 ADAPTER = "_adapter"
 """Ending of the name of an adapter's module, which begins with that of its linear layer."""
 
@@ -193,7 +192,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
     experts = adapted_experts(table, config)
     _refuse_unmatched(config, modules, [layer.modules[0].name for layer in experts])
-    _refuse_unsupported(table, config.modules_to_save)
+    _refuse_unsupported(table, config)
     layers = []
     for name, mapping in linear.items():
         targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
@@ -257,12 +256,18 @@ def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) 
     Raises:
         ConfigError: an entry matches no module, or one that cannot be trained whole; lora_only means a part of a bias.
     """
-    _refuse_unsupported(table, config.modules_to_save)
+    _refuse_unsupported(table, config)
     whole = {
         name: _renamed(mapping)
         for name, mapping in table.items()
         if any(map(_is_saved(config), _owners(mapping))) or (name == HEAD and SCORE in mapping.shapes())
     }
+    both = sorted(whole.keys() & trained_rows(table, config).keys())
+    if both:
+        raise ConfigError(
+            f"megatron_wrap.adapter: trainable_token_indices trains rows of {_owners(table[both[0]])[0]}, which "
+            "modules_to_save trains whole; remove it from one of the two"
+        )
     return {**_trained_biases(table, config), **whole}
 
 
@@ -296,7 +301,7 @@ def _owners(mapping: WeightMapping) -> list[str]:
     return [name.rpartition(".")[0] for name in mapping.shapes()]
 
 
-def _refuse_unsupported(table: Mapping[str, WeightMapping], entries: Sequence[str]) -> None:
+def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfig) -> None:
     possible = {owner for name, mapping in table.items() if _WHOLE.fullmatch(name) for owner in _owners(mapping)}
     names = {owner for mapping in table.values() for owner in _owners(mapping)}
     parts = [name.split(".") for name in names]
@@ -304,12 +309,22 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], entries: Sequence[st
     (embedding,) = _owners(table[EMBEDDING])
     tied = {embedding, "lm_head"} if HEAD not in table else set()
     key = "megatron_wrap.adapter.modules_to_save"
-    for entry in entries:
+    if config.ensure_weight_tying and not tied:
+        raise ConfigError(
+            "megatron_wrap.adapter.ensure_weight_tying: embedding and output layer are not tied in this model; write "
+            "false"
+        )
+    for entry in config.modules_to_save:
         matched = {name for name in every | tied if name.endswith(entry)}
+        if matched & tied and config.ensure_weight_tying:
+            if embedding not in matched:
+                raise ConfigError(f"{key}: {entry} is tied to {embedding}; list that, with which peft ties its copy")
+            continue
         if matched & tied:
             raise ConfigError(
                 f"{key}: {entry} is the embedding and the output layer, whose weights are tied in this model; training "
-                "a copy of one of them is not supported, so remove it"
+                f"a copy of one of them is not supported: write ensure_weight_tying: true and list {embedding}, which "
+                "trains both as one matrix, or remove it"
             )
         if not matched:
             endings = sorted({name.rpartition(".")[2] for name in possible - tied})
@@ -324,6 +339,15 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], entries: Sequence[st
             )
 
 
+def tied_copies(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, str]:
+    """Name of each tensor in peft's file that is a copy -> that of the tensor: the output layer's weights, which are
+    those of an embedding that is trained whole."""
+    if HEAD in table or EMBEDDING not in saved_parameters(table, config):
+        return {}
+    (embedding,) = _owners(table[EMBEDDING])
+    return {f"{PEFT_PREFIX}lm_head.weight": f"{PEFT_PREFIX}{embedding}.weight"}
+
+
 def adapter_family(
     family: Family, layers: Sequence[AdaptedLayer], config: AdapterConfig, converted: bool = True
 ) -> Family:
@@ -335,9 +359,13 @@ def adapter_family(
     factors = {name: mapping for layer in layers for name, mapping in layer.factors(converted).items()}
     return replace(
         family,
-        parameters=lambda arch: {**factors, **saved_parameters(family.parameters(arch), config)},
+        parameters=lambda arch: {
+            **factors,
+            **row_factors(family.parameters(arch), config, PEFT_PREFIX),
+            **saved_parameters(family.parameters(arch), config),
+        },
         base_prefix=PEFT_PREFIX,
-        ignored=(),
+        ignored=(re.escape(f"{PEFT_PREFIX}lm_head.weight"),) if config.ensure_weight_tying else (),
         new_if_missing=(),
         is_adapter=True,
     )
@@ -381,6 +409,8 @@ def peft_config(
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
         "bias": config.bias,
         "modules_to_save": saved or None,
+        "trainable_token_indices": as_in_peft(config),
+        "ensure_weight_tying": config.ensure_weight_tying,
     }
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
 
-ADAPTER_FACTORS = (f"{ADAPTER}.lora_", f"{ADAPTER}.initial_")
+ADAPTER_FACTORS = (f"{ADAPTER}.lora_", f"{ADAPTER}.initial_", f"{ADAPTER}.token_rows")
 """In the names of adapters' factors, which a base's family does not have."""
 
 SEPARATE_NORMS = {

@@ -266,6 +266,11 @@ class AdapterConfig:
     lm_head]; their original weights are kept as well. The head of a value model is always trained."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained whole: all, or lora_only, those of the layers with adapters; their originals are kept."""
+    trainable_token_indices: tuple[int, ...] | Mapping[str, Any] = ()
+    """Tokens whose rows of the embedding are trained; those of an output layer that is tied to it are the same ones. A
+    mapping, such as {embed_tokens: [5, 7], lm_head: [5, 7]}, names them for each module."""
+    ensure_weight_tying: bool = False
+    """Train embedding and output layer of a model whose weights are tied as one matrix (modules_to_save)."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
     layers_pattern: str | tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.setup.freeze import keep_graph
+from megatron_wrap.engine.setup.token_rows import add_token_rows
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import GlobalParameter, global_names
@@ -53,6 +54,8 @@ def adapt_chunks(
     for chunk in map(bare_model, chunks):
         add_adapters(chunk, layers, config, parallel, decompose=from_path)
         train_whole(chunk, saved, config)
+        if config.adapter.trainable_token_indices:
+            add_token_rows(chunk, config, parallel, vocab_size)
         if folder is not None:
             load_weights(chunk, config.arch, folder, parallel)
 

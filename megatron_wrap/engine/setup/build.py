@@ -34,6 +34,7 @@ from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
+from megatron_wrap.engine.setup.token_rows import with_tied_rows
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -310,7 +311,7 @@ def wrap_chunks(
         for index, chunk in enumerate(chunks)
     ]
     single = len(wrapped) == 1
-    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.finalize_model_grads_func = with_tied_rows(finalize_model_grads, wrapped)
     if ddp.overlap_grad_reduce:
         model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
         if not single and getattr(ddp_config, "align_param_gather", False):

@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_wrap.nn.adapters.products import InputProduct, OutputProduct, PlacedPart, place
+from megatron_wrap.nn.adapters.token_rows import token_rows_of
 from megatron_wrap.nn.adapters.trained_copies import originals_in_place
 from megatron_wrap.nn.experts.lora import ExpertAdapter
 
@@ -337,7 +338,7 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> contextlib.AbstractContex
 def only_adapter(chunks: Sequence[torch.nn.Module], name: str | None) -> Iterator[None]:
     """Within the context the model computes with the adapter of this name, or without any; the parameters must be
     synchronized. Parameters that are trained whole belong to `TRAINED`."""
-    adapters = adapters_of(chunks)
+    adapters = [*adapters_of(chunks), *token_rows_of(chunks)]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
         adapter.enabled = adapter.adapter_name == name

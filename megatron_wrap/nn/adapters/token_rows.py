@@ -1,0 +1,140 @@
+"""Rows of the vocabulary that are trained beside a frozen embedding and output layer (peft's trainable_token_indices).
+
+The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank, and take the place of the
+embedding's rows and of the columns of logits; no weight changes, so switching them off is bitwise the base. A model
+with tied weights has one parameter for both, on the first and the last pipeline stage one each, whose gradients are
+added up after the backward pass (`engine/setup/token_rows.py`).
+Import this module only after the platform is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+ROWS = "token_rows"
+"""Name of the parameter in its module."""
+
+
+class TokenRows(torch.nn.Module):
+    """The trained rows of one vocabulary-parallel weight [V/tp, hidden_size].
+
+    Args:
+        weight: of the embedding or the output layer, on this rank.
+        indices: global, in the order of peft's file.
+        rank: of this process among the tensor-parallel ones.
+        sequence_parallel: a rank sees a part of the tokens, and Megatron-Core adds up the ranks' gradients.
+        adapter_name: of the adapter that the rows belong to.
+        is_copy: it is the last stage's copy of the first stage's rows.
+    """
+
+    places: Tensor
+    """int64 [largest index + 1], of each token the index of its row, or -1."""
+    owned: Tensor
+    """int64, indices of the rows that are on this rank."""
+    local: Tensor
+    """int64, where they are in the local weight."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        indices: Sequence[int],
+        rank: int,
+        sequence_parallel: bool,
+        adapter_name: str,
+        tied_over_stages: bool = False,
+        is_copy: bool = False,
+    ) -> None:
+        super().__init__()
+        self.adapter_name, self.enabled = adapter_name, True
+        self.sequence_parallel, self.is_copy, self.tied_over_stages = sequence_parallel, is_copy, tied_over_stages
+        self.base_weight = lambda: weight  # not a parameter of this module, which would list it twice
+        local = torch.tensor(indices, device=weight.device) - rank * len(weight)
+        places = torch.full((int(max(indices)) + 1,), -1, device=weight.device)
+        places[list(indices)] = torch.arange(len(indices), device=weight.device)
+        owned = ((local >= 0) & (local < len(weight))).nonzero().squeeze(1)
+        self.register_buffer("places", places, persistent=False)
+        self.register_buffer("owned", owned, persistent=False)
+        self.register_buffer("local", local[owned], persistent=False)
+        parameter: Any = torch.nn.Parameter(self._original_rows(weight.detach(), len(indices)))
+        parameter.sequence_parallel = sequence_parallel
+        if tied_over_stages:
+            parameter.shared_embedding = True  # a bucket of its own, whose shards agree between the stages
+            parameter.shared = is_copy  # the gradient norm counts it once
+        self.register_parameter(ROWS, parameter)
+
+    def _original_rows(self, weight: Tensor, count: int) -> Tensor:
+        """The weight's rows, [N, hidden_size]. Collective over tensor-parallel ranks."""
+        rows = weight.new_zeros(count, weight.shape[1])
+        rows[self.owned] = weight[self.local]
+        with torch.no_grad():
+            whole: Tensor = reduce_from_tensor_model_parallel_region(rows)
+        return whole.clone()
+
+    def forward(self) -> Tensor:
+        """The rows; what a module waits for before its forward pass holds for them."""
+        return self.get_parameter(ROWS)
+
+    def beside_embedding(self, embedding: torch.nn.Module) -> None:
+        """Replace rows of the output of Megatron-Core's `VocabParallelEmbedding`."""
+        embedding.register_forward_hook(self._after_embedding)
+
+    def beside_output_layer(self, output_layer: torch.nn.Module) -> None:
+        """Replace columns of the output of a column-parallel output layer, [..., V/tp]."""
+        output_layer.register_forward_hook(self._after_output_layer)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The local weight with the trained rows, in fp32."""
+        result = weight.float().clone()
+        result[self.local] = self.get_parameter(ROWS).detach()[self.owned].float()
+        return result
+
+    def _after_embedding(self, embedding: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Of output [B, S, H], or with `reduce_scatter_embeddings` this rank's part [S/tp, B, H]."""
+        if not self.enabled:
+            return output
+        ids, rows = inputs[0], self()
+        known = ids < len(self.places)
+        places = torch.where(known, self.places[torch.where(known, ids, 0)], -1)
+        group = embedding.tp_group
+        if embedding.reduce_scatter_embeddings:
+            places = places.t().chunk(group.size())[group.rank()].contiguous()
+        values = rows[places.clamp(min=0)]
+        if self.sequence_parallel and not embedding.reduce_scatter_embeddings:
+            # every rank gets the gradient of all tokens, and the ranks' gradients are added up: each counts its own
+            own = torch.arange(group.size(), device=ids.device).repeat_interleave(ids.shape[1] // group.size())
+            values = torch.where((own == group.rank())[None, :, None], values, values.detach())
+        return torch.where((places >= 0)[..., None], values, output)
+
+    def _after_output_layer(self, _layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
+        if not self.enabled:
+            return output
+        product = torch.nn.functional.linear(inputs[0], self())
+        if self.sequence_parallel:
+            product = gather_from_sequence_parallel_region(product)
+        else:
+            product = copy_to_tensor_model_parallel_region(product)
+        return output[0].index_copy(-1, self.local, product.index_select(-1, self.owned)), *output[1:]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Megatron-Core's description of the rows for checkpoints; the last stage's copy is not saved a second time."""
+        entries = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix)
+        if not self.is_copy:
+            return entries
+        key = f"embedding.word_embeddings_adapter.{ROWS}"
+        return {name: replace(entry, key=key, replica_id=(1, *entry.replica_id[1:])) for name, entry in entries.items()}
+
+
+def token_rows_of(chunks: Sequence[torch.nn.Module]) -> list[TokenRows]:
+    """The trained rows in a process's model chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenRows)]
