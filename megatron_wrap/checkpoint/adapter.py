@@ -55,24 +55,8 @@ def check_adapter(
             f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
             "set megatron_lm.train.common.finetune: true"
         )
-    if adapted and not has_adapter and config.adapter.decomposes_base:
-        raise CheckpointError(
-            f"{checkpoint} contains no adapter, and megatron_wrap.adapter.init_lora_weights: "
-            f"{config.adapter.init_lora_weights} begins with factors of hf_path's weights; export it (megatron-wrap "
-            "export-hf) and set megatron_wrap.model_provider.hf_path to that folder, or write true"
-        )
-    if adapted and not has_adapter and config.adapter.trainable_token_indices:
-        raise CheckpointError(
-            f"{checkpoint} contains no adapter, and megatron_wrap.adapter.trainable_token_indices begins with rows of "
-            "hf_path's embedding; export it (megatron-wrap export-hf) and set megatron_wrap.model_provider.hf_path to "
-            "that folder, or train without these rows"
-        )
-    if adapted and not has_adapter and config.adapter.use_dora:
-        raise CheckpointError(
-            f"{checkpoint} contains no adapter, and DoRA begins with the norms of hf_path's weights; export it "
-            "(megatron-wrap export-hf) and set megatron_wrap.model_provider.hf_path to that folder, or write "
-            "megatron_wrap.adapter.use_dora: false"
-        )
+    if adapted and not has_adapter:
+        _refuse_to_begin_without_folder(checkpoint, config.adapter)
     if base is None:
         if adapted and config.adapter.base_weights != "bf16":
             raise CheckpointError(
@@ -94,6 +78,26 @@ def check_adapter(
     hashes = base.get("hashes", {}) if config.adapter.base_digest == "weights" else {}
     if damage := find_damage(resolve_folder(hf_path), hashes):
         raise CheckpointError(f"{needed}, and in {hf_path} {damage}; {original}")
+
+
+def _refuse_to_begin_without_folder(checkpoint: Path, adapter: AdapterConfig) -> None:
+    """Refuse what an adapter derives from the weights of hf_path, for one that begins beside those of a checkpoint."""
+    section, causes = SECTION_PATHS["adapter"], []
+    if adapter.decomposes_base:
+        initial = f"{section}.init_lora_weights: {adapter.init_lora_weights}"
+        causes.append((f"{initial} begins with factors of hf_path's weights", "or write true"))
+    if adapter.trainable_token_indices:
+        rows = f"{section}.trainable_token_indices begins with rows of hf_path's embedding"
+        causes.append((rows, "or train without these rows"))
+    if adapter.use_dora:
+        norms = "DoRA begins with the norms of hf_path's weights"
+        causes.append((norms, f"or write {section}.use_dora: false"))
+    if causes:
+        cause, otherwise = causes[0]
+        raise CheckpointError(
+            f"{checkpoint} contains no adapter, and {cause}; export it (megatron-wrap export-hf) and set "
+            f"megatron_wrap.model_provider.hf_path to that folder, {otherwise}"
+        )
 
 
 def base_facts(config: RunConfig) -> dict[str, Any]:

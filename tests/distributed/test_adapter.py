@@ -71,6 +71,26 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_rslora": True,
         },
     ),
+    "deepseek-v3-shared": (
+        "deepseek-v3",
+        {
+            **PLAIN,
+            "target_modules": ["o_proj"],
+            "target_parameters": [
+                *(f"shared_experts.{module}.weight" for module in ("gate_proj", "up_proj", "down_proj")),
+                *("0.mlp.up_proj.weight", "mlp.experts.down_proj"),
+            ],
+            "rank_pattern": {r"shared_experts\.up_proj\.weight": 3},
+        },
+    ),
+    "qwen2-moe-shared": (
+        "qwen2-moe",
+        {**PLAIN, "target_modules": [], "target_parameters": ["shared_expert.gate_proj.weight", "q_proj.weight"]},
+    ),
+    "glm4-moe-shared": (
+        "glm4-moe",
+        {**PLAIN, "target_modules": ["v_proj"], "target_parameters": ["shared_experts.down_proj.weight"]},
+    ),
     "deepseek-v3-experts": (
         "deepseek-v3",
         {**PLAIN, "target_modules": ["q_b_proj"], "target_parameters": ["mlp.experts.down_proj"]},
@@ -217,6 +237,8 @@ ON_LAYOUTS = [
     ("mixtral-experts", "tp2-sp-recompute"),
     ("deepseek-v3-experts", "pp2"),
     ("deepseek-v3", "tp2-sp"),
+    ("deepseek-v3-shared", "tp2-sp-ep2"),
+    ("qwen2-moe-shared", "tp2-sp-pp2"),
 ]
 ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)
 

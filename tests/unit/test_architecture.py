@@ -66,6 +66,7 @@ FOREIGN = {
     ("nn/", "sequence_parallel"): MARK,
     ("nn/", "allreduce"): MARK,
     ("nn/", "shared"): MARK,
+    ("nn/", "shared_embedding"): MARK,
     ("nn/", "grad_added_to_main_grad"): "Megatron-Core's mark that a weight's gradient is in its buffer",
     ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
     ("nn/", "quantized"): "a frozen parameter's values, which it has no memory for",

@@ -47,6 +47,8 @@ class TargetModule:
     rank: int
     scale: float
     """alpha / rank, or alpha / sqrt(rank)."""
+    is_parameter: bool = False
+    """Named by target_parameters, as the module's weight."""
 
     @property
     def key(self) -> str:
@@ -185,17 +187,26 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
             or one of modules_to_save a module that cannot be trained whole; a rank is larger than a decomposed weight.
     """
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
+    by_parameter = {
+        name: [module for module in _module_names(mapping) if _is_named(f"{module}.weight", config.target_parameters)]
+        for name, mapping in linear.items()
+        if _has_parameter(name, mapping)
+    }
+    every = linear
     if any(".mlp.experts." in name for name in linear):
         # peft 0.21 takes the names of an MLP's modules in such a model as those of all of its experts, which
         # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
         linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
     modules = [name for mapping in linear.values() for name in _module_names(mapping)]
     experts = adapted_experts(table, config)
-    _refuse_unmatched(config, modules, [layer.modules[0].name for layer in experts])
+    named = [f"{module}.weight" for of_layer in by_parameter.values() for module in of_layer]
+    _refuse_unmatched(config, modules, [*(layer.modules[0].name for layer in experts), *named])
     _refuse_unsupported(table, config)
     layers = []
-    for name, mapping in linear.items():
-        targets = tuple(_target(module, config) for module in _module_names(mapping) if _is_target(module, config))
+    for name, mapping in every.items():
+        names = _module_names(mapping) if name in linear else []
+        targets = tuple(_target(module, config) for module in names if _is_target(module, config))
+        targets += tuple(_parameter_target(module, config, targets) for module in by_parameter.get(name, ()))
         for module in targets if config.decomposes_base else ():
             _refuse_large_rank(module, mapping.shapes()[f"{module.name}.weight"], config)
         if targets:
@@ -223,18 +234,21 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
             fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]
             stacks[f"{owner}.mlp.experts.{fused}"] = match[1] + match[2], mapping
 
-    def matches(name: str, entry: str) -> bool:
-        return name == entry or name.endswith(f".{entry}")
-
+    weights = [
+        f"{module}.weight"
+        for name, mapping in table.items()
+        if (match := _LINEAR.fullmatch(name)) and _has_parameter(match[1], mapping)
+        for module in _module_names(mapping)
+    ]
     for entry in config.target_parameters:
-        if not any(matches(name, entry) for name in stacks):
+        if not any(_is_named(name, (entry,)) for name in [*stacks, *weights]):
             endings = sorted({f"mlp.experts.{name.rpartition('.')[2]}" for name in stacks})
-            possible = f"possible are {', '.join(endings)}" if endings else "this model has no experts"
+            endings += sorted({".".join(name.split(".")[-3:]) for name in weights})
             raise ConfigError(
-                f"megatron_wrap.adapter.target_parameters: {entry} matches no fused experts"
-                f"{did_you_mean(entry, endings)}; {possible}"
+                f"megatron_wrap.adapter.target_parameters: {entry} matches no weight of the model"
+                f"{did_you_mean(entry, endings)}; possible are {', '.join(endings)}"
             )
-    chosen = [name for name in stacks if any(matches(name, entry) for entry in config.target_parameters)]
+    chosen = [name for name in stacks if _is_named(name, config.target_parameters)]
     layers = []
     for name in chosen:
         (ours, mapping), stem = stacks[name], name.rpartition(".")[0]
@@ -244,6 +258,26 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
         older = config.expert_files == "before_peft_0.19"
         layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), count, nested, before_019=older))
     return layers
+
+
+def _has_parameter(layer: str, mapping: WeightMapping) -> bool:
+    """Whether peft's target_parameters can name the weights of a linear layer: not those of a fused expert, and not
+    transposed ones, whose factors peft would exchange."""
+    return ".mlp.experts." not in layer and not mapping.transposed
+
+
+def _is_named(name: str, entries: Iterable[str]) -> bool:
+    """peft's rule of target_parameters: a name ends with an entry, after a dot."""
+    return any(name == entry or name.endswith(f".{entry}") for entry in entries)
+
+
+def _parameter_target(module: str, config: AdapterConfig, others: Sequence[TargetModule]) -> TargetModule:
+    if any(other.name == module for other in others):
+        raise ConfigError(
+            f"megatron_wrap.adapter: target_modules and target_parameters both name {module}; remove it from one of "
+            "the two"
+        )
+    return replace(_target(f"{module}.weight", config), name=module, is_parameter=True)
 
 
 def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
@@ -388,7 +422,9 @@ def peft_config(
     """
     if config.decomposes_base and converted:
         config = _of_twice_the_rank(config)
-    modules = [module.name for layer in layers if not layer.experts for module in layer.modules]
+    modules = [
+        module.name for layer in layers if not layer.experts for module in layer.modules if not module.is_parameter
+    ]
     head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
     saved = list(dict.fromkeys([*config.modules_to_save, *head]))
     return {

@@ -254,8 +254,9 @@ class AdapterConfig:
     """all-linear (every linear layer of the decoder; in a mixture of experts those of attention), names or endings of
     names such as [q_proj, v_proj], or a regular expression that matches a whole name."""
     target_parameters: tuple[str, ...] = ()
-    """Fused experts that get adapters, one for each expert, by endings of transformers' names, such as
-    [mlp.experts.gate_up_proj, mlp.experts.down_proj]; needs experts_impl grouped_mm and no dropout."""
+    """Weights that get adapters, by endings of transformers' names: fused experts, one adapter for each expert, such as
+    [mlp.experts.gate_up_proj, mlp.experts.down_proj], with experts_impl grouped_mm; and weights of linear layers, such
+    as [shared_experts.down_proj.weight]. No dropout."""
     expert_files: Literal["peft", "before_peft_0.19"] = "peft"
     """Form of the factors of target_parameters in files that are read and written: peft's, or the older one that it
     had before 0.19."""

@@ -99,7 +99,10 @@ def test_a_rank_above_the_size_of_a_decomposed_weight_is_refused():
     [
         (("init_lora_weights=pissa",), "not those of fused experts, as in peft"),
         (("lora_dropout=0.1",), "cannot drop an adapter's inputs, as in peft; write 0.0"),
-        (("target_parameters=[experts.gate_proj]",), "gate_proj matches no fused experts.*mlp.experts.gate_up_proj"),
+        (
+            ("target_parameters=[experts.gate_proj]",),
+            "gate_proj matches no weight of the model; did you mean mlp.experts.gate_up_proj",
+        ),
         (("rank_pattern={gate_up_projs: 3}",), "rank_pattern: gate_up_projs matches"),
     ],
 )
@@ -113,7 +116,7 @@ def test_adapters_of_experts_that_cannot_be_are_refused(overrides, message):
     ("path", "override", "message"),
     [
         (EXPERTS, "megatron_lm.model.arch.experts_impl=sequential", "set experts_impl to grouped_mm"),
-        (CONFIG, f"{KEYS}.r=8", "this model has no experts"),
+        (CONFIG, f"{KEYS}.r=8", "gate_up_proj matches no weight of the model; possible are mlp.down_proj.weight"),
     ],
 )
 def test_adapters_of_experts_need_grouped_ones(path, override, message):
