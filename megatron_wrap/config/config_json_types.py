@@ -18,7 +18,14 @@ _SIZES = (
 )
 """Of at least 1."""
 _INTEGERS = (
-    *("num_key_value_heads", "head_dim", "sliding_window", "n_inner", "n_shared_experts"),
+    *(
+        "original_max_position_embeddings",
+        "num_key_value_heads",
+        "head_dim",
+        "sliding_window",
+        "n_inner",
+        "n_shared_experts",
+    ),
     *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group"),
 )
 _DEFAULTED_INTEGERS: Mapping[str, int] = {
@@ -79,6 +86,14 @@ def check_types(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} must be a mapping, not {describe(rope)}")
         for key in _ROPE_NUMBERS:
             _check_number(f"{name}.{key}", (rope or {}).get(key))
+        for key in ("short_factor", "long_factor"):
+            factors = (rope or {}).get(key)
+            if not isinstance(factors, list | None):
+                raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
+            for factor in factors or ():
+                if factor is None:
+                    raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
+                _check_number(f"{name}.{key}", factor)
         for key in ("rope_type", "type"):
             if not isinstance((rope or {}).get(key), str | None):
                 raise ConfigError(f"{name}.{key} must be a name, not {describe((rope or {})[key])}")

@@ -6,7 +6,7 @@ architecture.md has what a change would need). Import it only after the platform
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
+from megatron_wrap.nn.rotary import LongRotaryEmbedding
 
 
 class BatchFirstGPTModel(GPTModel):
@@ -26,9 +27,22 @@ class BatchFirstGPTModel(GPTModel):
     and in the backward their gradient, the largest tensors of the step. Transposing the hidden states before the output
     layer moves V / hidden_size times less memory.
 
-    Rotary embeddings restart with each sequence of a packed row. With an inference context it returns the logits of the
-    last position only, [B, 1, V/tp].
+    Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's. With an inference
+    context it returns the logits of the last position only, [B, 1, V/tp].
     """
+
+    def __init__(self, rotary_factors: Sequence[float] | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if rotary_factors is not None:
+            self.rotary_pos_emb = LongRotaryEmbedding(
+                self.config.kv_channels,
+                arguments["rotary_percent"],
+                factors=rotary_factors,
+                rotary_interleaved=self.config.rotary_interleaved,
+                rotary_base=arguments["rotary_base"],
+                use_cpu_initialization=self.config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
 
     def forward(self, *arguments: Any, embedding_noise: EmbeddingNoise | None = None, **named: Any) -> Any:
         """As in the base class; `embedding_noise` is added to the word embeddings in training mode."""

@@ -59,6 +59,7 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
         "rotary_base": arch.rotary_base,
         "rope_scaling": arch.use_rope_scaling,
         "rope_scaling_factor": arch.rope_scaling_factor,
+        "rotary_factors": derived.longrope_factors(arch, request.config.train.seq_length),
         "seq_len_interpolation_factor": arch.rotary_seq_len_interpolation_factor,
         "vp_stage": request.virtual_stage,
     }

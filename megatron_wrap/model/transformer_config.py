@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,7 +138,7 @@ def _config_class(arch: ArchConfig) -> type[TransformerConfig]:
 
     if arch.multi_latent_attention:
         return MLATransformerConfig
-    return YarnDecoderConfig if derived.has_plain_yarn(arch) else DecoderConfig
+    return YarnDecoderConfig if derived.scales_rotary(arch) else DecoderConfig
 
 
 def _frozen(config: RunConfig) -> dict[str, Any]:
@@ -200,7 +201,11 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
 
 
 def _yarn(arch: ArchConfig) -> dict[str, Any]:
-    """Settings of `YarnDecoderConfig`; empty for other models."""
+    """Settings of `YarnDecoderConfig`; empty for other models. Attention takes from them the factor of rotated parts,
+    (0.1 mscale ln(scaling_factor) + 1) / (0.1 mscale_all_dim ln(scaling_factor) + 1), which LongRoPE has, too."""
+    if arch.rope_type == "longrope":
+        mscale = 10 * (arch.longrope_attention_factor - 1)
+        return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": mscale, "yarn_mscale_all_dim": 0.0}
     if not derived.has_plain_yarn(arch):
         return {}
     names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

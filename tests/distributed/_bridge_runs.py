@@ -52,6 +52,15 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+PHI4: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "num_attention_heads": 6,
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        **{"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 1.5, 4.0]},
+    },
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 EXPERTS_OF_GLM: dict[str, Any] = {
     "n_routed_experts": 6,
@@ -91,6 +100,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOssForCausalLM", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "phi3-window": ("Phi3ForCausalLM", {"sliding_window": 9, "num_key_value_heads": 4}),
     "phi3": ("Phi3ForCausalLM", {}),
+    "phi4-mini": (
+        "Phi3ForCausalLM",
+        {**PHI4, "num_attention_heads": 6, "original_max_position_embeddings": 128},
+    ),
+    "phi4-mini-long": ("Phi3ForCausalLM", {**PHI4, "original_max_position_embeddings": 32}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": (
@@ -242,6 +256,7 @@ EXPERTS = (
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     "gpt-oss",
+    "phi4-mini",
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (
@@ -256,6 +271,7 @@ VARIANTS = (
     "smollm3-tied",
     "glm4-moe-plain",
     "moonlight",
+    "phi4-mini-long",
 )
 """Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [

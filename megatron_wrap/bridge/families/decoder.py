@@ -44,6 +44,8 @@ PLAIN: dict[str, Any] = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "softmax_type": "vanilla",
+    "longrope_short_factor": None,
+    "longrope_long_factor": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "multi_latent_attention": False,

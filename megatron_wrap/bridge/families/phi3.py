@@ -1,24 +1,50 @@
-"""Phi 3 (dense models): Llama with fused projections (transformers/models/phi3)."""
+"""Phi 3 and Phi-4-mini (dense models): Llama with fused projections, long contexts by LongRoPE
+(transformers/models/phi3)."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
+LONG = ("longrope", "su", "yarn")
+"""Names of LongRoPE in config.json; the last two are those of earlier releases (Phi3Config)."""
+
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     dropouts = {float(config.get(key) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
         raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
-    values = decoder.decoder_values(config, tied=False)
+    kind, rope = decoder.rope_parameters(config)
+    plain = config
+    if kind in LONG:
+        theta = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        plain = {**config, "rope_scaling": None, "rope_parameters": theta}
+    values = decoder.decoder_values(plain, tied=False) | (_longrope(config, rope) if kind in LONG else {})
     return {**values, "hidden_dropout": dropouts.pop(), **window_values(config.get("sliding_window"))}
+
+
+def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters)."""
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 4096)
+    factor = rope.get("factor") or need(config, "max_position_embeddings") / original
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": int(original),
+        "longrope_short_factor": [float(each) for each in need(rope, "short_factor")],
+        "longrope_long_factor": [float(each) for each in need(rope, "long_factor")],
+        "longrope_attention_factor": float(attention),
+    }
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
@@ -27,6 +53,14 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
         raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout)
     limits = {"original_max_position_embeddings": arch.max_position_embeddings}
+    if arch.rope_type == "longrope":
+        limits["original_max_position_embeddings"] = arch.original_max_position_embeddings
+        values["rope_scaling"] = {
+            "type": "longrope",
+            "short_factor": list(arch.longrope_short_factor or ()),
+            "long_factor": list(arch.longrope_long_factor or ()),
+            "attention_factor": arch.longrope_attention_factor,
+        }
     # transformers' default pad_token_id may be outside a small vocabulary
     return {**values, **dropouts, **limits, **window_config(arch), "pad_token_id": None}
 

@@ -68,6 +68,8 @@ def _check_attention(config: RunConfig) -> None:
         refuse(config, ["arch.window_attn_skip_freq"], f"must be at least 1, not {skip}")
     if derived.has_plain_yarn(arch):
         _check_yarn(config)
+    if arch.rope_type == "longrope":
+        _check_longrope(config)
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         rule = f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even"
         refuse(config, ["arch.kv_channels", "arch.hidden_size"], rule)
@@ -84,6 +86,24 @@ def _check_yarn(config: RunConfig) -> None:
         ("rotary_interleaved", (False,)),
         ("rotary_percent", (1.0,)),
     )
+
+
+def _check_longrope(config: RunConfig) -> None:
+    arch = config.arch
+    _check_values(
+        config,
+        "rope_type longrope",
+        ("multi_latent_attention", (False,)),
+        ("position_embedding_type", ("rope",)),
+        ("use_rope_scaling", (False,)),
+        ("rotary_seq_len_interpolation_factor", (None,)),
+    )
+    pairs = int(derived.kv_channels(arch) * arch.rotary_percent) // 2
+    for name in ("longrope_short_factor", "longrope_long_factor"):
+        factors = getattr(arch, name) or ()
+        if len(factors) != pairs or min(factors) <= 0:
+            rule = f"needs a positive factor for each of the {pairs} rotated pairs of a head, not {list(factors)}"
+            refuse(config, [f"arch.{name}", "arch.rope_type"], rule)
 
 
 def _check_values(config: RunConfig, key: str, *wanted: tuple[str, tuple[Any, ...]]) -> None:

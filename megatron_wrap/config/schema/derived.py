@@ -56,6 +56,19 @@ def has_plain_yarn(arch: ArchConfig) -> bool:
     return arch.rope_type == "yarn" and not arch.multi_latent_attention
 
 
+def scales_rotary(arch: ArchConfig) -> bool:
+    """Whether attention multiplies the rotated parts of queries and keys, outside of multi-latent attention."""
+    return has_plain_yarn(arch) or arch.rope_type == "longrope"
+
+
+def longrope_factors(arch: ArchConfig, seq_length: int) -> tuple[float, ...] | None:
+    """LongRoPE's factors for sequences of up to `seq_length` tokens; None without LongRoPE."""
+    if arch.rope_type != "longrope":
+        return None
+    is_long = seq_length > arch.original_max_position_embeddings
+    return arch.longrope_long_factor if is_long else arch.longrope_short_factor
+
+
 def moe_ffn_hidden_size(arch: ArchConfig) -> int:
     """Inner width of one expert, by default the dense MLP's."""
     return ffn_hidden_size(arch) if arch.moe_ffn_hidden_size is None else arch.moe_ffn_hidden_size

@@ -107,8 +107,9 @@ class ArchConfig:
     """Width of a value's head."""
     latent_norm_epsilon: float | None = key(None, above=0)
     """Added to the variance inside the norms of latent vectors; null: norm_epsilon."""
-    rope_type: Literal["rope", "yarn"] = "rope"
-    """Rotary frequencies unchanged, or scaled by YaRN (arXiv:2309.00071) with the keys below."""
+    rope_type: Literal["rope", "yarn", "longrope"] = "rope"
+    """Rotary frequencies unchanged, or scaled by YaRN (arXiv:2309.00071) or LongRoPE (arXiv:2402.13753) with the keys
+    below."""
     rotary_scaling_factor: float = key(40.0, at_least=1)
     """YaRN: factor by which the context is extended."""
     original_max_position_embeddings: int = key(4096, at_least=1)
@@ -124,6 +125,13 @@ class ArchConfig:
     rotated parts is divided by that of this strength."""
     correction_range_round_to_int: bool = True
     """YaRN: round the borders between unchanged and divided frequencies to whole pairs (transformers' truncate)."""
+    longrope_short_factor: tuple[float, ...] | None = None
+    """LongRoPE: the frequency of each rotated pair is divided by its factor, if train.common.seq_length is at most
+    original_max_position_embeddings. It does not depend on the lengths in a batch, so packing changes nothing."""
+    longrope_long_factor: tuple[float, ...] | None = None
+    """LongRoPE: the same for a longer train.common.seq_length."""
+    longrope_attention_factor: float = key(1.0, above=0)
+    """LongRoPE: the rotated parts of queries and keys are multiplied by this."""
     num_experts: int | None = key(None, at_least=1, at_most=10_000)
     """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
     moe_layer_freq: int | tuple[int, ...] | str = 1

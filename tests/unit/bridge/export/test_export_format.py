@@ -68,6 +68,7 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "kimi-k2": ("kimi_k2", 1_026_408_209_408),
     "gpt-oss-20b": ("gpt_oss", 20_914_757_184),
     "gpt-oss-120b": ("gpt_oss", 116_829_156_672),
+    "phi-4-mini": ("phi3", 3_836_021_760),
     "mixtral-8x7b": ("mixtral", 46_702_792_704),
     "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),

@@ -386,6 +386,10 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
         ),
         (["arch.window_attn_skip_freq=[1,0]", "arch.window_size=[3,0]"], "2 values for 4 layers"),
         (["arch.rope_type=yarn", "arch.rotary_percent=0.5"], "rope_type yarn needs rotary_percent 1.0, not 0.5"),
+        (
+            ["arch.rope_type=longrope", "arch.longrope_short_factor=[1,2]"],
+            "needs a positive factor for each of the 16 rotated pairs of a head, not [1.0, 2.0]",
+        ),
         (["arch.swiglu=false", "arch.glu_linear_offset=1"], "1.0 needs swiglu or quick_geglu"),
         (
             ["arch.num_experts=4", "arch.moe_router_num_groups=2"],
