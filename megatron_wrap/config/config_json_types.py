@@ -45,6 +45,7 @@ _FLAGS = (
 _ROPE_NUMBERS = (
     *("factor", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor"),
+    "llama_4_scaling_beta",
 )
 _LOOPS: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),

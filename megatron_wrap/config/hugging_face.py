@@ -38,19 +38,8 @@ CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _SHIPPED = (
-    *(
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt2",
-        "gpt_oss",
-        "kimi_k2",
-        "llama",
-        "mistral",
-        "mixtral",
-        "phi3",
-    ),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
+    *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
 )
 

@@ -86,6 +86,8 @@ def _block_spec(request: ModelRequest) -> Any:
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     from megatron_wrap.nn.core_attention import TorchCoreAttention
     from megatron_wrap.platform.megatron_core import versions
 
@@ -96,9 +98,12 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     if with_experts:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
-    core_attention: type = TorchCoreAttention
+    core_attention: Any = TorchCoreAttention
     if request.transformer_engine and _can_use_attention_of_transformer_engine(request.config):
         from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
+    if arch.query_scaling_beta is not None:
+        scaling = arch.query_scaling_beta, arch.original_max_position_embeddings
+        core_attention = ModuleSpec(module=TorchCoreAttention, params={"query_scaling": scaling})
     # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
     separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
     if separate_norms:
@@ -139,6 +144,8 @@ def _can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
     windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
     arch = config.arch
+    if arch.query_scaling_beta is not None:  # it takes no positions
+        return False
     sinks = arch.softmax_type != "vanilla"
     if sinks and config.flow.packing:
         return False

@@ -23,6 +23,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.attention import attend, attend_over_context
 from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
+from megatron_wrap.parallel.context import packed_positions
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,6 +44,8 @@ class TorchCoreAttention(MegatronModule):
         attention_dropout: overrides the config's.
         softmax_scale: factor of the scores; default 1 / sqrt(key head size).
         k_channels, v_channels: key and value head sizes, if different from the config's `kv_channels`.
+        query_scaling: (beta, length): queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), p
+            counted in each sequence; None: unscaled.
         cp_comm_type: ignored: keys and values are always all-gathered.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
@@ -62,10 +65,12 @@ class TorchCoreAttention(MegatronModule):
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        query_scaling: tuple[float, int] | None = None,
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
         self.attn_mask_type = attn_mask_type
+        self.query_scaling = query_scaling
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling has no effect in fp32: it divides the scores and multiplies them again.
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
@@ -93,6 +98,7 @@ class TorchCoreAttention(MegatronModule):
         scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
         core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
         core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
+        core.query_scaling = getattr(attention.core_attention, "query_scaling", None)
         if core.softmax_offset is not None:
             core.softmax_offset = attention.core_attention.softmax_offset
         return core.train(attention.training)
@@ -151,6 +157,8 @@ class TorchCoreAttention(MegatronModule):
                 f"packed sequences and context_parallel_size={cp_size} do not support an explicit attention_mask; pass "
                 "None (causal attention and documents need no mask) or set context_parallel_size to 1"
             )
+        if self.query_scaling is not None:
+            query = query * self._query_scale(query, key, packed_seq_params, cp_size).to(query.dtype)
         with self._random_state():
             if packed_seq_params is not None:
                 output = self._packed(query, key, value, packed_seq_params, causal, cp_size)
@@ -164,6 +172,22 @@ class TorchCoreAttention(MegatronModule):
         if self.dropout == 0.0 or not self.training or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
+
+    def _query_scale(self, query: Tensor, key: Tensor, packed: PackedSequences | None, cp_size: int) -> Tensor:
+        """fp32 [s, b or 1, 1, 1], as transformers' get_llama_4_attn_scale (modeling_ministral3.py)."""
+        assert self.query_scaling is not None
+        beta, length = self.query_scaling
+        if packed is not None:
+            positions = packed.positions[:, None]
+        elif cp_size > 1:
+            assert self.cp_group is not None
+            positions = packed_positions([query.shape[0] * cp_size], cp_size, self.cp_group.rank())[:, None]
+        else:  # with a KV cache, the queries are at the last positions
+            positions = torch.arange(key.shape[0] - query.shape[0], key.shape[0])[:, None]
+        positions = positions.to(query.device)
+        if self.is_padding is not None:
+            positions = (positions - self.is_padding.sum(dim=1)).clamp(min=0)
+        return (1 + beta * torch.log(1 + torch.floor(positions / length)))[:, :, None, None]
 
     def _sinks(self, query: Tensor) -> Tensor | None:
         if self.config.softmax_type == "off-by-one":

@@ -52,6 +52,10 @@ DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+GROWING_QUERIES: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12},
+    **{"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+}
 PHI4: dict[str, Any] = {
     "tie_word_embeddings": True,
     "num_attention_heads": 6,
@@ -103,6 +107,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4-mini": (
         "Phi3ForCausalLM",
         {**PHI4, "num_attention_heads": 6, "original_max_position_embeddings": 128},
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "sliding_window": 9},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {"num_attention_heads": 6, "head_dim": 10, "tie_word_embeddings": True, "rope_parameters": GROWING_QUERIES},
+    ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        {
+            **{**DEEPSEEK, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6},
+            **{"q_lora_rank": 26, "num_experts_per_tok": 3},
+            "rope_parameters": {**GROWING_QUERIES, "mscale": 0.8},
+        },
     ),
     "phi4-mini-long": ("Phi3ForCausalLM", {**PHI4, "original_max_position_embeddings": 32}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
@@ -252,11 +275,11 @@ EXPERTS = (
     "moonlight",
     "kimi-k2",
     "glm4-moe-lite",
+    "mistral4",
 )
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
-    "gpt-oss",
-    "phi4-mini",
+    *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (

@@ -44,6 +44,7 @@ PLAIN: dict[str, Any] = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "softmax_type": "vanilla",
+    "query_scaling_beta": None,
     "longrope_short_factor": None,
     "longrope_long_factor": None,
     "window_size": None,

@@ -12,14 +12,12 @@ from typing import Any
 
 from megatron_wrap.bridge.families import decoder
 from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.mistral import window_config, window_values
+from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.config.schema.derived import moe_ffn_hidden_size, window_layer_pattern
+from megatron_wrap.config.schema.derived import moe_ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import UnsupportedModel
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _ALPHA = 1.702
 """Of Megatron-Core's quick_gelu (megatron/core/activations.py)."""
 _DEFAULTS: Mapping[str, Any] = {
@@ -42,7 +40,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **values,
         **ROUTER,
-        **_windows(config, values["num_layers"]),
+        **layer_windows(config.get("layer_types") or _alternating(values["num_layers"]), config, values["num_layers"]),
         "softmax_type": "learnable",
         "add_bias_linear": True,
         "swiglu": False,
@@ -57,22 +55,14 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _windows(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]
-    if len(kinds) != layers or set(kinds) - {_SLIDING, _FULL}:
-        raise UnsupportedModel(f"layer_types must be {_SLIDING} or {_FULL} for each of the {layers} layers")
-    full = [int(kind == _FULL) for kind in kinds]
-    if all(full) or config["sliding_window"] is None:
-        return {"window_size": None, "window_attn_skip_freq": None}
-    skipped = None if not any(full) else decoder.every_nth(full) or [1 - each for each in full]
-    return {**window_values(config["sliding_window"]), "window_attn_skip_freq": skipped}
+def _alternating(layers: int) -> list[str]:
+    return [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {
         **decoder.decoder_config(arch),
-        **window_config(arch),
-        "layer_types": [_SLIDING if window else _FULL for window in window_layer_pattern(arch)],
+        **layer_windows_config(arch),
         "attention_bias": True,
         "swiglu_alpha": _ALPHA,
         "swiglu_limit": arch.activation_func_clamp_value or 7.0,

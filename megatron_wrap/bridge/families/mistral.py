@@ -1,11 +1,16 @@
 """Mistral: Llama with optional sliding-window attention (transformers/models/mistral)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, every_nth, llama_table
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.derived import window_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Names in `layer_types`."""
 
 
 def window_values(window: int | None) -> dict[str, Any]:
@@ -17,6 +22,25 @@ def window_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `window_values`."""
     window = arch.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
+
+
+def layer_windows(kinds: Sequence[str], config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Windows of `sliding_window` tokens in some layers, from `layer_types`."""
+    if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
+        raise UnsupportedModel(f"layer_types must be {SLIDING} or {FULL} for each of the {layers} layers")
+    full = [int(kind == FULL) for kind in kinds]
+    if all(full) or config.get("sliding_window") is None:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    skipped = None if not any(full) else every_nth(full) or [1 - each for each in full]
+    return {**window_values(config["sliding_window"]), "window_attn_skip_freq": skipped}
+
+
+def layer_windows_config(arch: ArchConfig) -> dict[str, Any]:
+    """The inverse of `layer_windows`."""
+    return {
+        **window_config(arch),
+        "layer_types": [SLIDING if window else FULL for window in window_layer_pattern(arch)],
+    }
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

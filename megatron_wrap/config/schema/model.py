@@ -132,6 +132,9 @@ class ArchConfig:
     """LongRoPE: the same for a longer train.common.seq_length."""
     longrope_attention_factor: float = key(1.0, above=0)
     """LongRoPE: the rotated parts of queries and keys are multiplied by this."""
+    query_scaling_beta: float | None = key(None, above=0)
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_max_position_embeddings)) (Llama 4,
+    Ministral 3); null: unscaled."""
     num_experts: int | None = key(None, at_least=1, at_most=10_000)
     """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
     moe_layer_freq: int | tuple[int, ...] | str = 1

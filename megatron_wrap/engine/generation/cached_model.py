@@ -170,8 +170,9 @@ class CachedModel(contextlib.ExitStack):
 
 def _constant_shapes(state: TrainingState) -> bool:
     """Whether decoding has a form with constant shapes that pays: on a GPU, in one stage, where nothing depends on a
-    count of tokens on the host: experts, latent attention and sliding windows do."""
+    count of tokens on the host: experts, latent attention, sliding windows and the scaling of queries do."""
     config = state.transformer_config
     counted = config.num_moe_experts or config.multi_latent_attention or config.window_size is not None
+    counted = counted or state.config.arch.query_scaling_beta is not None
     alone = state.parallel.pp.size == 1 and len(state.chunks) == 1 and state.parallel.tp.size == 1
     return state.platform.device.type == "cuda" and alone and not counted
