@@ -3,7 +3,8 @@
 python scripts/benchmark/launch_time.py [--launchers torchrun local ray] [--repeats 3] [--config CONFIG]
 
 Each repetition starts all of them, one after another. The time ends when the run writes the metrics of its first step.
-Ray's cluster is started before, and its start is a time of its own. Prints the median and all seconds as JSON lines.
+Ray's cluster is started before, and its start is a time of its own; its workers have the priority of other processes in
+place of nice 15, which is their default. Prints JSON lines: each measurement, and the medians.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def ray_cluster() -> Iterator[float]:
     """A cluster on this machine, named in RAY_ADDRESS; yields the seconds of its start."""
     from ray.cluster_utils import Cluster
 
+    os.environ.setdefault("RAY_worker_niceness", "0")
     begin = time.perf_counter()
     head = {"num_cpus": RANKS, "include_dashboard": False, "object_store_memory": 200 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -74,6 +76,12 @@ def ray_cluster() -> Iterator[float]:
     finally:
         del os.environ["RAY_ADDRESS"]
         cluster.shutdown()
+
+
+def report(result: dict[str, object]) -> None:
+    """Print a line."""
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -88,13 +96,13 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="launch-time-")))
         if "ray" in seconds:
             started = stack.enter_context(ray_cluster())
-            sys.stdout.write(json.dumps({"ray cluster started in": round(started, 2)}) + "\n")
+            report({"ray cluster started in": round(started, 2)})
         for number in range(arguments.repeats):
             for launcher, measured in seconds.items():
                 measured.append(first_step_seconds(launcher, arguments.config, scratch / f"{launcher}{number}"))
+                report({"launcher": launcher, "seconds": round(measured[-1], 2)})
     for launcher, measured in seconds.items():
-        shown = {"launcher": launcher, "median": round(statistics.median(measured), 2)}
-        sys.stdout.write(json.dumps({**shown, "seconds": [round(each, 2) for each in measured]}) + "\n")
+        report({"launcher": launcher, "median": round(statistics.median(measured), 2)})
 
 
 if __name__ == "__main__":
