@@ -86,11 +86,15 @@ class Platform(ABC):
         """Whether Megatron-Core can use Transformer Engine here; imports both."""
 
     @property
+    def device_name(self) -> str:
+        """Name of this process's GPU; empty on platforms without one."""
+        return ""
+
+    @property
     def machine(self) -> Machine:
         """What this machine has; imports Transformer Engine."""
         version = transformer_engine_version() if self.has_transformer_engine else None
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        return Machine(self.name, version, megatron_core_version(), device=device)
+        return Machine(self.name, version, megatron_core_version(), device=self.device_name)
 
     def install(self, environment: Mapping[str, str] | None = None, deterministic: bool = False) -> None:
         """Prepare Megatron-Core for this platform; a second call adds `deterministic` at most.

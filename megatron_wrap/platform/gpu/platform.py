@@ -69,6 +69,11 @@ class CudaPlatform(Platform):
         """Wait for this process's GPU."""
         torch.cuda.synchronize(self.device)
 
+    @property
+    def device_name(self) -> str:
+        """See `Platform.device_name`."""
+        return torch.cuda.get_device_name(self.device)
+
     def empty_cache(self) -> None:
         """Release torch's unused cached blocks to the GPU."""
         torch.cuda.empty_cache()
