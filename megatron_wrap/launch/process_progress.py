@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, LOSS, OPTIMIZER
 
-_IN_A_STEP = {name.removeprefix("megatron_wrap::") for name in (DATA, GRADIENTS, LOSS, OPTIMIZER)}
+_DATA, *_REST = (name.removeprefix("megatron_wrap::") for name in (DATA, GRADIENTS, LOSS, OPTIMIZER))
+_IN_A_STEP = {_DATA, *_REST}
 """Phases as `current_phase` returns them."""
 
 
@@ -30,18 +31,19 @@ class Silence:
 class Stall:
     """How long all processes of this node have been in a step in which none makes progress.
 
-    Steps differ: a limit counts as exceeded after `seconds`, and after ten times the longest pause of the run so far;
-    in the first steps, in which kernels are compiled, after five minutes.
+    Steps differ: a limit counts as exceeded after `seconds` and after ten times the longest pause since the second
+    step; in the first two, in which kernels are compiled, and while a process is in the phase data, after ten minutes.
 
     Args:
         seconds: the limit.
     """
 
-    _FIRST_STEPS, _FIRST_SECONDS, _TIMES = 2, 300.0, 10
+    _FIRST_STEPS, _LONG_SECONDS, _TIMES = 2, 600.0, 10
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._longest, self._quiet = seconds, 0.0, 0.0
         self._first: int | None = None
+        self._iteration: int | None = None
         self._last: list[Any] = []
 
     def update(self, states: Sequence[Mapping[str, Any] | None], passed: float) -> float | None:
@@ -57,16 +59,18 @@ class Stall:
             return None
         iteration = min(number for number in iterations if number is not None)
         self._first = iteration if self._first is None else self._first
-        is_warm = iteration >= self._first + self._FIRST_STEPS
+        before, self._iteration = self._iteration, iteration
         if self._last != last:
-            self._longest = max(self._longest, self._quiet if is_warm else 0.0)
+            self._longest = max(self._longest, self._quiet if before is not None and before > self._first else 0.0)
             self._quiet = 0.0
             return None
-        if not all(state is not None and state.get("phase") in _IN_A_STEP for state in states):
+        phases = {state.get("phase") for state in states if state is not None}
+        if not phases <= _IN_A_STEP:
             self._quiet = 0.0  # an evaluation, a save, or the user's own program
             return None
         self._quiet += passed
-        limit = max(self._seconds, self._TIMES * self._longest if is_warm else self._FIRST_SECONDS)
+        is_long = iteration < self._first + self._FIRST_STEPS or _DATA in phases
+        limit = max(self._seconds, self._TIMES * self._longest, self._LONG_SECONDS if is_long else 0.0)
         if self._quiet < limit:
             return None
         seconds, self._quiet = self._quiet, 0.0

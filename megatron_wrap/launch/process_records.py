@@ -121,13 +121,19 @@ class ProcessRecords:
         return any(part in stack[0]["file"] for stack in self._threads(rank) for part in _WAITING)
 
     def place(self, rank: int) -> str:
-        """Where a process is, as text: file, line and function; empty if it has written no stack."""
-        for stack in self._threads(rank):
-            if not stack[-1]["file"].endswith("threading.py"):  # the main thread's does not begin there
-                return f"{stack[0]['file']}, line {stack[0]['line']}, in {stack[0]['function']}"
-        return ""
+        """Where a process is, as text: file, line and function outside of Python's own library; empty if it has
+        written no stack."""
+        # a signal to a process is handled by its main thread; stacks of the others, which run on, may be torn
+        stack = self.stacks.get(rank, "").partition("Current thread ")[2].partition("\n\n")[0]
+        frames = list(_FRAME.finditer(stack))
+        frame = next((frame for frame in frames if not _is_of_python(frame["file"])), frames[0] if frames else None)
+        return "" if frame is None else f"{frame['file']}, line {frame['line']}, in {frame['function']}"
 
     def _threads(self, rank: int) -> list[list[re.Match[str]]]:
         """The frames of each thread, the innermost first."""
         blocks = [list(_FRAME.finditer(block)) for block in self.stacks.get(rank, "").split("\n\n")]
         return [block for block in blocks if block]
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(os.path.dirname(os.__file__)) and "-packages" not in file)

@@ -43,7 +43,7 @@ from megatron_wrap.errors import CheckpointError
 FULL, READ_ONLY, SLOW, DROPPED = "full tmpfs", "read-only folder", "slow disk", "dropped connections"
 FAULTS = (FULL, READ_ONLY, SLOW, DROPPED)
 SAVES = {"plain": (), "asynchronous": ("megatron_wrap.checkpoint.async_save=true",)}
-LIMIT_SECONDS, DISK_BYTES, OK = 120, 256 * 2**20, "as required"
+LIMIT_SECONDS, DISK_BYTES, OK = 300, 256 * 2**20, "as required"
 
 
 def _mount(*arguments: str) -> None:

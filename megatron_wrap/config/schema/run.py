@@ -40,8 +40,8 @@ class InitConfig:
     stopped_process_seconds: float | None = key(60.0, at_least=5, null_means_off=True)
     """`megatron-wrap train` ends a run if one of its processes on this node gave no sign of life for N seconds, because
     it is stopped, or if none of them made progress in a step for N seconds, and names the one that the others wait for;
-    without progress also ten times the longest earlier pause must have passed, and 300 s in the first steps. null:
-    never."""
+    without progress also ten times the longest earlier pause must have passed, and ten minutes in the first steps and
+    while data are read. null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

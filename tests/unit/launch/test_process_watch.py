@@ -86,7 +86,7 @@ def states(iteration: int, phase: str, *progress: int) -> list[dict[str, object]
 def test_a_step_without_progress_counts_beyond_the_limit_and_the_longest_pause() -> None:
     stall = Stall(5)
     assert stall.update([None, *states(1, "data", 1)], 1) is None  # one has said nothing
-    for second in range(200):
+    for second in range(500):
         assert stall.update(states(3, "forward and backward", 1, 1), 1) is None, second  # kernels are compiled
     for iteration in (4, 5):
         assert stall.update(states(iteration, "data", iteration, 1), 1) is None
@@ -95,8 +95,10 @@ def test_a_step_without_progress_counts_beyond_the_limit_and_the_longest_pause()
         assert stall.update(states(5, "", 6, 1), 1) is None
     assert [stall.update(states(6, "optimizer", 7, 2), 1) for _ in range(7)] == [None] * 5 + [5, None]
     assert stall.update(states(6, "optimizer", 8, 2), 1) is None  # it goes on after all, after one more second
-    assert stall.update(states(7, "data", 9, 3), 3) is None
-    assert [stall.update(states(7, "data", 9, 3), 4) for _ in range(3)] == [None, None, 12]  # ten times one second
+    assert stall.update(states(7, "optimizer", 9, 3), 3) is None
+    assert [stall.update(states(7, "optimizer", 9, 3), 4) for _ in range(3)] == [None, None, 12]  # ten times one second
+    data = [*states(8, "optimizer", 10), *states(8, "data", 4)]
+    assert [stall.update(data, 100) for _ in range(8)] == [None] * 6 + [600, None]
 
 
 def test_the_collectives_of_a_process_are_read_from_torchs_file(tmp_path: Path) -> None:
