@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.bridge.mapping.adapter import ADAPTER
 from megatron_wrap.config.schema import derived
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.chunks import bare_model
@@ -53,9 +54,9 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
             tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
             dim = split_dim(name, parameter.tensor)
             if dim is not None:
-                value = join_slices(
-                    gather_tensors(value, tp.group), dim, derived.is_gated(arch) and ".linear_fc1" in name
-                )
+                # an adapter has a factor for the gate and one for up, but that of an expert one for both
+                gated = ".linear_fc1" in name and (expert or ADAPTER not in name)
+                value = join_slices(gather_tensors(value, tp.group), dim, derived.is_gated(arch) and gated)
             if tp.rank or replicas.rank:
                 continue  # another process contributes this parameter
             if name.startswith(("embedding.word_embeddings", "output_layer")):

@@ -47,7 +47,7 @@ def overrides_of(adapter: dict[str, Any]) -> tuple[str, ...]:
 
 def factors_of(wrap: Any) -> dict[str, Any]:
     """peft's name -> whole factor, on every rank."""
-    return {name: tensor.numpy().copy() for name, tensor in wrap.export_weights(adapter=True)}
+    return {name: tensor.float().numpy().copy() for name, tensor in wrap.export_weights(adapter=True)}
 
 
 def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = STEPS) -> Any:
@@ -244,7 +244,7 @@ def train_dpo(folder: str, reference: Any, overrides: tuple[str, ...], outputs: 
 
 def stack(logits: Any) -> Any:
     """[2, 64, V] of sequences' logits."""
-    return numpy.stack([row.numpy() for row in logits])
+    return numpy.stack([row.float().numpy() for row in logits])
 
 
 def train_peft(peft: Any) -> list[tuple[float, float]]:
