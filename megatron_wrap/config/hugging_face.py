@@ -44,15 +44,35 @@ _SHIPPED = (
 )
 
 _GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
+_HYPER = "several residual streams are mixed by learned hyper-connections"
+_INDEXER = "an indexer chooses the keys that a query attends (sparse attention)"
+_LARGE4 = (
+    f"{_INDEXER}; layers share latent keys and values, learned factors scale rotary frequencies and scores, and "
+    "logits are capped by tanh"
+)
 UNSUPPORTED: Mapping[str, str] = {
     "gemma": _GEMMA,
     "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms after their blocks",
     "gemma3": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by different bases",
     "gemma3_text": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by "
     "different bases",
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": f"{_HYPER}; attention is compressed, and {_INDEXER}; scores of experts are the root of softplus",
+    "glm_moe_dsa": _INDEXER,
+    "glm5_next": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
+    "glm5_next_text": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
+    "kimi_linear": "most layers have linear attention (Kimi Delta Attention)",
+    "kimi_k25": "the text model stands beside a vision encoder, with INT4 weights",
+    "mistral_large4": _LARGE4,
+    "mistral_large4_text": _LARGE4,
+    "qwen4_exp": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
+    "qwen4_exp_text": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
     "olmo2": "norms only follow attention and MLP, and those of queries and keys span all heads",
 }
 """model_type -> features that our layers lack."""
+
+WITH_VISION = frozenset({"mistral3"})
+"""model_types whose `text_config` is the configuration of a family, the only part that is read."""
 
 FAMILIES: Registry[Any] = Registry(
     "Hugging Face model_type",
@@ -73,7 +93,7 @@ def register_bridge(family: Any) -> Any:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """The content of a folder's config.json."""
+    """The content of a folder's config.json; of a model with a vision encoder, its text_config."""
 
     folder: Path
     values: Mapping[str, Any]
@@ -146,6 +166,8 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     values = read_json(path, "download the file again")
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"{shown}: has no model_type; name the folder of a transformers model")
+    if values["model_type"] in WITH_VISION:
+        values = _text_part(values, shown)
     family = family_of(values["model_type"], shown)
     try:
         if family.model_type in _SHIPPED:
@@ -157,6 +179,16 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     except ConfigError as error:
         raise ConfigError(f"{shown}: {error}; download the file again") from error
     return HuggingFaceConfig(folder, values, family, arch, quantization)
+
+
+def _text_part(values: Mapping[str, Any], shown: str) -> dict[str, Any]:
+    """config.json of the language model in a folder with a vision encoder."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+        raise ConfigError(f"{shown}: text_config has no model_type; name the folder of a transformers model")
+    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    outer = {key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values}
+    return {**text, **outer, "tie_word_embeddings": tied}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -268,6 +268,11 @@ def _configuration(folder: WeightFolder) -> Any:
     """transformers' configuration of the folder; quantized weights are dequantized, its default on the CPU alone."""
     import transformers
 
+    if folder.is_text_part:
+        raise CheckpointError(
+            f"{folder.folder}: the folder of a model with a vision encoder cannot be verified; export its text model "
+            "(megatron-wrap export-hf), and verify that folder"
+        )
     config_class = getattr(_model_class(folder), "config_class", None)
     if config_class is None:
         config = transformers.AutoConfig.from_pretrained(folder.folder)

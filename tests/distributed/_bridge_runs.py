@@ -332,6 +332,31 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
     return folder
 
 
+def make_folder_with_vision(folder: Path) -> Any:
+    """Save a random Ministral 3 with a vision encoder; returns its logits [2, 64, V] of `token_ids` without images."""
+    import torch
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {"model_type": "ministral3", **SIZES, **FAMILIES["ministral3"][1]}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    vision = {"model_type": "pixtral", **sizes, "image_size": 28, "patch_size": 14}
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    torch.manual_seed(5)
+    model = Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.15 * torch.randn(parameter.shape) + (parameter.dim() == 1))
+    model.save_pretrained(folder, max_shard_size="100KB")
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(token_ids())).logits.numpy()
+
+
 def transformers_model(folder: Path, **arguments: Any) -> Any:
     """transformers' model of a folder in fp32, by the class that config.json names: Kimi's type is unknown to it."""
     import torch

@@ -48,6 +48,21 @@ def test_logits_are_those_of_transformers_and_the_export_is_the_original(family,
         assert torch.equal(weights[name], tensor), name
 
 
+def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_alone(ranks, tmp_path):
+    import torch
+
+    folder = tmp_path / "with-vision"
+    expected = runs.make_folder_with_vision(folder)
+    out = str(tmp_path / "out")
+    logits = ranks(2).run(runs.logits_and_export, str(folder), runs.LAYOUTS["tp2"][1], out, "60KB")[0]
+    assert numpy.abs(logits - expected).max() <= 1e-4
+    exported = load(tmp_path / "out")
+    assert exported.config.model_type == "ministral3"
+    with torch.no_grad():
+        again = exported.eval()(torch.tensor(runs.token_ids())).logits.numpy()
+    assert numpy.abs(again - expected).max() <= 1e-5
+
+
 @pytest.mark.parametrize("layout", ["one", "tp2-pp2", "cp2", "pp2-vpp2", "dp2"])
 def test_verification_finds_a_changed_weight_on_any_layout(layout, ranks, tmp_path, original):
     more = {

@@ -62,6 +62,22 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_TEXT = ("language_model.", "model.language_model.")
+"""Prefixes of the language model's tensors beside a vision encoder, as published and as transformers 5 names them."""
+_VISION = {
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*": "the vision encoder and its projector are not loaded: the "
+    "model is trained and exported as a text model"
+}
+
+
+def _text_name(name: str) -> str:
+    """The name of a tensor in the folder of the language model alone."""
+    published, ours = _TEXT
+    if name.startswith(ours):
+        return "model." + name.removeprefix(ours)
+    return name.removeprefix(published)
+
+
 class WeightFolder:
     """The weights of one folder by their full names.
 
@@ -85,7 +101,11 @@ class WeightFolder:
         if quantization is not None:
             stored = with_quantized(stored, quantization)
         prefix = family.base_prefix
-        if stored and not any(name.startswith(prefix) for name in stored):
+        self.is_text_part = any(name.startswith(_TEXT) for name in stored)
+        """The folder also has a vision encoder, which is not read."""
+        if self.is_text_part:
+            stored = {_text_name(name): entry for name, entry in stored.items()}
+        elif stored and not any(name.startswith(prefix) for name in stored):
             stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
 
@@ -128,8 +148,11 @@ class WeightFolder:
 
     def left_out(self, arch: ArchConfig) -> list[str]:
         """Warnings about tensors in the folder that are not read."""
-        patterns = self.family.left_out(arch).items()
+        patterns = self._left_out(arch).items()
         return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
+
+    def _left_out(self, arch: ArchConfig) -> dict[str, str]:
+        return {**self.family.left_out(arch), **(_VISION if self.is_text_part else {})}
 
     @property
     def omitted(self) -> list[str]:
@@ -168,7 +191,7 @@ class WeightFolder:
                     f"{tensor.file}: {name} has dtype {tensor.dtype}; weights must be bf16, fp16 or fp32"
                 )
         tied = not arch.untie_embeddings_and_output_weights
-        ignored = (*family.ignored, *family.left_out(arch), *((r"lm_head\.weight",) if tied else ()))
+        ignored = (*family.ignored, *self._left_out(arch), *((r"lm_head\.weight",) if tied else ()))
         unknown = [
             name
             for name in self.tensors
