@@ -36,7 +36,7 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
             for piece in local_pieces(name, parameter, mapping, parallel):
                 for block in blocks(piece.region, parameter.element_size()):
                     view = view_of(values, piece, block)
-                    view.copy_(folder.read(piece.name, block).reshape(view.shape))
+                    view.copy_(folder.read(piece.name, block, values.device).reshape(view.shape))
 
 
 @torch.no_grad()

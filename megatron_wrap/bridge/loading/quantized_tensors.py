@@ -151,9 +151,10 @@ def _read_mxfp4(tensor: QuantizedTensor, region: Region, read: ReadSlice) -> Ten
     blocks = (start // _VALUES, -(-stop // _VALUES))
     codes = read(tensor.values, _index((experts, columns, blocks, (0, _BYTES))))
     factors = _factors(read(tensor.scales, _index((experts, columns, blocks))), tensor.scales.dtype)
-    numbers = torch.tensor((*_FP4, *(-value for value in _FP4)))
-    both = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # the first value is in the lower bits
-    values = (numbers[both.int()] * factors[..., None]).flatten(-2)
+    numbers = (*_FP4, *(-value for value in _FP4))
+    pairs = [(low, high) for high in numbers for low in numbers]  # of a byte; the first value is in the lower bits
+    both = torch.nn.functional.embedding(codes.int(), torch.tensor(pairs, device=codes.device)).flatten(-2)
+    values = both.mul_(factors[..., None]).flatten(-2)
     return values.narrow(-1, start % _VALUES, stop - start).transpose(1, 2)
 
 
@@ -162,8 +163,10 @@ def _factors(scales: Tensor, dtype: str) -> Tensor:
 
     if dtype not in _EXPONENTS:
         return scales.float()
-    exponents = scales.view(torch.uint8).float() - 127
-    return torch.where(exponents == 128, torch.nan, exponents.exp2())
+    exponents = scales.view(torch.uint8).int()
+    # the bits of 2^(exponent - 127) in fp32, which is a subnormal number for 0; not every device's exp2 is exact
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
+    return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
 
 
 def _index(region: Region) -> tuple[slice, ...]:

@@ -24,6 +24,7 @@ from megatron_wrap.errors import CheckpointError, did_you_mean, special_file
 from megatron_wrap.inside_folder import leaves_folder
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -109,9 +110,9 @@ class WeightFolder:
             stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """A slice of a tensor, on the CPU; of a quantized one, its values in fp32. It may be memory-mapped: copy it and
-        drop the reference.
+    def read(self, name: str, region: Region, device: torch.device | None = None) -> Tensor:
+        """A slice of a tensor, on the CPU; of a quantized one, its values in fp32, on the device (None: CPU), where
+        they are computed. It may be memory-mapped: copy it and drop the reference.
 
         Raises:
             CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
@@ -119,7 +120,11 @@ class WeightFolder:
         entry = self.tensors[name]
         if isinstance(entry, QuantizedTensor):
             assert self.quantization is not None
-            values = dequantized(entry, region, self._slice, self.quantization)
+
+            def stored(part: StoredTensor, index: tuple[slice, ...]) -> Tensor:
+                return self._slice(part, index).to(device=device)
+
+            values = dequantized(entry, region, stored, self.quantization)
         else:
             values = self._slice(entry, tuple(slice(start, stop) for start, stop in region))
         # propagates NaN, and is 25 times as fast as isfinite().all() in bf16: 2 ms for a block of 32 MiB
