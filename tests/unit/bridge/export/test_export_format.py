@@ -133,6 +133,29 @@ def test_an_architecture_has_the_published_size_and_survives_the_round_trip(name
     assert {key: ours.get(key) for key in back} == {key: _as_decoded(value) for key, value in back.items()}
 
 
+GPT_OSS_20B: dict[str, Any] = {
+    **{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "initial_context_length": 4096},
+    **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12, "swiglu_limit": 7.0},
+    **{"attention_bias": True, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
+    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "tie_word_embeddings": False},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""Of the published config.json, what describes the architecture."""
+
+
+def test_the_shipped_gpt_oss_is_that_of_the_published_config_json(run):
+    exported = export_format(run("gpt-oss-20b"))
+    assert exported.family.model_type == "gpt_oss"
+    ours = {**vars(exported.arch), **exported.arch.upstream}
+    read = exported.family.arch_values(GPT_OSS_20B)
+    assert {key: ours.get(key) for key in read} == {key: _as_decoded(value) for key, value in read.items()}
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.1"])
 def test_the_family_is_found_from_the_architecture(name, run):
     model_type = export_format(run(name), 4096 if name.startswith("tiny") else None).family.model_type
