@@ -99,7 +99,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
     core_attention: Any = TorchCoreAttention
-    if request.transformer_engine and _can_use_attention_of_transformer_engine(request.config):
+    if request.transformer_engine and can_use_attention_of_transformer_engine(request.config):
         from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
     if arch.query_scaling_beta is not None:
         scaling = arch.query_scaling_beta, arch.original_max_position_embeddings
@@ -139,7 +139,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     return layer
 
 
-def _can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
+def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
     windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""

@@ -1,10 +1,12 @@
 """Which keys of a configuration reach Megatron-Core's `TransformerConfig`. No process group."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.model.transformer_config import same_named, transformer_config
@@ -47,3 +49,14 @@ def test_keys_of_experts_and_of_latent_attention_reach_only_models_that_have_the
     experts = build(f"{ARCH}.__select__=tiny-deepseek-v3")
     assert (experts.num_moe_experts, experts.moe_router_topk, experts.kv_lora_rank) == (8, 3, 64)
     assert experts.moe_layer_freq == [0, 1, 1, 1]
+
+
+def test_the_keys_of_gpt_oss_reach_megatron_core() -> None:
+    config = build(f"{ARCH}.__select__=tiny-gpt-oss", "megatron_lm.model.parallel.tensor_model_parallel_size=2")
+    assert (config.softmax_type, config.window_size, config.window_attn_skip_freq) == ("learnable", (31, 0), 2)
+    assert config.activation_func(torch.tensor(2.0)) == pytest.approx(2 / (1 + math.exp(-1.702 * 2)))
+    assert config.gated_linear_unit
+    assert (config.activation_func_clamp_value, config.glu_linear_offset) == (7.0, 1.0)
+    assert (config.yarn_rotary_scaling_factor, config.yarn_correction_range_round_to_int) == (32.0, False)
+    assert config.add_bias_linear
+    assert config.expert_tensor_parallel_size == 2  # Megatron-Core's own experts have no biases then
