@@ -30,7 +30,8 @@ EXPERTS = (
     *(f"{ARCH}.moe_router_score_function=sigmoid", f"{ARCH}.moe_router_enable_expert_bias=true"),
     *(f"{ARCH}.moe_shared_expert_intermediate_size=64", f"{ARCH}.moe_shared_expert_gate=true"),
 )
-EP2 = (*EXPERTS, f"{PARALLEL}.expert_model_parallel_size=2")
+ONLY_EP2 = (f"{PARALLEL}.expert_model_parallel_size=2",)
+EP2 = (*EXPERTS, *ONLY_EP2)
 MLA = (
     *(f"{ARCH}.multi_latent_attention=true", f"{ARCH}.num_query_groups=null", f"{ARCH}.qk_layernorm=true"),
     *(f"{ARCH}.q_lora_rank=16", f"{ARCH}.kv_lora_rank=16", f"{ARCH}.qk_head_dim=8"),
@@ -45,6 +46,16 @@ FROZEN = (f"{TRAIN}.freeze=[embedding, 'decoder.layers.[01].*']",)
 
 STEPS, SAVED, BATCH = 6, 3, 4
 """Iterations of a run, the one that is saved in its middle, and samples of an iteration."""
+
+
+GPT_OSS = tuple(
+    f"megatron_lm.model.arch.{text}"
+    for text in (
+        *("softmax_type=learnable", "window_size=[7,0]", "window_attn_skip_freq=2", "add_bias_linear=true"),
+        *("swiglu=false", "quick_geglu=true", "glu_linear_offset=1.0", "activation_func_clamp_value=7.0"),
+        *("num_experts=4", "moe_ffn_hidden_size=64", "moe_layer_freq=[0,1,1,1]"),
+    )
+)
 
 
 def samples() -> list[dict[str, list[int]]]:

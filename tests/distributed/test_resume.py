@@ -17,7 +17,9 @@ from _checkpoint_runs import (
     EXPERTS,
     FP16,
     FROZEN,
+    GPT_OSS,
     MLA,
+    ONLY_EP2,
     OVERLAP,
     PP2,
     PP2_VPP2,
@@ -68,6 +70,7 @@ OTHER_LAYOUT = {
         (1, (*EXPERTS, *DISTRIBUTED)),
     ),
     "latent-tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1, *MLA)), (2, (*PP2, *EXPERTS, *MLA))),
+    "gpt-oss-tp2-to-ep2": ((2, (*TP2, *GPT_OSS)), (2, (*GPT_OSS, *ONLY_EP2))),
     "tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1)), (2, (*PP2, *EXPERTS))),
 }
 
