@@ -225,10 +225,7 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
     for name, mapping in table.items():
         if match := _FIRST_EXPERT.fullmatch(name):
             if mapping.index is not None:
-                raise ConfigError(
-                    "megatron_wrap.adapter.target_parameters: adapters of experts that Hugging Face stores transposed, "
-                    "such as those of gpt-oss, are not supported; adapt attention by target_modules"
-                )
+                continue  # stacked in the file, in gpt-oss transposed: there are no adapters of these experts
             # transformers 5 has one name for the MLPs of all families
             owner = next(iter(mapping.shapes())).partition(".experts.")[0].rpartition(".")[0]
             fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]
