@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,12 @@ from megatron_wrap.launch.launcher import Ended, Launch, Program
 from megatron_wrap.launch.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.parallel import flight_recorder
+from megatron_wrap.parallel import flight_recorder, rank_log
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import visible_gpus
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 _INTERRUPTIBLE = """
@@ -250,11 +251,16 @@ def launch_processes(
     if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
         launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
     watch = None if signals is None or config is None else _watch(signals, nodes, config)
+    logs = None if signals is None or config is None else Path(output_dir(config), "logs")
     try:
-        with nullcontext() if signals is None else flight_recorder.written_into(signals.folder):
+        with ExitStack() as written:
+            if signals is not None:
+                written.enter_context(flight_recorder.written_into(signals.folder))
+            if logs is not None:
+                written.enter_context(rank_log.written_into(logs))
             elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
-        return _report(failed, watch)
+        return _report(failed, watch, logs)
     except SignalException as signal:
         return 128 + signal.sigval if signals is None else exit_code_of(signal.sigval)
     finally:
@@ -299,13 +305,14 @@ def _watch(signals: LauncherSignals, nodes: Nodes, config: RunConfig) -> Process
     return ProcessWatch(signals.folder, ranks, report, config.init.stopped_process_seconds, nodes.num_nodes == 1)
 
 
-def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
-    """Prints which process failed first; returns the exit code of the command."""
+def _report(failed: ChildFailedError, watch: ProcessWatch | None, logs: Path | None) -> int:
+    """Prints the last lines of the process that failed first, and which one it was; returns the exit code of the
+    command."""
     codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     for code in (INTERRUPTED, RESUME):  # a request, which rank 0 has reported; others may have been terminated
         if code in codes.values():
             return code
-    rank, failure = failed.get_first_failure()
+    rank, failure = _first_failure(failed)
     if failure.exitcode == 2:  # a user's error, which the process has reported
         return 2
     sentence = f"rank {rank} ended with exit code {failure.exitcode}"
@@ -314,8 +321,25 @@ def _report(failed: ChildFailedError, watch: ProcessWatch | None) -> int:
         sentence = watch.failed(
             codes, rank, errors.get(rank, ("", ""))[0], {of: text for of, (_, text) in errors.items()}
         )
-    sys.stderr.write(f"error: {sentence}; messages of the processes are above\n")
+    if logs is not None and rank != 0:  # the console has those of rank 0
+        sys.stderr.write(rank_log.summary(logs, rank))
+    where = "messages of the processes are above" if logs is None else f"{logs} has the messages of each rank"
+    sys.stderr.write(f"error: {sentence}; {where}\n")
     return failure.exitcode if 0 < failure.exitcode < 256 else 1
+
+
+def _first_failure(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Torchrun's first failure; of those in the same second the one whose error was recorded first."""
+    from megatron_wrap.parallel.launch import RECORDED_AT
+
+    first = failed.get_first_failure()
+
+    def recorded_at(failure: ProcessFailure) -> float:
+        facts = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
+        return float(facts.get(RECORDED_AT, math.inf))
+
+    same_second = [item for item in failed.failures.items() if item[1].timestamp == first[1].timestamp]
+    return min([first, *same_second], key=lambda item: recorded_at(item[1]))
 
 
 def _recorded(message: Any) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.launch.launcher import Ended, Launch
 from megatron_wrap.launch.ray import require_ray
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.parallel.stop_requests import SIGNALS, STOP_FILE, say_received
 
@@ -96,7 +97,7 @@ class _Followed:
     """A trainer at work in a thread, while this one shows the log of rank 0 and receives signals."""
 
     def __init__(self, prepared: Any, folder: Path) -> None:
-        self._trainer, self._stop, self._log = prepared, folder / STOP_FILE, folder / "logs" / "rank_0.log"
+        self._trainer, self._stop, self._log = prepared, folder / STOP_FILE, folder / "logs" / rank_log.FILE.format(0)
         self._signal: int | None = None
         self._outcome: Any = None
 
@@ -151,6 +152,8 @@ class _Followed:
             rank, cause = min(failures.items(), default=("", self._outcome))
             line = (str(cause).strip().splitlines() or [type(cause).__name__])[-1].strip()
             where = f"worker {rank}: " if failures else ""
+            if rank:  # the console has those of rank 0
+                sys.stderr.write(rank_log.summary(self._log.parent, int(rank)))
             sys.stderr.write(f"error: {where}{type(cause).__name__}: {line}; logs: {self._log.parent}\n")
             return Ended(1, finished=False)
         if isinstance(self._outcome, BaseException):

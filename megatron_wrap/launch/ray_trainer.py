@@ -25,6 +25,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.launch.ray_ranks import workers_of_run
+from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.stop_requests import RunStopped
 from megatron_wrap.platform.base.machine import visible_gpus
 from megatron_wrap.utils.dist_logger import logger
@@ -302,7 +303,7 @@ def _free_port() -> int:
 def _write_into(folder: Path) -> None:
     """Append the output of this process to `folder/rank_N.log`."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{ray.train.get_context().get_world_rank()}.log"
+    path = folder / rank_log.FILE.format(ray.train.get_context().get_world_rank())
     _write_to(path)
 
 

@@ -13,15 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
 from megatron_wrap.parallel.loopback import loopback_store
 from megatron_wrap.parallel.nodes import check_versions, this_node
+from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER
 from megatron_wrap.utils.process_pool import end_with_parent
 
 
@@ -61,6 +63,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     timeout = timedelta(minutes=timeout_minutes)
     if _is_under_torchrun():
         end_with_parent(signal.SIGTERM)
+        _begin_log()
     if "RANK" in os.environ:
         store, rank, world_size = rendezvous(timeout)
         check_versions(store, rank, this_node())
@@ -86,6 +89,17 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(f"megatron_wrap/start_{starts}", store), rank, world_size
 
 
+def _begin_log() -> None:
+    """Write what this process prints into its log. Under `megatron-wrap train`, which prints the last lines of the
+    process that fails first, the console is that of rank 0."""
+    if not _consoles:
+        rank, reports_failures = environment_rank(), LAUNCHER_FOLDER in os.environ
+        console = rank_log.begin(rank, environment_world_size(), keeps_console=rank == 0 or not reports_failures)
+        _consoles.extend([] if console is None else [console])
+
+
+_consoles: list[TextIO] = []
+"""stderr of the console, for the message of `exit_on_user_error`, where this process's own is its log."""
 _stores: list[dist.Store] = []
 """The store of the newest process group, which `exit_on_user_error` needs after the group has ended."""
 
@@ -126,7 +140,8 @@ def _user_errors_reported() -> Iterator[None]:
     except MegatronWrapError as error:
         message = f"error: {error}"
         if _claim_message():
-            print(message, file=sys.stderr, flush=True)  # noqa: T201
+            for stream in dict.fromkeys([*_consoles, sys.stderr]):
+                print(message, file=stream, flush=True)
         elif _is_under_torchrun():
             time.sleep(_HEAD_START_SECONDS)
         _record_for_torchrun(message, message)
@@ -159,6 +174,10 @@ def _exit(code: int) -> NoReturn:
     sys.exit(code)
 
 
+RECORDED_AT = "recorded_at"
+"""Key of the time of an error beside torchrun's timestamp, of which several ranks may have the same."""
+
+
 def _record_for_torchrun(message: str, details: str) -> None:
     """Write an error into the file from which torchrun's agent reads the root cause; it prints `details`.
 
@@ -169,8 +188,9 @@ def _record_for_torchrun(message: str, details: str) -> None:
         return
     # The agent reports the earliest error, in seconds, as the root cause, and of equal ones the lowest rank. A rank
     # that the agent terminates within this second must not precede the rank that failed.
-    timestamp = int(time.time()) - 1
-    content = {"message": {"message": message, "extraInfo": {"py_callstack": details, "timestamp": str(timestamp)}}}
+    now = time.time()
+    facts = {"py_callstack": details, "timestamp": str(int(now) - 1), RECORDED_AT: now}
+    content = {"message": {"message": message, "extraInfo": facts}}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump(content, file)
 

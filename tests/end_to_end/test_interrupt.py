@@ -57,7 +57,7 @@ def test_a_run_ends_with_its_launcher_and_a_stopped_process_is_named(tmp_path: P
     assert code == 1
     assert re.fullmatch(
         rf"error: rank 1 \(process {run.ranks[1]} on .*, iteration \d+(, [a-z ]+)?\) is stopped: no sign of life for "
-        rf"\d+ s; {report} has the state of all; messages of the processes are above",
+        rf"\d+ s; {report} has the state of all; outputs/tiny-llama-mock/logs has the messages of each rank",
         lines[-1],
     )
     failure = json.loads((tmp_path / report).read_text())
