@@ -335,7 +335,7 @@ def _first_failure(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
     first = failed.get_first_failure()
 
     def recorded_at(failure: ProcessFailure) -> float:
-        facts = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
+        facts: dict[str, Any] = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
         return float(facts.get(RECORDED_AT, math.inf))
 
     same_second = [item for item in failed.failures.items() if item[1].timestamp == first[1].timestamp]

@@ -43,8 +43,11 @@ class Heartbeat:
                 list(_stacks),
                 [os.open(folder / STACKS.format(rank), os.O_WRONLY | os.O_CREAT, 0o600)],
             )
-            if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
-                # for the rest of the process: without a handler, a signal of the launcher would end it
+            if signal.getsignal(STACKS_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
+                # for the rest of the process: without a handler, a signal of the launcher would end it, also while
+                # Python ends, which restores what was there before faulthandler's
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
                 faulthandler.register(STACKS_SIGNAL, file=_stacks[0])
             for descriptor in earlier:
                 os.close(descriptor)

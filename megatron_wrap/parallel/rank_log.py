@@ -12,6 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from megatron_wrap.hidden_secrets import hide_secrets
+
 VARIABLE = "MEGATRON_WRAP_LOGS"
 """Environment variable: folder of the logs."""
 FILE = "rank_{}.log"
@@ -77,7 +79,7 @@ class _Copied:
         written = self._console.write(text)
         if not text.startswith("\r") or text.endswith("\n"):
             with contextlib.suppress(OSError, ValueError):
-                self._log.write(_TERMINAL_CODE.sub("", text.lstrip("\r")).encode("utf-8", "replace"))
+                self._log.write(hide_secrets(_TERMINAL_CODE.sub("", text.lstrip("\r"))).encode("utf-8", "replace"))
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -95,4 +97,4 @@ def summary(folder: Path, rank: int) -> str:
     except OSError:
         return ""
     lines = _OF_HEADER.split(text)[-1].strip("\n").splitlines()[-_SHOWN_LINES:]
-    return "\n".join([f"last lines of rank {rank} ({log}):", *lines, ""]) if lines else ""
+    return hide_secrets("\n".join([f"last lines of rank {rank} ({log}):", *lines, ""])) if lines else ""
