@@ -120,16 +120,16 @@ def _of_node(config: RunConfig | None, arguments: argparse.Namespace) -> tuple[l
     default = None if config is not None else visible_gpus() or _PROCESSES
     nodes = nodes_of(config, arguments.gpus_per_node or default, arguments.nodes)
     subject = subject_of(config, nodes)
-    found = answers(CHECKS, subject)
+    results = answers(CHECKS, subject)
     name = f"node {nodes.node_rank} ({socket.gethostname()})"
     if nodes.world_size == 1:
-        return merged([NodeAnswers(name, found)]), True
+        return merged([NodeAnswers(name, results)]), True
     if nodes.node_rank > 0:
         meeting = Answer("port", *reached(subject, _MEETING_SECONDS))
         if meeting.status == "error":
-            return merged([NodeAnswers(name, [*found, meeting])]), True
+            return merged([NodeAnswers(name, [*results, meeting])]), True
     with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
-        Path(folder, _ANSWERS).write_text(json.dumps(found), encoding="utf-8")
+        Path(folder, _ANSWERS).write_text(json.dumps(results), encoding="utf-8")
         program = [*python_call(run_rank), folder, arguments.config or "", *arguments.overrides]
         reason = "a process has failed; its message is above"
         try:
@@ -139,7 +139,7 @@ def _of_node(config: RunConfig | None, arguments: argparse.Namespace) -> tuple[l
         try:
             items = [Item(*item) for item in json.loads(Path(folder, _REPORT).read_text(encoding="utf-8"))]
         except OSError:
-            return [*merged([NodeAnswers(name, found)]), Item("error", "processes", reason)], True
+            return [*merged([NodeAnswers(name, results)]), Item("error", "processes", reason)], True
     if nodes.node_rank > 0:
         print(f"{name} has answered; node 0 prints the report", file=sys.stderr)
     return items, nodes.node_rank == 0

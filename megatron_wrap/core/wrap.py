@@ -196,10 +196,10 @@ class MegatronWrap:
         from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
-        given = self.given_config
-        vocab_size = model_vocab_size(given.arch, self.tokenizer, given.model_provider.hf_path)
+        as_given = self.given_config
+        vocab_size = model_vocab_size(as_given.arch, self.tokenizer, as_given.model_provider.hf_path)
         if training:
-            counted = with_train_iters(given, parallel, self.tokenizer)
+            counted = with_train_iters(as_given, parallel, self.tokenizer)
             self.config = decided(counted, self.platform, parallel, vocab_size)
         else:
             self.config = with_split(self.config, vocab_size, self.platform.machine.device)

@@ -120,7 +120,7 @@ class ProcessRecords:
             return True
         return any(part in stack[0]["file"] for stack in self._threads(rank) for part in _WAITING)
 
-    def place(self, rank: int) -> str:
+    def location(self, rank: int) -> str:
         """Where a process is, as text: file, line and function outside of Python's own library; empty if it has
         written no stack."""
         # a signal to a process is handled by its main thread; stacks of the others, which run on, may be torn

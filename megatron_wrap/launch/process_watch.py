@@ -156,8 +156,8 @@ class ProcessWatch:
             return
         rank = busy[0] if busy else self._ranks[0]
         how = "is stuck" if busy else "and all others wait for each other"
-        place = self._records.place(rank)
-        self._stopped = rank, f"{how}: no progress for {seconds:.0f} s{f'; it is in {place}' if place else ''}"
+        location = self._records.location(rank)
+        self._stopped = rank, f"{how}: no progress for {seconds:.0f} s{f'; it is in {location}' if location else ''}"
         self._kill(rank)
 
     def _kill(self, rank: int) -> None:

@@ -49,8 +49,8 @@ class FactorOfExpert(Mapping):
             for column in range(self.other):
                 position = column * self.experts + self.expert
                 region = (piece.region[0], (position, position + 1))
-                own = (column, column + 1)
-                local = (own, piece.local[1]) if self.along == 1 else (piece.local[0], own)
+                columns = (column, column + 1)
+                local = (columns, piece.local[1]) if self.along == 1 else (piece.local[0], columns)
                 pieces.append(replace(piece, region=region, local=local))
         return pieces
 

@@ -107,9 +107,9 @@ class Stragglers:
         if not seconds:
             return
         steps, self._steps = self._steps - 1, 1
-        found = self.slowest(seconds)
-        if found is not None:
-            rank, others = found
+        slowest = self.slowest(seconds)
+        if slowest is not None:
+            rank, others = slowest
             hint = "; it, or another of its tensor- or context-parallel group" if self._shares_passes else ""
             logger.warning_rank_0(
                 f"rank {rank} on {self._processes[rank].host} is slow: its forward passes took "
@@ -125,12 +125,12 @@ class Stragglers:
             seconds: rank -> time of its forward passes.
         """
         slow: list[tuple[float, int, float]] = []
-        for rank, own in seconds.items():
+        for rank, elapsed in seconds.items():
             stage = self._processes[rank].stage
             others = [
                 value for other, value in seconds.items() if other != rank and self._processes[other].stage == stage
             ]
             median = statistics.median(others) if others else 0.0
-            if median > 0 and own > self._factor * median:
-                slow.append((own / median, rank, median))
+            if median > 0 and elapsed > self._factor * median:
+                slow.append((elapsed / median, rank, median))
         return max(slow)[1:] if slow else None

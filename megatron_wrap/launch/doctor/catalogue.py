@@ -43,10 +43,10 @@ def quick_answers(subject: Subject) -> list[Answer]:
     Raises:
         PlatformError: this node cannot run it; the other errors are in `further`.
     """
-    found = answers([check for check in CHECKS if check.is_quick], subject)
+    results = answers([check for check in CHECKS if check.is_quick], subject)
     mistakes = Mistakes()
-    for answer in found:
+    for answer in results:
         if answer.status == "error":
             mistakes.add(PlatformError(f"{answer.name}: {answer.text}"))
     mistakes.raise_first()
-    return [answer for answer in found if answer.status == "warning"]
+    return [answer for answer in results if answer.status == "warning"]

@@ -76,8 +76,8 @@ class Answer(NamedTuple):
 
 def answers(checks: Iterable[Check], subject: Subject) -> list[Answer]:
     """What the checks that have something to look at find on this node."""
-    found = []
+    results = []
     for check in checks:
         if subject.meets.issuperset(check.needs):
-            found += [Answer(check.name, *finding, check.if_nodes_differ) for finding in check.look(subject)]
-    return found
+            results += [Answer(check.name, *finding, check.if_nodes_differ) for finding in check.look(subject)]
+    return results

@@ -49,8 +49,8 @@ def tracker(subject: Subject) -> Iterator[Finding]:
     path = store.folder / TRACKER
     if latest is None:
         yield Finding(
-            f"{path} names iteration {tracked}, and there is no complete checkpoint: the run would begin anew; restore "
-            f"{store.folder}, or delete the file",
+            f"{path} names iteration {tracked}, and there is no complete checkpoint: the run would begin again; "
+            f"restore {store.folder}, or delete the file",
             "error",
         )
     elif str(latest) != tracked:

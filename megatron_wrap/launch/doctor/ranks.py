@@ -87,8 +87,8 @@ def _subject(config: RunConfig | None, node: Node, world_size: int) -> Subject:
 
 
 def _answers_of(store: dist.Store, index: int) -> NodeAnswers:
-    name, found = json.loads(store.get(f"answers/{index}"))
-    return NodeAnswers(name, [Answer(*answer) for answer in found])
+    name, results = json.loads(store.get(f"answers/{index}"))
+    return NodeAnswers(name, [Answer(*answer) for answer in results])
 
 
 def _between_nodes(store: dist.Store, node: Node, config: RunConfig | None) -> list[Answer]:
@@ -107,22 +107,22 @@ def _between_nodes(store: dist.Store, node: Node, config: RunConfig | None) -> l
             with contextlib.suppress(OSError):  # an error of the free space
                 (folder / probe).touch()
                 undo.callback((folder / probe).unlink, missing_ok=True)
-        own = {"name": node.name, "address": address, "port": listener.port, "probe": probe, "host": _host()}
-        store.set(f"node/{node.index}", json.dumps(own))
+        this_node = {"name": node.name, "address": address, "port": listener.port, "probe": probe, "host": _host()}
+        store.set(f"node/{node.index}", json.dumps(this_node))
         others = [json.loads(store.get(f"node/{index}")) for index in range(node.count)]
-        found: list[Answer] = []
+        results: list[Answer] = []
         if folder is not None:
-            found += _shared_folder(folder, others[0], node)
+            results += _shared_folder(folder, others[0], node)
         if node.index > 0:
-            found += links.clock(node.name, others[0]["address"], others[0]["port"])
-        found += _loopback(own, others)
+            results += links.clock(node.name, others[0]["address"], others[0]["port"])
+        results += _loopback(this_node, others)
         neighbor = others[(node.index + 1) % node.count]
-        found += links.link(neighbor["name"], neighbor["address"], neighbor["port"])
+        results += links.link(neighbor["name"], neighbor["address"], neighbor["port"])
         # the listener and the file have to stay until all have used them
         store.set(f"done/{node.index}", "")
         for index in range(node.count):
             store.get(f"done/{index}")
-    return found
+    return results
 
 
 def _host() -> str:
@@ -132,12 +132,12 @@ def _host() -> str:
     return secrets.token_hex(8)
 
 
-def _loopback(own: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[Answer]:
+def _loopback(this_node: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[Answer]:
     """The address of a node that only itself can reach, as Debian's /etc/hosts gives for the name of the host."""
-    if not own["address"].startswith("127.") or {other["host"] for other in others} == {own["host"]}:
+    if not this_node["address"].startswith("127.") or {other["host"] for other in others} == {this_node["host"]}:
         return []
-    text = f"the name of this host is {own['address']}, which other nodes cannot reach; correct /etc/hosts, or set "
-    return [Answer("address", f"{text}GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", "error")]
+    text = f"the name of this host is {this_node['address']}, which other nodes cannot reach; correct /etc/hosts, or "
+    return [Answer("address", f"{text}set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", "error")]
 
 
 def _shared_folder(folder: Path, first: dict[str, Any], node: Node) -> list[Answer]:

@@ -38,7 +38,7 @@ class TokenRows(torch.nn.Module):
         is_copy: it is the last stage's copy of the first stage's rows.
     """
 
-    places: Tensor
+    row_of_token: Tensor
     """int64 [largest index + 1], of each token the index of its row, or -1."""
     owned: Tensor
     """int64, indices of the rows that are on this rank."""
@@ -60,10 +60,10 @@ class TokenRows(torch.nn.Module):
         self.sequence_parallel, self.is_copy, self.tied_over_stages = sequence_parallel, is_copy, tied_over_stages
         self.base_weight = lambda: weight  # not a parameter of this module, which would list it twice
         local = torch.tensor(indices, device=weight.device) - rank * len(weight)
-        places = torch.full((int(max(indices)) + 1,), -1, device=weight.device)
-        places[list(indices)] = torch.arange(len(indices), device=weight.device)
+        row_of_token = torch.full((int(max(indices)) + 1,), -1, device=weight.device)
+        row_of_token[list(indices)] = torch.arange(len(indices), device=weight.device)
         owned = ((local >= 0) & (local < len(weight))).nonzero().squeeze(1)
-        self.register_buffer("places", places, persistent=False)
+        self.register_buffer("row_of_token", row_of_token, persistent=False)
         self.register_buffer("owned", owned, persistent=False)
         self.register_buffer("local", local[owned], persistent=False)
         parameter: Any = torch.nn.Parameter(self._original_rows(weight.detach(), len(indices)))
@@ -104,17 +104,17 @@ class TokenRows(torch.nn.Module):
         if not self.enabled:
             return output
         ids, rows = inputs[0], self()
-        known = ids < len(self.places)
-        places = torch.where(known, self.places[torch.where(known, ids, 0)], -1)
+        known = ids < len(self.row_of_token)
+        row_indices = torch.where(known, self.row_of_token[torch.where(known, ids, 0)], -1)
         group = embedding.tp_group
         if embedding.reduce_scatter_embeddings:
-            places = places.t().chunk(group.size())[group.rank()].contiguous()
-        values = rows[places.clamp(min=0)]
+            row_indices = row_indices.t().chunk(group.size())[group.rank()].contiguous()
+        values = rows[row_indices.clamp(min=0)]
         if self.sequence_parallel and not embedding.reduce_scatter_embeddings:
             # every rank gets the gradient of all tokens, and the ranks' gradients are added up: each counts its own
-            own = torch.arange(group.size(), device=ids.device).repeat_interleave(ids.shape[1] // group.size())
-            values = torch.where((own == group.rank())[None, :, None], values, values.detach())
-        return torch.where((places >= 0)[..., None], values, output)
+            ranks = torch.arange(group.size(), device=ids.device).repeat_interleave(ids.shape[1] // group.size())
+            values = torch.where((ranks == group.rank())[None, :, None], values, values.detach())
+        return torch.where((row_indices >= 0)[..., None], values, output)
 
     def _after_output_layer(self, _layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
         if not self.enabled:
