@@ -65,6 +65,7 @@ setup(
     package_dir={"megatron_wrap.configs": "configs", "megatron_wrap.examples": "examples"},
     package_data={
         "megatron_wrap": ["py.typed"],
+        "megatron_wrap.bridge": ["measured_families.json"],
         "megatron_wrap.cli": ["templates/*"],
         "megatron_wrap.config.schema": ["familiar_names.yaml"],
         "megatron_wrap.report": ["*.css", "*.js"],

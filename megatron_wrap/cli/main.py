@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "chat": "talk to a model, or complete a file of prompts",
     "eval": "run tasks of lm-evaluation-harness",
     "verify-hf": "compare a Hugging Face folder with transformers",
+    "families": "list the Hugging Face families, and how they compare with transformers",
     "completion": "print the code by which a shell completes this command",
 }
 """Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""
