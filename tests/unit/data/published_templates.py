@@ -203,6 +203,27 @@ SMOLLM3 = """\
 {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# As Kimi K2's: the tokens of a turn name its role, and a default system turn comes first.
+KIMI = """\
+{%- if messages[0].role != 'system' %}\
+{{- '<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>' }}{% endif %}\
+{%- for message in messages %}\
+{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + message.content + '<|im_end|>' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
+
+# As Phi-4-mini's: the token that begins a turn is its role, and the eos token ends the conversation.
+PHI4_MINI = """\
+{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+# As Ministral 3's: the system's text has tokens of its own, and no generation prompt is needed.
+MINISTRAL3 = """\
+{{- bos_token }}\
+{%- for message in messages %}\
+{%- if message.role == 'system' %}{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}\
+{%- elif message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}\
+{%- else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"""
+
 # As Seed-OSS's: every turn begins with the bos token and ends with the eos token.
 SEED_OSS = """\
 {%- for message in messages %}\
@@ -298,6 +319,11 @@ FAMILIES = {
         ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>"),
         **{"bos": "<|startoftext|>", "eos": "<|return|>", "published": "gptoss", "tools": True},
     ),
+    "kimi-k2": Family(
+        KIMI, ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"), eos="<|im_end|>"
+    ),
+    "phi-4-mini": Family(PHI4_MINI, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), eos="<|endoftext|>"),
+    "ministral-3": Family(MINISTRAL3, ("</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
     "smollm3": Family(SMOLLM3, _CHATML_TOKENS, eos="<|im_end|>"),
     "seed-oss": Family(SEED_OSS, ("<seed:eos>",), bos="<seed:bos>", eos="<seed:eos>"),
 }

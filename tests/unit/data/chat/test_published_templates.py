@@ -115,6 +115,9 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
             text = f"<think>\n\n</think>\n\n{text}"
         elif family == "mistral" and "tool_calls" not in message:
             text = f" {text}"
+        elif family == "phi-4-mini" and index == len(conversation) - 1:
+            text += end
+            end = FAMILIES[family].eos  # closes the conversation, and is part of what its last turn adds
         elif family == "smollm3":
             text, end = f"<|im_start|>assistant\n{text}", "<|im_end|>\n"  # its generation blocks
         elif family == "gpt-oss" and "tool_calls" in message:
