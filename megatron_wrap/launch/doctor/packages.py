@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Iterator
 
 from megatron_wrap.errors import PlatformError
@@ -20,6 +21,11 @@ _WITH_REQUIREMENTS = (
     "triton",
 )
 """Packages whose requirements are compared with what is installed, as `pip check` does for all."""
+
+
+_BINARIES = re.compile(r"torch|triton|nvidia-.*|cuda-.*|megatron-core|transformer[-_]engine.*|flash[-_]attn")
+"""Packages whose compiled code is loaded together. What others need of each other, such as torch of setuptools, matters
+where something is built."""
 
 
 def version_of(name: str, subject: Subject) -> Iterator[Finding]:
@@ -49,6 +55,8 @@ def requirements(subject: Subject) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             continue
         for requirement in map(Requirement, lines):
+            if package != "megatron-wrap" and not _BINARIES.fullmatch(requirement.name.lower()):
+                continue
             if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
                 continue
             try:
@@ -59,7 +67,7 @@ def requirements(subject: Subject) -> Iterator[Finding]:
                 installed = "which is not installed" if version == "none" else f"and {version} is installed"
                 conflicts.append(f"{package} requires {requirement.name}{requirement.specifier}, {installed}")
     for conflict in conflicts:
-        yield Finding(f"{conflict}; pip install the version that is required", "error")
+        yield Finding(f"{conflict}; pip install the version that is required", "warning")
     if not conflicts:
         yield Finding("the installed packages meet each other's requirements")
 

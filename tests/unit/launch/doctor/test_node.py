@@ -195,7 +195,7 @@ def test_packages_that_do_not_fit_each_other_are_named(tmp_path: Path, monkeypat
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: {requires}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     findings = list(packages.requirements(subject()))
-    assert statuses(findings) == ["error"] * len(findings)
+    assert statuses(findings) == ["warning"] * len(findings)
     assert any(finding.text.startswith("transformer_engine requires torch==2.1.0, and 2.") for finding in findings)
     (of_engine,) = packages.transformer_engine(subject())
     assert (of_engine.status, of_engine.text[:23]) == ("error", "2.20.2 cannot be import")
