@@ -98,7 +98,9 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
         if config.logger.ignore_warning:
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", UserWarning)
-        return Checked(check(Candidate(config, processes, own_script is not None, has_files)), config)
+        elsewhere = (arguments.launcher or config.launch.launcher) != "local"
+        candidate = Candidate(config, processes, own_script is not None, has_files, elsewhere)
+        return Checked(check(candidate), config)
 
 
 def report(items: Sequence[Item]) -> str:

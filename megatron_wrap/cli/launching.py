@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
@@ -12,7 +13,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.launch.common import LaunchConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.launcher import Ended, Launch, Launcher, Program
+from megatron_wrap.launch.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
 from megatron_wrap.launch.local import LocalLauncher, nodes_of
 
 
@@ -31,6 +32,13 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help="processes on each node (default: one per GPU; without GPUs as many as the layout needs)",
     )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="with --launcher local on several nodes: the first node, where they find each other by torchrun's "
+        "rendezvous c10d (instead of MASTER_ADDR)",
+    )
+    parser.add_argument("--rdzv-id", metavar="ID", help="name of the run at that address (default: megatron-wrap)")
     parser.add_argument_group(
         "environment of --launcher local",
         "GPUS_PER_NODE  the same as --gpus-per-node, which precedes it\n"
@@ -59,6 +67,10 @@ def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
         from megatron_wrap.launch.kubernetes_launcher import KubernetesLauncher
 
         return KubernetesLauncher()
+    if name == "slurm":
+        from megatron_wrap.launch.slurm_launcher import SlurmLauncher
+
+        return SlurmLauncher()
     return LocalLauncher()
 
 
@@ -81,10 +93,18 @@ def read_for_launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
     return with_local_copies(config) if shares_files(config, arguments) else config
 
 
+def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
+    """The value of --rdzv-endpoint and --rdzv-id."""
+    if arguments.rdzv_endpoint is None:
+        return None
+    return Rendezvous(arguments.rdzv_endpoint, arguments.rdzv_id or Rendezvous.id)
+
+
 def launch_options(arguments: argparse.Namespace) -> list[str]:
-    """The options of `add_launch_arguments` that were given, as they are typed again."""
+    """The options of `add_launch_arguments` that were given, as they are typed again; on the node of a cluster those
+    that submit the run again."""
     options = {
-        "--launcher": arguments.launcher,
+        "--launcher": os.environ.get(LAUNCHED_BY, arguments.launcher),
         "--nodes": arguments.nodes,
         "--gpus-per-node": arguments.gpus_per_node,
     }
@@ -102,7 +122,8 @@ def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: 
     """
     launcher = launcher_of(config, arguments)
     if isinstance(launcher, LocalLauncher):
-        return nodes_of(config, arguments.gpus_per_node, arguments.nodes, starts=starts).world_size
+        sizes = arguments.gpus_per_node, arguments.nodes
+        return nodes_of(config, *sizes, rendezvous_of(arguments), starts=starts).world_size
     return launcher.world_size(Launch(config, (), Program(()), arguments.nodes, arguments.gpus_per_node))
 
 

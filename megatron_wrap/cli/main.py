@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "check-parity": "compare a flow's parallel layouts with one process",
     "preprocess": "tokenize text once, into files that pretraining reads",
     "train-tokenizer": "train a byte-level BPE tokenizer on text",
+    "jobs": "list, follow and cancel the jobs that were submitted to Slurm",
     "checkpoints": "list the checkpoints of a run, and verify their files",
     "report": "write a page of one or several runs: curves, texts, configuration",
     "precompute": "store the outputs of a reference model, so that training needs none",

@@ -19,6 +19,7 @@ from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir
 from megatron_wrap.errors import ConfigError, MegatronWrapError
+from megatron_wrap.launch.launcher import LAUNCHED_BY
 
 _TRAIN = "megatron_lm.train.common."
 _UNITS = {"train_iters": "step", "train_samples": "sample", "train_epochs": "epoch"}
@@ -129,7 +130,8 @@ def _has_chat_template(tokenizer: str) -> bool:
 
 def _train(config: RunConfig, command: Sequence[str]) -> str:
     """A shell command that starts processes as this run did."""
-    names = (*_LAUNCH_VARIABLES, "PYTHONPATH") if ":" in config.flow.flow_key else _LAUNCH_VARIABLES
+    names = () if LAUNCHED_BY in os.environ else _LAUNCH_VARIABLES  # a job sets them itself
+    names = (*names, "PYTHONPATH") if ":" in config.flow.flow_key else names
     variables = [f"{name}={shlex.quote(os.environ[name])}" for name in names if os.environ.get(name)]
     return " ".join([*variables, _shell([_program("megatron-wrap"), *command])])
 

@@ -14,6 +14,7 @@ from megatron_wrap.cli.launching import (
     add_start_arguments,
     launcher_of,
     read_for_launch,
+    rendezvous_of,
     shares_files,
     started,
 )
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         program=Program((folder, arguments.config, *arguments.overrides), function=run_rank),
         num_nodes=arguments.nodes,
         processes_per_node=arguments.gpus_per_node,
+        rendezvous=rendezvous_of(arguments),
     )
     launcher = launcher_of(config, arguments)
     check_layout(config, launcher.world_size(launch))

@@ -12,6 +12,7 @@ from megatron_wrap.cli.launching import (
     add_start_arguments,
     launcher_of,
     read_for_launch,
+    rendezvous_of,
     shares_files,
     started,
 )
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         program=Program((arguments.config, *overrides), function=run_rank),
         num_nodes=arguments.nodes,
         processes_per_node=arguments.gpus_per_node,
+        rendezvous=rendezvous_of(arguments),
     )
     launcher = launcher_of(config, arguments)
     validate(config, launcher.world_size(launch), has_files=shares_files(config, arguments))

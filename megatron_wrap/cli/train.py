@@ -12,6 +12,7 @@ from megatron_wrap.cli.launching import (
     launch_options,
     launcher_of,
     read_for_launch,
+    rendezvous_of,
     shares_files,
     started,
 )
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         program=Program((arguments.config, *arguments.overrides), own_script),
         num_nodes=arguments.nodes,
         processes_per_node=arguments.gpus_per_node,
+        rendezvous=rendezvous_of(arguments),
         saves_on_signals=True,
     )
     launcher = launcher_of(config, arguments)

@@ -8,6 +8,10 @@ from typing import NamedTuple, Protocol
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.derived import processes_needed
+from megatron_wrap.errors import LayoutError
+
+LAUNCHED_BY = "MEGATRON_WRAP_LAUNCHER"
+"""Environment variable: name of the launcher whose job runs `megatron-wrap ... --launcher local` on this node."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,27 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """Torchrun's rendezvous c10d, by which the nodes of a run find each other."""
+
+    endpoint: str
+    """HOST:PORT of the first node."""
+    id: str = "megatron-wrap"
+    """Name of the run at that address."""
+
+    def address(self) -> tuple[str, int]:
+        """Host and port.
+
+        Raises:
+            LayoutError: the endpoint is not of that form.
+        """
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise LayoutError(f"--rdzv-endpoint {self.endpoint}: must be HOST:PORT of the first node")
+        return host, int(port)
+
+
+@dataclass(frozen=True)
 class Launch:
     """A run that is to be started."""
 
@@ -34,6 +59,8 @@ class Launch:
     """Of the command line."""
     processes_per_node: int | None = None
     """Of the command line."""
+    rendezvous: Rendezvous | None = None
+    """Of the command line; for the processes of this node alone."""
     saves_on_signals: bool = False
     """After a signal the processes save and end by themselves; False: a signal ends them at once."""
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import output_dir, processes_needed
-from megatron_wrap.errors import LayoutError
+from megatron_wrap.errors import LayoutError, ProcessError
 from megatron_wrap.launch.doctor.catalogue import quick_answers
 from megatron_wrap.launch.doctor.checks import Subject
-from megatron_wrap.launch.launcher import Ended, Launch, Program
+from megatron_wrap.launch.launcher import Ended, Launch, Program, Rendezvous
 from megatron_wrap.launch.launcher_signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch
+from megatron_wrap.launch.rendezvous import BACKEND, register_rendezvous
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import flight_recorder, rank_log
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
@@ -55,6 +56,9 @@ class Nodes:
     node_rank: int
     master_address: str
     master_port: int
+    rendezvous_id: str | None = None
+    """The nodes find each other by torchrun's rendezvous c10d at the address, under this name; None: the first node
+    listens there, and each knows its number."""
 
     @property
     def world_size(self) -> int:
@@ -63,13 +67,18 @@ class Nodes:
 
 
 def nodes_of(
-    config: RunConfig | None, processes_per_node: int | None = None, num_nodes: int | None = None, starts: bool = True
+    config: RunConfig | None,
+    processes_per_node: int | None = None,
+    num_nodes: int | None = None,
+    rendezvous: Rendezvous | None = None,
+    *,
+    starts: bool = True,
 ) -> Nodes:
     """Where the processes of a run are started, by the command line, else the environment, else the configuration.
 
     Args:
         config: of the run; None: there is none, and a GPU or one process on each node by default.
-        processes_per_node, num_nodes: of the command line.
+        processes_per_node, num_nodes, rendezvous: of the command line.
         starts: they will be started; False: they are only counted.
 
     Raises:
@@ -77,19 +86,24 @@ def nodes_of(
     """
     num_nodes = num_nodes or _integer("NNODES", (config and config.launch.nodes) or 1)
     gpus = visible_gpus() if config is None or config.init.platform != "cpu" else 0
-    if starts and num_nodes > 1 and not _variable("MASTER_ADDR"):
-        raise LayoutError(
-            f"the run has {num_nodes} nodes; on each, set MASTER_ADDR (and MASTER_PORT) to those of node 0 and "
-            "NODE_RANK to the number of the node"
-        )
     fewest = 1 if config is None else -(-processes_needed(config) // num_nodes)
     default = (config and config.launch.gpus_per_node) or gpus or fewest
+    address, port = _variable("MASTER_ADDR"), _integer("MASTER_PORT", 0)
+    if rendezvous is not None:
+        address, port = rendezvous.address()
+    # as for torchrun, node 0 needs no number where it names its own address
+    if starts and num_nodes > 1 and (not address or (rendezvous is not None and not _variable("NODE_RANK"))):
+        raise LayoutError(
+            f"the run has {num_nodes} nodes; on each, set MASTER_ADDR (and MASTER_PORT) to those of node 0, or give "
+            "--rdzv-endpoint HOST:PORT, and set NODE_RANK to the number of the node"
+        )
     return Nodes(
         processes_per_node=processes_per_node or _integer("GPUS_PER_NODE", default),
         num_nodes=num_nodes,
         node_rank=_integer("NODE_RANK", 0),
-        master_address=_variable("MASTER_ADDR") or "127.0.0.1",
-        master_port=_integer("MASTER_PORT", 0),
+        master_address=address or "127.0.0.1",
+        master_port=port,
+        rendezvous_id=None if rendezvous is None else rendezvous.id,
     )
 
 
@@ -160,6 +174,9 @@ class LocalLauncher:
         where = ["--standalone"]
         if nodes.num_nodes > 1:
             address = f"--master-addr {nodes.master_address} --master-port {nodes.master_port or 29500}"
+            if nodes.rendezvous_id is not None:
+                address = f"--rdzv-backend c10d --rdzv-endpoint {nodes.master_address}:{nodes.master_port}"
+                address += f" --rdzv-id {nodes.rendezvous_id}"
             where = [f"--nnodes {nodes.num_nodes} --node-rank {nodes.node_rank} {address}"]
         if program.function is not None:
             processes = counted(nodes.processes_per_node, "process")
@@ -198,7 +215,7 @@ class LocalJob:
 
 
 def _nodes(launch: Launch) -> Nodes:
-    return nodes_of(launch.config, launch.processes_per_node, launch.num_nodes)
+    return nodes_of(launch.config, launch.processes_per_node, launch.num_nodes, launch.rendezvous)
 
 
 def _python_arguments(program: Program) -> list[str]:
@@ -238,6 +255,7 @@ def launch_processes(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     # the agent logs every failed process; one report is enough, and a process reports a user's error itself
@@ -261,6 +279,11 @@ def launch_processes(
             elastic_launch(launch, sys.executable)("-u", *program)
     except ChildFailedError as failed:
         return _report(failed, watch, logs)
+    except RendezvousError as error:
+        raise ProcessError(
+            f"{nodes.num_nodes} nodes do not find each other at {launch.rdzv_endpoint}: {error.__cause__ or error}; "
+            "start the run on all of them within 10 minutes, and let them reach that port"
+        ) from error
     except SignalException as signal:
         return 128 + signal.sigval if signals is None else exit_code_of(signal.sigval)
     finally:
@@ -282,15 +305,18 @@ def _torchrun(nodes: Nodes, seconds_to_meet: int | None) -> LaunchConfig:
     address, port = (
         (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or 29500)
     )
-    meeting: dict[str, Any] = {} if local else {"rank": nodes.node_rank}
+    backend, meeting = loopback.BACKEND if local else "static", {} if local else {"rank": nodes.node_rank}
+    if nodes.rendezvous_id is not None and not local:
+        register_rendezvous()
+        backend = BACKEND
     if seconds_to_meet is not None:
-        meeting["timeout"] = seconds_to_meet
+        meeting["join_timeout" if backend == BACKEND else "timeout"] = seconds_to_meet
     return LaunchConfig(
         min_nodes=nodes.num_nodes,
         max_nodes=nodes.num_nodes,
         nproc_per_node=nodes.processes_per_node,
-        run_id=uuid.uuid4().hex if local else "megatron-wrap",
-        rdzv_backend=loopback.BACKEND if local else "static",
+        run_id=uuid.uuid4().hex if local else nodes.rendezvous_id or "megatron-wrap",
+        rdzv_backend=backend,
         rdzv_endpoint=f"{address}:{port}",
         rdzv_configs=meeting,
         max_restarts=0,

@@ -5,6 +5,7 @@ path, and name the legal values.
 """
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import fields
@@ -17,6 +18,7 @@ from megatron_wrap.config.checks.training import check_training
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import key_range
+from megatron_wrap.config.schema.launch.slurm import RENDERED_OPTIONS
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes, PlatformError
 from megatron_wrap.metrics.number_format import counted
@@ -37,7 +39,7 @@ def check_run(config: RunConfig) -> None:
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
     _check_ranges(config)  # the others compute with the values
-    check_each(config, (check_needs, check_model, check_training, _check_platform))
+    check_each(config, (check_needs, check_model, check_training, _check_platform, _check_slurm))
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
@@ -127,3 +129,17 @@ def _check_ranges(config: RunConfig) -> None:
                 with mistakes.collected():
                     refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}", ConfigError)
     mistakes.raise_first()
+
+
+def _check_slurm(config: RunConfig) -> None:
+    """Check options that are passed to sbatch and srun."""
+    for name in ("sbatch_options", "srun_options"):
+        for option in getattr(config.slurm, name):
+            if not re.match(r"--?[A-Za-z]", option):
+                refuse(
+                    config, [f"slurm.{name}"], f"{option!r} is no option; write it as on the command line, --name=value"
+                )
+    for option in config.slurm.sbatch_options:
+        owner = RENDERED_OPTIONS.get(re.split(r"[=\s]", option)[0])
+        if owner is not None:
+            refuse(config, ["slurm.sbatch_options"], f"{option} follows from {owner}; set that instead")

@@ -17,6 +17,7 @@ from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.config.schema.launch.common import LaunchConfig
 from megatron_wrap.config.schema.launch.kubernetes import KubernetesConfig
+from megatron_wrap.config.schema.launch.slurm import SlurmConfig
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig, ParallelConfig, ProviderConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.training import (
@@ -239,6 +240,7 @@ class RunConfig:
     profile: ProfileConfig
     launch: LaunchConfig
     kubernetes: KubernetesConfig
+    slurm: SlurmConfig
     resolved: Mapping[str, Any] = field(repr=False)
     """The whole tree as nested plain dictionaries, as it is written beside checkpoints."""
     origins: Mapping[str, Origin] = field(default_factory=dict, repr=False, compare=False)
@@ -283,6 +285,7 @@ SECTION_PATHS: dict[str, str] = {
     "profile": "megatron_wrap.profile",
     "launch": "megatron_wrap.launch.common",
     "kubernetes": "megatron_wrap.launch.kubernetes",
+    "slurm": "megatron_wrap.launch.slurm",
 }
 """Field of `RunConfig` -> dotted path in the tree."""
 

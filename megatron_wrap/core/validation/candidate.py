@@ -27,6 +27,8 @@ class Candidate:
     """The processes run a script of the user, which may register the flow itself."""
     has_files: bool = True
     """The processes see the files and devices of this machine; False: the configuration alone can be validated."""
+    runs_elsewhere: bool = False
+    """The processes run on other machines than this one."""
     reference: RunConfig | None = None
     """The configuration of the reference or teacher model, from `reference_config`."""
     tokenizer: Any = None

@@ -56,11 +56,15 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
     from megatron_wrap.model.transformer_config import transformer_config, use_transformer_engine
     from megatron_wrap.plan.pipeline_split import with_split
     from megatron_wrap.platform import choose_platform
+    from megatron_wrap.platform.base.machine import visible_gpus
     from megatron_wrap.utils.metric_loggers import MetricLoggerEntry
 
     config = candidate.config
     for key in config.logger.metric_loggers:
         MetricLoggerEntry.resolve(key)
+    if candidate.runs_elsewhere and config.init.platform != "cpu" and not visible_gpus():
+        yield Note("checked when the run starts: this machine has no GPU, and its processes run elsewhere")
+        return
     platform = choose_platform(config.init.platform)
     platform.install()
     try:

@@ -107,7 +107,7 @@ def test_the_examples_of_a_command_run_in_a_checkout(name, help_of):
             load_run_config(ROOT / config, [word for word in words if "=" in word])
         without = (
             *("schema", "new-flow", "chat", "eval", "export-hf", "verify-hf", "preprocess", "train-tokenizer"),
-            *("report", "checkpoints", "completion", "doctor", "families"),
+            *("report", "checkpoints", "completion", "doctor", "families", "jobs"),
         )
         assert configs or name in without
         assert not getattr(args, "script", None) or (ROOT / args.script).is_file()

@@ -11,9 +11,9 @@ class LaunchConfig:
     """`megatron_wrap.launch.common`: what starts the processes of `megatron-wrap train`, `precompute` and `profile`
     (docs/cluster.md)."""
 
-    launcher: Literal["local", "ray", "kubernetes"] = "local"
-    """local: torchrun's agent on this node; ray: workers of Ray Train; kubernetes: pods of a TrainJob.
-    `--launcher` precedes it."""
+    launcher: Literal["local", "ray", "slurm", "kubernetes"] = "local"
+    """local: torchrun's agent on this node; ray: workers of Ray Train; slurm: a job of Slurm; kubernetes: pods of a
+    TrainJob. `--launcher` precedes it."""
     nodes: int | None = key(None, at_least=1)
     """Number of nodes; null: 1. `--nodes` precedes it, with local also the variable NNODES."""
     gpus_per_node: int | None = key(None, at_least=1)

@@ -1,0 +1,96 @@
+"""`megatron-wrap jobs`: the jobs of Slurm that `megatron-wrap` submitted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from megatron_wrap.cli.arguments import count
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.hidden_secrets import hide_secrets
+from megatron_wrap.launch.slurm.jobs import (
+    ENDED,
+    JobState,
+    SubmittedJob,
+    cancel,
+    follow,
+    last_error,
+    last_step,
+    states,
+    submitted_jobs,
+)
+from megatron_wrap.metrics.number_format import with_prefix
+
+EXAMPLES = (
+    ("the newest jobs of `megatron-wrap train ... --launcher slurm`, with state, step, speed and last error", "jobs"),
+    ("what a job prints, until it ends; the exit code is that of the run", "jobs --follow 1234"),
+    ("end a job by its number or name; the run saves first", "jobs --cancel 1234"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the subcommand."""
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--follow", metavar="JOB", help="show what a job prints until it ends")
+    action.add_argument("--cancel", metavar="JOB", help="end a job that waits or runs")
+    action.add_argument("--newest", type=count, default=20, metavar="N", help="number of jobs listed (default: 20)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lists jobs, follows one or cancels one; returns the exit code."""
+    jobs = submitted_jobs()
+    if arguments.follow:
+        return follow(_chosen(jobs, arguments.follow))
+    if arguments.cancel:
+        job = _chosen(jobs, arguments.cancel)
+        state = states([job])[job.id]
+        if state.name in ENDED:
+            raise ConfigError(f"job {job.id} ({job.name}) has ended: {state.name}; there is nothing to cancel")
+        cancel(job)
+        print(f"job {job.id} ({job.name}) is cancelled; `megatron-wrap jobs` shows when it has ended")
+        return 0
+    newest = jobs[-arguments.newest :]
+    if not newest:
+        print("no jobs were submitted from here: megatron-wrap train CONFIG --launcher slurm submits one")
+        return 0
+    known = states(newest)
+    of_folder = {job.output: job.id for job in newest}  # the last one, whose steps the folder has
+    print(hide_secrets(_table([_row(job, known[job.id], of_folder[job.output] == job.id) for job in newest])))
+    return 0
+
+
+def _chosen(jobs: Sequence[SubmittedJob], text: str) -> SubmittedJob:
+    """The newest job with this number or name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for job in reversed(jobs):
+        if text in (job.id, job.name):
+            return job
+    listed = ", ".join(f"{job.id} ({job.name})" for job in jobs[-5:]) or "none"
+    raise ConfigError(f"megatron-wrap submitted no job {text} from here; the newest are: {listed}")
+
+
+def _row(job: SubmittedJob, state: JobState, has_steps: bool) -> tuple[str, ...]:
+    step = last_step(job) if has_steps else {}
+    shown = state.name
+    if state.reason:
+        shown += f" ({state.reason})"
+    elif state.exit_code:
+        shown += f" (exit code {state.exit_code})"
+    speed = f"{with_prefix(step['tokens_per_second'])} tokens/s" if "tokens_per_second" in step else ""
+    error = last_error(job) if state.name != "COMPLETED" else ""
+    folder = os.path.relpath(job.output)
+    where = folder if not folder.startswith("..") else job.output
+    return job.id, job.name, shown, str(step.get("iteration", "")), speed, where, error
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [("job", "name", "state", "step", "speed", "output folder", "last error"), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,65 @@
+"""What a site needs of a Slurm job."""
+
+from dataclasses import dataclass
+
+from megatron_wrap.config.schema.keys import key
+
+RENDERED_OPTIONS = {
+    "--nodes": "megatron_wrap.launch.common.nodes",
+    "-N": "megatron_wrap.launch.common.nodes",
+    "--ntasks": "megatron_wrap.launch.common.gpus_per_node",
+    "-n": "megatron_wrap.launch.common.gpus_per_node",
+    "--ntasks-per-node": "megatron_wrap.launch.common.gpus_per_node",
+    "--job-name": "megatron_wrap.launch.slurm.job_name",
+    "-J": "megatron_wrap.launch.slurm.job_name",
+    "--partition": "megatron_wrap.launch.slurm.partition",
+    "-p": "megatron_wrap.launch.slurm.partition",
+    "--account": "megatron_wrap.launch.slurm.account",
+    "-A": "megatron_wrap.launch.slurm.account",
+    "--time": "megatron_wrap.launch.slurm.time_limit",
+    "-t": "megatron_wrap.launch.slurm.time_limit",
+    "--signal": "megatron_wrap.launch.slurm.signal_seconds",
+    "--requeue": "megatron_wrap.launch.slurm.requeue",
+    "--no-requeue": "megatron_wrap.launch.slurm.requeue",
+    "--output": "megatron_wrap.logger.output_dir",
+    "-o": "megatron_wrap.logger.output_dir",
+    "--error": "megatron_wrap.logger.output_dir",
+    "-e": "megatron_wrap.logger.output_dir",
+}
+"""Options of sbatch that follow from a key -> that key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """`megatron_wrap.launch.slurm`: the job of `--launcher slurm` (docs/cluster.md)."""
+
+    job_name: str | None = None
+    """Name of the job, of which only one is queued or runs at a time; null: the YAML's name."""
+    partition: str | None = None
+    """Partition; null: Slurm's default."""
+    account: str | None = None
+    """Account; null: Slurm's default."""
+    time_limit: str | None = None
+    """Time limit as for sbatch, such as 24:00:00 or 2-00:00:00; null: that of the partition."""
+    cpus_per_node: int | None = key(None, at_least=1)
+    """Cores on each node; null: on platform cpu one for each process, else what Slurm allocates with the GPUs."""
+    sbatch_options: tuple[str, ...] = ()
+    """Further options of sbatch, such as [--qos=high, --constraint=h100, --exclusive]. With --gres or --gpus-per-task
+    among them, --gpus-per-node is left out."""
+    srun_options: tuple[str, ...] = ()
+    """Further options of srun, such as [--container-image=image.sqsh, --container-mounts=/data] of Pyxis."""
+    setup: tuple[str, ...] = ()
+    """Lines of bash before the run starts, such as [module load cuda, export NCCL_SOCKET_IFNAME=ib0]."""
+    container: str | None = None
+    """Words before the command on each node, such as `apptainer exec --nv image.sif`; null: none."""
+    python: str | None = None
+    """Python on the nodes; null: the one that submits the job, in a container python3."""
+    rendezvous_port: int | None = key(None, at_least=1024, at_most=65535)
+    """Port on the first node at which the nodes find each other; null: 20000 + the job's number modulo 10000."""
+    signal_seconds: int = key(120, at_least=10, at_most=65535)
+    """Seconds before the time limit at which the run is asked to save and end. It ends earlier by itself where
+    train.common.stop_before_slurm_end_minutes says so."""
+    requeue: bool = True
+    """Queue the job again after the run was asked to save and end, and after the failure of a node; it resumes."""
+    max_restarts: int = key(3, at_least=0)
+    """Times that the job is queued again after other failures, which are no mistake of the user (exit code 2)."""

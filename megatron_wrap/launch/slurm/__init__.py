@@ -1,0 +1,1 @@
+"""Jobs of Slurm: the script that each of them runs, their record and their state."""

@@ -1,0 +1,242 @@
+"""The jobs of Slurm that `megatron-wrap` submitted: their record, their state, and their console."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_wrap.errors import PlatformError
+from megatron_wrap.hidden_secrets import without_secrets
+from megatron_wrap.parallel.interrupts import RESUME
+from megatron_wrap.utils.atomic_write import write_atomically
+
+_STATE_SECONDS = 3.0
+"""Between two questions to Slurm's controller while a job is followed."""
+_FOLLOW_SECONDS = 0.3
+_TAIL_BYTES = 2**16
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("TIMEOUT", "STOPPED"),
+}
+"""Slurm's states of a job that is not started again; STOPPED is ours: it saved, and was not queued again."""
+UNKNOWN = "UNKNOWN"
+"""Slurm has forgotten the job, and it has left no exit code."""
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job as it was submitted."""
+
+    id: str
+    cluster: str
+    """Empty: the one of the environment."""
+    name: str
+    output: str
+    """The run's output folder."""
+    command: tuple[str, ...]
+    """Arguments of `megatron-wrap` without those of the launcher."""
+
+    @property
+    def logs(self) -> list[Path]:
+        """The files of what its script and its nodes print, as far as they exist."""
+        folder = Path(self.output, "logs")
+        return [folder / f"slurm-{self.id}.log", *sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=_node)]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm and the run's files report about a job."""
+
+    name: str
+    """Slurm's state, such as PENDING."""
+    reason: str = ""
+    """Why it is pending."""
+    exit_code: int | None = None
+    """Of a run that ended by itself."""
+
+
+def slurm(*command: str) -> str:
+    """The output of one of Slurm's commands.
+
+    Raises:
+        PlatformError: it is not installed, or fails; the message is Slurm's.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise PlatformError(f"{command[0]} is not installed here; run this where Slurm's commands are") from None
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise PlatformError(f"{command[0]} fails: {'; '.join(lines) or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+# ---- the record ----
+
+
+def remember(job: SubmittedJob) -> None:
+    """Record a job that was submitted, for `submitted_jobs`."""
+    folder = _records()
+    folder.mkdir(parents=True, exist_ok=True)
+    content = without_secrets({**asdict(job), "command": list(job.command)})
+    write_atomically(folder / f"{job.cluster}{'-' if job.cluster else ''}{job.id}.json", json.dumps(content) + "\n")
+
+
+def submitted_jobs() -> list[SubmittedJob]:
+    """The recorded jobs, the newest last."""
+    jobs = []
+    for file in sorted(_records().glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            jobs.append(SubmittedJob(**{**content, "command": tuple(content["command"])}))
+    return jobs
+
+
+def _records() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "megatron-wrap", "slurm-jobs")
+
+
+# ---- the state ----
+
+
+def states(jobs: Iterable[SubmittedJob]) -> dict[str, JobState]:
+    """Id -> state of each job: by squeue, of those that it does not list scontrol, then the exit code that the job has
+    left, then sacct where there is accounting.
+
+    Raises:
+        PlatformError: Slurm's controller does not answer.
+    """
+    result: dict[str, JobState] = {}
+    ids = {job.id for job in jobs}
+    for line in slurm("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r").splitlines():
+        identity, state, reason = line.split("|", 2)
+        if identity in ids:
+            result[identity] = JobState(state, "" if reason == "None" or state != "PENDING" else reason)
+    for job in jobs:
+        known = result.get(job.id) or _of_controller(job.id)
+        code = _exit_code(job)
+        if known is None and code is None:
+            known = _of_accounting(job.id)
+        if code is not None and (known is None or known.name in ENDED):
+            name = {0: "COMPLETED", RESUME: "STOPPED"}.get(code, "FAILED")
+            known = JobState(known.name if known and known.name == "CANCELLED" else name, "", code)
+        result[job.id] = known or JobState(UNKNOWN)
+    return result
+
+
+def _of_controller(identity: str) -> JobState | None:
+    with contextlib.suppress(PlatformError):
+        match = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", identity))
+        return None if match is None else JobState(match[1])
+    return None
+
+
+def _of_accounting(identity: str) -> JobState | None:
+    if shutil.which("sacct") is None:
+        return None
+    with contextlib.suppress(PlatformError):
+        fields = ("--allocations", "--noheader", "--parsable2", "--format=State")
+        words = slurm("sacct", f"--jobs={identity}", *fields).split()
+        return JobState(words[0]) if words else None
+    return None
+
+
+def _exit_code(job: SubmittedJob) -> int | None:
+    """That with which the job's script ended; None: it has not, or Slurm ended it."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(job.output, "slurm", f"{job.id}.exit").read_text(encoding="utf-8"))
+    return None
+
+
+def last_step(job: SubmittedJob) -> dict[str, Any]:
+    """The metrics of the run's last step; empty before the first."""
+    for line in reversed(_tail(Path(job.output, "metrics.jsonl")).splitlines()):
+        with contextlib.suppress(ValueError):
+            metrics = json.loads(line)
+            if isinstance(metrics, dict) and "elapsed_time" in metrics:
+                return metrics
+    return {}
+
+
+def last_error(job: SubmittedJob) -> str:
+    """The last line about an error that the job or one of its nodes printed; empty: there is none."""
+    for file in job.logs:
+        for line in reversed(_tail(file).splitlines()):
+            position = line.find("error: ")
+            if position >= 0 and (position == 0 or "slurm job" in line[:position] or line.startswith("slurmstepd")):
+                return line[position:]
+    return ""
+
+
+def _tail(file: Path) -> str:
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return stream.read().decode(errors="replace")
+    return ""
+
+
+def _node(file: Path) -> int:
+    number = re.search(r"-node(\d+)\.log$", file.name)
+    return -1 if number is None else int(number[1])
+
+
+# ---- the console ----
+
+
+def follow(job: SubmittedJob) -> int:
+    """Show what a job and its nodes print until it ends, also while it is queued again; returns the run's exit code, 1
+    for a job that Slurm ended.
+
+    Raises:
+        PlatformError: Slurm's controller does not answer. KeyboardInterrupt: Ctrl-C; the job goes on.
+    """
+    shown: dict[Path, int] = {}
+    state, asked = JobState(""), 0.0
+    try:
+        while state.name not in ENDED and state.name != UNKNOWN:
+            if time.monotonic() - asked >= _STATE_SECONDS:
+                before, asked = state, time.monotonic()
+                state = states([job])[job.id]
+                if state.name == "PENDING" and state != before:
+                    because = f": {state.reason}" if state.reason else ""
+                    sys.stderr.write(f"job {job.id} waits in the queue{because}\n")
+            _show(job, shown)
+            time.sleep(_FOLLOW_SECONDS)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"job {job.id} goes on; megatron-wrap jobs --follow {job.id} follows it, --cancel {job.id} stops it"
+        ) from None
+    _show(job, shown)
+    if state.exit_code is not None:
+        return state.exit_code
+    sys.stderr.write(f"error: job {job.id} has ended: {state.name}; its logs: {job.logs[0]}\n")
+    return 1
+
+
+def _show(job: SubmittedJob, shown: dict[Path, int]) -> None:
+    for file in job.logs:
+        with contextlib.suppress(OSError), file.open("rb") as log:
+            log.seek(shown.get(file, 0))
+            text = log.read()
+            shown[file] = shown.get(file, 0) + len(text)
+            sys.stderr.buffer.write(text)
+    sys.stderr.flush()
+
+
+def cancel(job: SubmittedJob) -> None:
+    """End a job: its processes get SIGTERM, save after their step and end, for which they have Slurm's KillWait.
+
+    Raises:
+        PlatformError: Slurm refuses.
+    """
+    slurm("scancel", *([f"--clusters={job.cluster}"] if job.cluster else []), job.id)
