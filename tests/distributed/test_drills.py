@@ -25,7 +25,11 @@ COUNTS = {
     "resume_equality": 1,
     "stopped_processes": 1,
 }
-SHORT_FORMS = {"ray_kills": "test_ray.py", "ray_elastic": "test_ray.py"}
+SHORT_FORMS = {
+    "faulty_storage": "test_checkpoint_failures.py",
+    "ray_kills": "test_ray.py",
+    "ray_elastic": "test_ray.py",
+}
 """Drills that another test is a short form of."""
 
 
