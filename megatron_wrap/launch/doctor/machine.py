@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_wrap.config.schema.derived import training_sources
 from megatron_wrap.launch.doctor.checks import Finding, Subject
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.platform.base.machine import visible_gpus
+from megatron_wrap.platform.base.machine import this_machine, visible_gpus
 
 SHARED_MEMORY = Path("/dev/shm")
 _NCCL_BYTES = 32 * 2**20
@@ -29,8 +29,8 @@ def gpus(subject: Subject) -> Iterator[Finding]:
     """Whether there are as many GPUs as processes, without torch."""
     config, count = subject.config, visible_gpus()
     platform = "auto" if config is None else config.init.platform
-    if platform == "cpu":
-        yield Finding("none needed on platform cpu")
+    if this_machine(platform).platform == "cpu":  # also auto with GPUs, and a torch without CUDA
+        yield Finding("runs are on platform cpu" if platform == "auto" else "none needed on platform cpu")
     elif count == 0 and platform == "cuda":
         seen = "CUDA_VISIBLE_DEVICES" in os.environ
         hidden = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}" if seen else "no /dev/nvidia0"
@@ -39,8 +39,6 @@ def gpus(subject: Subject) -> Iterator[Finding]:
             "container with them (docker run --gpus all), or choose platform cpu",
             "error",
         )
-    elif count == 0:
-        yield Finding("none; runs are on platform cpu")
     elif subject.processes > count:
         advice = f"start at most {count} on a node, or choose platform cpu"
         yield Finding(f"{counted(count, 'GPU')} for {subject.processes} processes; {advice}", "error")
@@ -50,7 +48,8 @@ def gpus(subject: Subject) -> Iterator[Finding]:
 
 def driver(subject: Subject) -> Iterator[Finding]:
     """Names, driver and other users of the GPUs, and whether torch can use them; imports torch."""
-    if visible_gpus() == 0:
+    on_cpu = subject.config is not None and subject.config.init.platform == "cpu"
+    if visible_gpus() == 0 or on_cpu:
         return
     import torch
 
@@ -94,7 +93,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     advice = "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium: Memory mounted there"
     if visible_gpus() > 0 and subject.processes > 1 and free < needed:
         text = f"{sizes}, and NCCL needs up to {_mib(needed)} for {counted(subject.processes, 'process')}"
-        yield Finding(f"{text}; {advice}", "error")
+        yield Finding(f"{text}; {advice}", "warning")
     elif free < _SMALL_BYTES:
         yield Finding(f"{sizes}; NCCL and data loaders of your own may need 1 GiB: {advice}", "warning")
     else:
@@ -118,7 +117,7 @@ def open_files(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         f"a process may open {soft:,}, and a run of {counted(subject.world_size, 'process')} needs about {needed:,}; "
         f"set {raised} where the run is started (docker run --ulimit nofile=65536)",
-        "error",
+        "error" if soft < _FILES else "warning",
     )
 
 
