@@ -13,11 +13,11 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.check import report
-from megatron_wrap.cli.launching import add_launch_arguments, launcher_of
+from megatron_wrap.cli.launching import add_launch_arguments, launcher_of, rendezvous_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.validations import Item
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, LayoutError
 from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import Answer, Subject, answers
 from megatron_wrap.launch.doctor.nodes import NodeAnswers, merged
@@ -93,7 +93,7 @@ def _in_job(launcher: str, config: RunConfig | None, arguments: argparse.Namespa
     words = (arguments.config, *arguments.overrides)
     launch = Launch(
         config,
-        command=("doctor", *json_words, *words),
+        command=("doctor", arguments.config, *json_words, *arguments.overrides),
         program=Program((str(int(arguments.json)), *words), function=run_in_job),
         num_nodes=arguments.nodes,
         processes_per_node=arguments.gpus_per_node,
@@ -118,7 +118,7 @@ def _read(config: str, overrides: Sequence[str]) -> RunConfig:
 def _of_node(config: RunConfig | None, arguments: argparse.Namespace) -> tuple[list[Item], bool]:
     """Of all nodes, after the processes of this one have met the others; and whether this node prints it."""
     default = None if config is not None else visible_gpus() or _PROCESSES
-    nodes = nodes_of(config, arguments.gpus_per_node or default, arguments.nodes)
+    nodes = nodes_of(config, arguments.gpus_per_node or default, arguments.nodes, rendezvous_of(arguments))
     subject = subject_of(config, nodes)
     results = answers(CHECKS, subject)
     name = f"node {nodes.node_rank} ({socket.gethostname()})"
@@ -134,7 +134,7 @@ def _of_node(config: RunConfig | None, arguments: argparse.Namespace) -> tuple[l
         reason = "a process has failed; its message is above"
         try:
             launch_processes(nodes, program, config, seconds_to_meet=round(_MEETING_SECONDS))
-        except RuntimeError as error:  # of torch, which waits for the other nodes
+        except (LayoutError, RuntimeError) as error:  # of torch, which waits for the other nodes
             reason = f"{' '.join(str(error).split())[:200]}; start the same command on all {nodes.num_nodes} nodes"
         try:
             items = [Item(*item) for item in json.loads(Path(folder, _REPORT).read_text(encoding="utf-8"))]
