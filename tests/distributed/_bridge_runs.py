@@ -219,6 +219,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{**DEEPSEEK, "num_hidden_layers": 4, "num_attention_heads": 10, "num_key_value_heads": 10},
             **{"q_lora_rank": 26, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3},
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "num_nextn_predict_layers": 0,
         },
     ),
     "gpt-oss": (
