@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
@@ -18,7 +19,7 @@ from megatron_wrap.cli.launching import (
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.launcher import Launch, Program
+from megatron_wrap.launch.launcher import LAUNCHED_BY, Launch, Program
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         saves_on_signals=True,
     )
     launcher = launcher_of(config, arguments)
-    if not arguments.dry_run:
+    # a job of Slurm sees the files with which the command that submitted it has validated the run
+    if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
         validate(config, launcher.world_size(launch), own_script is not None, has_files)
     ended = started(launch, launcher, arguments)
     if ended.finished:
