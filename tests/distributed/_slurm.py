@@ -90,7 +90,8 @@ class Cluster:
             mount = f'mount -t tmpfs tmpfs "{self._hidden[name]}" && exec "$@"'
             command = ["unshare", "--mount", "bash", "-c", mount, "bash", *command]
         self._start(name, command)
-        wait_for(lambda: self.run("sinfo", "--noheader", f"--nodes={name}", "--format=%T").strip() == "idle", 30)
+        state = ("sinfo", "--noheader", f"--nodes={name}", "--format=%T")
+        wait_for(lambda: self.run(*state).strip() in ("idle", "mixed", "allocated"), 30)  # a job may wait for it
 
     def kill_node(self, name: str) -> None:
         """SIGKILL for the daemon of a node and all processes of its jobs."""
