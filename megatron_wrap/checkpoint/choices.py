@@ -29,9 +29,11 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
         vocab_size: of the model, without padding.
     """
     layout = layout_facts(parallel, platform.name)
-    saved, split = on_rank_0(lambda: (saved_choices(config, layout), saved_split(config, layout)))
+    saved, split, device = on_rank_0(
+        lambda: (saved_choices(config, layout), saved_split(config, layout), platform.device_name)
+    )
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
-    split_here = split_choice(config, vocab_size, platform.machine.device, split)
+    split_here = split_choice(config, vocab_size, device, split)
     chosen += () if split_here is None else (split_here,)
     enabled = [str(choice) for choice in chosen if choice.value]
     if enabled:

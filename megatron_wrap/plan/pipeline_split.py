@@ -26,7 +26,7 @@ def split_choice(config: RunConfig, vocab_size: int, device: str, saved: str | N
     """The split of a run whose configuration names none, with what it is expected to waste; None: nothing to choose.
 
     Args:
-        device: name of the GPU; "" on CPUs.
+        device: name of the GPU, the same on all ranks; "" on CPUs.
         saved: the split of the checkpoint from which the run continues bit for bit.
     """
     if not derived.splits_by_cost(config):

@@ -11,6 +11,7 @@ from megatron_wrap.engine.reference.reference_model import BaseOfPolicy, Referen
 from megatron_wrap.engine.setup.build import build_chunks
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.transformer_config import transformer_config
+from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.plan.pipeline_split import with_split
 from megatron_wrap.platform.base.platform import Platform
@@ -27,7 +28,7 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     settings = config.models.reference_or_teacher
     assert settings is not None, "only called with a reference or teacher model"
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
-    config = with_split(config, vocab_size, platform.machine.device)
+    config = with_split(config, vocab_size, on_rank_0(lambda: platform.device_name))
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder)
