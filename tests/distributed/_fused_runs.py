@@ -13,14 +13,16 @@ from torch import Tensor
 
 
 def split_rotary(
-    mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False
+    mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result of `megatron_wrap.nn.kernels.rotary.split_rotary`, by Megatron-Core's unfused rotation."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     parts = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
     query, key, value = (part.flatten(2, 3) for part in parts)
-    rotated = (_apply_rotary_pos_emb_bshd(part, angles, rotary_interleaved=interleaved) for part in (query, key))
+    rotated = [
+        _apply_rotary_pos_emb_bshd(part, angles, rotary_interleaved=interleaved, mscale=factor) for part in (query, key)
+    ]
     return (*rotated, value)
 
 
