@@ -38,10 +38,16 @@ def trial(cluster: _slurm.Cluster, folder: Path, node: str) -> str:
     _slurm.wait_for(lambda: (folder / "journal").exists() and 4 in runs.steps_of(folder / "journal"))
     cluster.kill_node(node)
     (folder / "go").touch()
-    _slurm.wait_for(lambda: cluster.run("squeue", "--noheader", "--format=%T").strip() == "PENDING")
+    _slurm.wait_for(lambda: _starts_again(cluster, job))
     cluster.start_node(node)
     follow = subprocess.run([*command, "jobs", "--follow", job], env=environment, capture_output=True, text=True)
     return f"exit code {follow.returncode}: {follow.stderr.splitlines()[-1]}" if follow.returncode else ""
+
+
+def _starts_again(cluster: _slurm.Cluster, job: str) -> bool:
+    """Whether Slurm has queued the job again; with both nodes in use it may have started already."""
+    shown = cluster.run("scontrol", "show", "job", job)
+    return "JobState=PENDING" in shown or "Restarts=0" not in shown
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:

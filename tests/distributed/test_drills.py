@@ -29,6 +29,7 @@ SHORT_FORMS = {
     "faulty_storage": "test_checkpoint_failures.py",
     "ray_kills": "test_ray.py",
     "ray_elastic": "test_ray.py",
+    "slurm_nodes": "test_slurm.py",
 }
 """Drills that another test is a short form of."""
 
