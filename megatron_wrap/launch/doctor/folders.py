@@ -95,12 +95,12 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
     sizes = {} if latest is None else read_facts(store.find(latest) or Path()).get("files", {})
     if sizes:
         return sum(sizes.values())
-    if saves_adapter_alone(config):
+    if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: that of a tokenizer
         return None
     try:
         exported = export_format(config)
         parameters = sum(math.prod(shape) for shape in exported.family.shapes(exported.arch).values())
-    except (MegatronWrapError, TypeError):  # without a vocabulary, or a model that no folder can express
+    except MegatronWrapError:  # a model that no folder can express
         return None
     return parameters * (4 if config.train.no_save_optim else _BYTES_OF_A_PARAMETER)
 

@@ -123,5 +123,5 @@ def test_the_page_shows_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     text = job_file(launched(*overrides, nodes=2, processes=8))
     own, _, common = text.partition("\n# ---- from here on, the same for every run ----\n")
     page = (ROOT / "docs" / "cluster.md").read_text("utf-8")
-    assert f"```bash\n{own.rstrip()}\n```" in page
+    assert f"```sh\n{own.rstrip()}\n```" in page
     assert common.startswith("set -u\n")

@@ -237,3 +237,9 @@ def test_wrong_usage_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
         main(["doctor", "--jsom"])
     assert end.value.code == 2
     assert doctor.EXAMPLES
+
+
+def test_a_vocabulary_that_is_the_tokenizers_leaves_the_size_of_a_checkpoint_unknown():
+    config = load_run_config(ROOT / "configs/tiny-llama-mock.yaml", ["megatron_lm.model.arch.vocab_size=null"])
+    assert folders.checkpoint_bytes(config) is None
+    assert not [answer for answer in quick_answers(Subject(config)) if "checkpoint of this run" in answer.text]
