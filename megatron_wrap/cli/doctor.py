@@ -18,12 +18,14 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, LayoutError
+from megatron_wrap.launch.contract.launcher import Launch, Program
 from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import Answer, Subject, answers
 from megatron_wrap.launch.doctor.nodes import NodeAnswers, merged
 from megatron_wrap.launch.doctor.ports import reached
-from megatron_wrap.launch.launcher import Launch, Program
-from megatron_wrap.launch.local import launch_processes, nodes_of, python_call, subject_of
+from megatron_wrap.launch.local.agent import launch_processes, python_call
+from megatron_wrap.launch.local.launcher import subject_of
+from megatron_wrap.launch.local.nodes import nodes_of
 from megatron_wrap.platform.base.machine import visible_gpus
 
 EXAMPLES = (

@@ -13,8 +13,9 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.launch.common import LaunchConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
-from megatron_wrap.launch.local import LocalLauncher, nodes_of
+from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
+from megatron_wrap.launch.local.launcher import LocalLauncher
+from megatron_wrap.launch.local.nodes import nodes_of
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +65,11 @@ def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
 
         return RayLauncher()
     if name == "kubernetes":
-        from megatron_wrap.launch.kubernetes_launcher import KubernetesLauncher
+        from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
 
         return KubernetesLauncher()
     if name == "slurm":
-        from megatron_wrap.launch.slurm_launcher import SlurmLauncher
+        from megatron_wrap.launch.slurm.launcher import SlurmLauncher
 
         return SlurmLauncher()
     return LocalLauncher()

@@ -22,7 +22,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run, check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Launch, Program
 
 EXAMPLES = (
     (

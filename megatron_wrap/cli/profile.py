@@ -18,7 +18,7 @@ from megatron_wrap.cli.launching import (
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Launch, Program
 
 EXAMPLES = (
     ("three steps of a run after five of warm-up, which do not count", "profile configs/tiny-llama-mock.yaml"),

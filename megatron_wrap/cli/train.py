@@ -19,7 +19,7 @@ from megatron_wrap.cli.launching import (
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.launcher import LAUNCHED_BY, Launch, Program
+from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Launch, Program
 
 EXAMPLES = (
     ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),

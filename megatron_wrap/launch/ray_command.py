@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_wrap.config.schema.derived import output_dir
-from megatron_wrap.launch.launcher import Ended, Launch
+from megatron_wrap.launch.contract.launcher import Ended, Launch
 from megatron_wrap.launch.ray import require_ray
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log

@@ -42,9 +42,9 @@ def this_node() -> Node:
 _VARIABLES = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def odd_ones(values: Sequence[T]) -> list[int]:
-    """Positions of the values that differ from the one that more than half are; all positions if there is none such
-    and they differ."""
+def differing_indices(values: Sequence[T]) -> list[int]:
+    """Indices of the values that differ from the value of more than half of them; all indices if no value has such a
+    majority."""
     (most, count), *others = Counter(values).most_common()
     if not others:
         return []
@@ -80,11 +80,11 @@ def _differences(nodes: Sequence[str], versions: Sequence[Mapping[str, str | Non
 
 def difference_of(nodes: Sequence[str], values: Sequence[str | None]) -> str | None:
     """Which nodes have another value than most, and what to do; None: all have the same."""
-    odd = odd_ones(values)
-    if not odd:
+    differing = differing_indices(values)
+    if not differing:
         return None
-    parts = [f"{nodes[index]} has {values[index] or 'none'}" for index in odd]
-    if len(odd) < len(values):
-        usual = next(value for index, value in enumerate(values) if index not in odd)
-        parts.append(f"the other{'' if len(values) - len(odd) == 1 else 's'} {usual or 'none'}")
+    parts = [f"{nodes[index]} has {values[index] or 'none'}" for index in differing]
+    if len(differing) < len(values):
+        usual = next(value for index, value in enumerate(values) if index not in differing)
+        parts.append(f"the other{'' if len(values) - len(differing) == 1 else 's'} {usual or 'none'}")
     return f"{', '.join(parts)}; install the same on all"

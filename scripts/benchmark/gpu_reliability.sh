@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/reliability.md says of GPUs: the cost of hashes, asynchronous saves, repeatable runs; one GPU, about five minutes.
+# The figures of docs/reliability.md for GPUs: the cost of hashes, asynchronous saves, repeatable runs; one GPU, about five minutes.
 #   bash scripts/benchmark/gpu_reliability.sh [FOLDER_ON_DISK] [KEY=VALUE ...]
 # The output goes to $OUT (default outputs/gpu_reliability) as well, a file for each part; a part that ends at its time limit
 # keeps what it has printed. KEY=VALUE changes the model, the 1.5B Llama with 4 of its 16 layers (0.8B parameters, 10 GiB).

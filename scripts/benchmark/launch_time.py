@@ -3,8 +3,8 @@
 python scripts/benchmark/launch_time.py [--launchers torchrun local ray] [--repeats 3] [--config CONFIG]
 
 Each repetition starts all of them, one after another. The time ends when the run writes the metrics of its first step.
-Ray's cluster is started before, and its start is a time of its own; its workers have the priority of other processes in
-place of nice 15, which is their default. Prints JSON lines: each measurement, and the medians.
+Ray's cluster is started before, and its start is a time of its own; its workers have the priority of other processes
+instead of nice 15, which is their default. Prints JSON lines: each measurement, and the medians.
 """
 
 from __future__ import annotations

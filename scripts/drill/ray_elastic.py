@@ -11,7 +11,7 @@ steps. After step 7 one node is removed, after step 13 one is added. Exits with 
   loss and norm of the gradient within 1e-6 (relative);
 - `drift`: all steps are within 1e-6 of the unbroken run.
 
-Sums over other replicas are rounded differently. With a learning rate of 1e-3 in place of 1e-4 these roundings grow to
+Sums over other replicas are rounded differently. With a learning rate of 1e-3 instead of 1e-4 these roundings grow to
 2e-5 in the later steps, as those of weights that differ by one rounding do.
 """
 

@@ -3,6 +3,7 @@ layout against one rank."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,13 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_one_rank(ranks, folder_of, tmp_path_factory):
     """on_one_rank(name) -> folder, settings, results of five steps, and their output folder; each run once."""
-    made: dict[str, Any] = {}
 
+    @functools.cache
     def run(name: str) -> Any:
-        if name not in made:
-            family, adapter = ADAPTERS[name]
-            folder, outputs = folder_of(family)[0], tmp_path_factory.mktemp(name)
-            result = ranks(1).run(runs.train, str(folder), runs.overrides_of(adapter), str(outputs))[0]
-            made[name] = folder, adapter, result, outputs
-        return made[name]
+        family, adapter = ADAPTERS[name]
+        folder, outputs = folder_of(family)[0], tmp_path_factory.mktemp(name)
+        result = ranks(1).run(runs.train, str(folder), runs.overrides_of(adapter), str(outputs))[0]
+        return folder, adapter, result, outputs
 
     return run
 

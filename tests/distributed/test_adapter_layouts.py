@@ -3,6 +3,7 @@ bf16; and `check-parity`."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,13 @@ def folder_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_one_rank(folder_of, ranks, tmp_path_factory):
     """on_one_rank(name) -> folder, settings, and the gradients of a step on one rank; each run once."""
-    made: dict[str, Any] = {}
 
+    @functools.cache
     def run(name: str) -> Any:
-        if name not in made:
-            family, adapter = ADAPTERS[name]
-            folder, settings = str(folder_of(family)[0]), runs.overrides_of(adapter)
-            outputs = str(tmp_path_factory.mktemp(name))
-            made[name] = folder, settings, ranks(1).run(runs.gradients, folder, settings, outputs)[0]
-        return made[name]
+        family, adapter = ADAPTERS[name]
+        folder, settings = str(folder_of(family)[0]), runs.overrides_of(adapter)
+        outputs = str(tmp_path_factory.mktemp(name))
+        return folder, settings, ranks(1).run(runs.gradients, folder, settings, outputs)[0]
 
     return run
 

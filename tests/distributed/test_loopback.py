@@ -10,7 +10,8 @@ import pytest
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.launch.local import Nodes, launch_processes
+from megatron_wrap.launch.local.agent import launch_processes
+from megatron_wrap.launch.local.nodes import Nodes
 
 ROOT = Path(__file__).parents[2]
 RANK = """

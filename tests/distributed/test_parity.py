@@ -258,6 +258,32 @@ def test_tiny_experts_are_of_the_same_kind(samples, ranks):
     assert [row.agrees for row in report.rows] == [True, True]  # seq_aux_loss does not depend on the micro-batch size
 
 
+ARCH = "megatron_lm.model.arch."
+SCALED_QUERIES = (f"{ARCH}query_scaling_beta=0.1", f"{ARCH}original_max_position_embeddings=16")
+LONGROPE = (
+    *(f"{ARCH}rope_type=longrope", f"{ARCH}longrope_attention_factor=1.19"),
+    f"{ARCH}longrope_short_factor={[1.0] * 8}",
+    f"{ARCH}longrope_long_factor={[1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]}",
+)
+LATENT_EPSILON = (
+    f"{ARCH}latent_norm_epsilon=1e-6",
+    f"{ARCH}moe_router_load_balancing_type=none",
+    f"{ARCH}moe_aux_loss_coeff=0.0",
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "model",
+    [(*LONGROPE, *SCALED_QUERIES), (*DEEPSEEK, *LATENT_EPSILON, *SCALED_QUERIES)],
+    ids=["longrope", "latent-attention"],
+)
+def test_queries_that_grow_with_their_position(model, samples, ranks):
+    layouts = ("packed", "tp2-sp", "pp2-vpp2", "cp2", "packed-tp2-sp-cp2")
+    report = check_parity(CONFIG, model, samples=samples, layouts=layouts, steps=1, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
 @pytest.mark.matrix
 def test_attention_sinks_windows_and_biases_of_experts(samples, ranks):
     layouts = ("mbs1", "packed", "tp2-sp", "pp2-vpp2", "cp2-ep2", "tp2-sp-ep2-etp1")

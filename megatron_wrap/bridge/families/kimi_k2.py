@@ -1,5 +1,5 @@
-"""Kimi K2: DeepSeek V3 under another model_type, which transformers does not have. An export says deepseek_v3, so that
-it loads without the Python code of the original repository. (Moonlight's config.json says deepseek_v3 itself.)
+"""Kimi K2: DeepSeek V3 under another model_type, which transformers does not have. Exports have the type deepseek_v3,
+so that they load without the Python code of the original repository, as Moonlight's folders do.
 """
 
 from dataclasses import replace

@@ -107,15 +107,15 @@ def _between_nodes(store: dist.Store, node: Node, config: RunConfig | None) -> l
             with contextlib.suppress(OSError):  # an error of the free space
                 (folder / probe).touch()
                 undo.callback((folder / probe).unlink, missing_ok=True)
-        this_node = {"name": node.name, "address": address, "port": listener.port, "probe": probe, "host": _host()}
-        store.set(f"node/{node.index}", json.dumps(this_node))
+        facts = {"name": node.name, "address": address, "port": listener.port, "probe": probe, "host": _host()}
+        store.set(f"node/{node.index}", json.dumps(facts))
         others = [json.loads(store.get(f"node/{index}")) for index in range(node.count)]
         results: list[Answer] = []
         if folder is not None:
             results += _shared_folder(folder, others[0], node)
         if node.index > 0:
             results += links.clock(node.name, others[0]["address"], others[0]["port"])
-        results += _loopback(this_node, others)
+        results += _loopback(facts, others)
         neighbor = others[(node.index + 1) % node.count]
         results += links.link(neighbor["name"], neighbor["address"], neighbor["port"])
         # the listener and the file have to stay until all have used them
@@ -132,11 +132,11 @@ def _host() -> str:
     return secrets.token_hex(8)
 
 
-def _loopback(this_node: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[Answer]:
+def _loopback(facts: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[Answer]:
     """The address of a node that only itself can reach, as Debian's /etc/hosts gives for the name of the host."""
-    if not this_node["address"].startswith("127.") or {other["host"] for other in others} == {this_node["host"]}:
+    if not facts["address"].startswith("127.") or {other["host"] for other in others} == {facts["host"]}:
         return []
-    text = f"the name of this host is {this_node['address']}, which other nodes cannot reach; correct /etc/hosts, or "
+    text = f"the name of this host is {facts['address']}, which other nodes cannot reach; correct /etc/hosts, or "
     return [Answer("address", f"{text}set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", "error")]
 
 

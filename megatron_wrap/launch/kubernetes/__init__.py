@@ -1,1 +1,1 @@
-"""Runs on Kubernetes, as TrainJobs of Kubeflow Trainer v2."""
+"""`--launcher kubernetes`: TrainJobs of Kubeflow Trainer v2."""

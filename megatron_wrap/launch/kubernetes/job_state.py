@@ -20,7 +20,7 @@ class Failure(NamedTuple):
     pod: str
     exit_code: int
     reason: str
-    """Such as OOMKilled; Error says nothing more than the exit code."""
+    """Of Kubernetes, such as OOMKilled; empty for Error, which adds nothing to the exit code."""
 
 
 def pod_selector(name: str, first: bool = False) -> str:

@@ -1,1 +1,1 @@
-"""Jobs of Slurm: the script that each of them runs, their record and their state."""
+"""`--launcher slurm`: the job, the script that it runs, its record and its state."""

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_wrap.nn.adapters.products import InputProduct, OutputProduct, PlacedPart, place
+from megatron_wrap.nn.adapters.products import InputProduct, LayerPart, OutputProduct, assembled
 from megatron_wrap.nn.adapters.token_rows import token_rows_of
 from megatron_wrap.nn.adapters.trained_copies import originals_in_place
 from megatron_wrap.nn.experts.lora import ExpertAdapter
@@ -69,7 +69,7 @@ class AdaptedModule:
 class LinearAdapter(torch.nn.Module):
     """The adapters of the modules of one linear layer; its factors are the parameters `lora_A_NAME` and `lora_B_NAME`.
 
-    Several modules of a fused layer are computed as one product: their A stacked, their B placed in the rows of the
+    Several modules of a fused layer are computed as one product: their A stacked, their B in the rows of the
     base that belong to each. The factors are the adapter's own parameters, not those of a submodule: before a module's
     forward pass Megatron-Core waits for the gathering of the module's own ones (overlap_param_gather).
 
@@ -180,10 +180,10 @@ class LinearAdapter(torch.nn.Module):
             else:
                 product = reduce_from_tensor_model_parallel_region(product)
         if not self.dora:
-            parts, factors = self._placement()
+            parts, factors = self._parts_of_b()
             added: Tensor = OutputProduct.apply(output, product, parts, *factors)  # type: ignore[no-untyped-call]
             return added
-        added = torch.nn.functional.linear(product, self._placed_b())
+        added = torch.nn.functional.linear(product, self._whole_b())
         scales = self._scales_of_rows().to(output.dtype)
         return output + (scales - 1) * (output if bias is None else output - bias) + scales * added
 
@@ -194,7 +194,7 @@ class LinearAdapter(torch.nn.Module):
     def delta(self) -> Tensor:
         """What a merge adds to the base's weight [outputs, inputs] on this rank, in fp32: the scaled products B A; with
         `dora` rows are also scaled, which is collective over tensor-parallel ranks."""
-        product = self._placed_b(torch.float32) @ self._stacked_a().float()
+        product = self._whole_b(torch.float32) @ self._stacked_a().float()
         if not self.dora:
             return product
         weight = self._base_weight().float()
@@ -224,7 +224,7 @@ class LinearAdapter(torch.nn.Module):
     def _norms_of_rows(self) -> Tensor:
         """Norm of each row of W, the base's weight, plus the scaled products B A, fp32 [outputs]. Its square is
         |W|^2 + 2 <W A^T, B> + <B A A^T, B>, so no other matrix of the size of W is computed."""
-        weight, a, b = self._base_weight(), self._stacked_a(), self._placed_b(torch.float32)
+        weight, a, b = self._base_weight(), self._stacked_a(), self._whole_b(torch.float32)
         crossed = torch.nn.functional.linear(weight, a).float()
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
         squares += ((2 * crossed + b @ (a.float() @ a.float().t())) * b).sum(dim=1)
@@ -256,22 +256,22 @@ class LinearAdapter(torch.nn.Module):
                 products.append(torch.nn.functional.linear(inputs, self._factor(f"initial_A_{module.name}")))
         return torch.cat(products, dim=-1)
 
-    def _placement(self) -> tuple[list[PlacedPart], list[Tensor]]:
+    def _parts_of_b(self) -> tuple[list[LayerPart], list[Tensor]]:
         """Each B with its rows of the base, its columns among the stacked ranks, and its scale."""
         parts, factors, first = [], [], 0
         for module, kind in ((module, kind) for module in self.modules_of for kind in self._kinds):
             columns = slice(first, first + module.rank)
             first += module.rank
             for name in module.b_names:
-                parts.append(PlacedPart(self.get_buffer(f"rows_of_{name}"), columns, module.scale))
+                parts.append(LayerPart(self.get_buffer(f"rows_of_{name}"), columns, module.scale))
                 factors.append(self._factor(f"{kind}_B_{name}"))
         return parts, factors
 
-    def _placed_b(self, dtype: torch.dtype | None = None) -> Tensor:
+    def _whole_b(self, dtype: torch.dtype | None = None) -> Tensor:
         """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
-        parts, factors = self._placement()
+        parts, factors = self._parts_of_b()
         rank = sum(module.rank for module in self.modules_of) * len(self._kinds)
-        return place(parts, [factor.to(dtype or factor.dtype) for factor in factors], self._outputs, rank)
+        return assembled(parts, [factor.to(dtype or factor.dtype) for factor in factors], self._outputs, rank)
 
     def _before_base(self, _base: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         self._product = None

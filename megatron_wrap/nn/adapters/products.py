@@ -41,7 +41,7 @@ class InputProduct(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class PlacedPart:
+class LayerPart:
     """A matrix B [rows, R_i] in the matrix of a fused layer [outputs, R]."""
 
     rows: Tensor
@@ -62,39 +62,39 @@ class OutputProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, output: Tensor, product: Tensor, parts: Sequence[PlacedPart], *matrices: Tensor
+        ctx: Any, output: Tensor, product: Tensor, parts: Sequence[LayerPart], *matrices: Tensor
     ) -> Tensor:
         """The sum."""
-        placed = place(parts, matrices, output.shape[-1], product.shape[-1])
+        whole = assembled(parts, matrices, output.shape[-1], product.shape[-1])
         rows = product.flatten(0, -2)
-        ctx.save_for_backward(rows, placed)
+        ctx.save_for_backward(rows, whole)
         ctx.parts = parts
         # `data`: a view that autograd does not know, because Megatron-Core's functions may return their argument
-        return accumulated(output.data, rows, placed.t())
+        return accumulated(output.data, rows, whole.t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Gradients of the arguments."""
-        product, placed = ctx.saved_tensors
+        product, whole = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         of_matrices: list[Tensor | None] = [None] * len(needed)
         if any(needed):
-            of_placed = gradient.flatten(0, -2).t() @ product
+            of_whole = gradient.flatten(0, -2).t() @ product
             for number, part in enumerate(ctx.parts):
                 if needed[number]:
-                    of_matrices[number] = of_placed[:, part.columns].index_select(0, part.rows) * part.scale
-        return gradient, gradient @ placed, None, *of_matrices
+                    of_matrices[number] = of_whole[:, part.columns].index_select(0, part.rows) * part.scale
+        return gradient, gradient @ whole, None, *of_matrices
 
 
-def place(parts: Sequence[PlacedPart], matrices: Sequence[Tensor], outputs: int, rank: int) -> Tensor:
+def assembled(parts: Sequence[LayerPart], matrices: Sequence[Tensor], outputs: int, rank: int) -> Tensor:
     """[outputs, rank]: each scaled matrix in its rows and columns, zero elsewhere; differentiable."""
     (first, *_), (matrix, *_) = parts, matrices
     if len(parts) == 1 and tuple(matrix.shape) == (outputs, rank):  # such a part has all rows in their order
         return matrix * first.scale
-    placed = matrix.new_zeros(outputs, rank)
+    whole = matrix.new_zeros(outputs, rank)
     for part, values in zip(parts, matrices, strict=True):
-        placed[:, part.columns].index_copy_(0, part.rows, values * part.scale)
-    return placed
+        whole[:, part.columns].index_copy_(0, part.rows, values * part.scale)
+    return whole
 
 
 def accumulated(total: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Rows of the vocabulary that are trained beside a frozen embedding and output layer (peft's trainable_token_indices).
 
-The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank, and take the place of the
-embedding's rows and of the columns of logits; no weight changes, so switching them off is bitwise the base. A model
-with tied weights has one parameter for both, on the first and the last pipeline stage one each, whose gradients are
-added up after the backward pass (`engine/setup/token_rows.py`).
+The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank. They replace rows of the
+embedding's output and columns of the logits; no weight changes, so switching them off is bitwise the base. A model with
+tied weights has one parameter for both, or one each on the first and the last pipeline stage, whose gradients are added
+up after the backward pass (`engine/setup/token_rows.py`).
 Import this module only after the platform is installed.
 """
 
@@ -43,7 +43,7 @@ class TokenRows(torch.nn.Module):
     owned: Tensor
     """int64, indices of the rows that are on this rank."""
     local: Tensor
-    """int64, where they are in the local weight."""
+    """int64, their indices in the local weight."""
 
     def __init__(
         self,

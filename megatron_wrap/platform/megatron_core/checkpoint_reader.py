@@ -110,7 +110,7 @@ class RestrictedReader(FileSystemReader):
         return finished
 
     def _require(self, item: Any) -> None:
-        """Compare the part of an item with its hash, where `checked_by` says so."""
+        """Compare the part of an item with its hash, inside `checked_by`."""
         check = _check.get()
         if check is not None:
             info = self.storage_data[item.storage_index]

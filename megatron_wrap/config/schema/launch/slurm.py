@@ -57,8 +57,8 @@ class SlurmConfig:
     rendezvous_port: int | None = key(None, at_least=1024, at_most=65535)
     """Port on the first node at which the nodes find each other; null: 20000 + the job's number modulo 10000."""
     signal_seconds: int = key(120, at_least=10, at_most=65535)
-    """Seconds before the time limit at which the run is asked to save and end. It ends earlier by itself where
-    train.common.stop_before_slurm_end_minutes says so."""
+    """Seconds before the time limit at which the run is asked to save and end. It ends earlier by itself
+    if train.common.stop_before_slurm_end_minutes is longer."""
     requeue: bool = True
     """Queue the job again after the run was asked to save and end, and after the failure of a node; it resumes."""
     max_restarts: int = key(3, at_least=0)

@@ -11,7 +11,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.launch.doctor.checks import Answer
 from megatron_wrap.launch.doctor.nodes import NodeAnswers, merged
 from megatron_wrap.parallel import nodes
-from megatron_wrap.parallel.nodes import Node, check_versions, odd_ones
+from megatron_wrap.parallel.nodes import Node, check_versions, differing_indices
 
 
 def test_the_node_that_differs_is_named() -> None:
@@ -23,9 +23,9 @@ def test_the_node_that_differs_is_named() -> None:
         ("error", "torch", "node 2 (host2) has 2.12, the others 2.13; install the same on all")
     ]
     assert [tuple(item) for item in merged(answers[:2])] == [("ok", "torch", "2.13")]
-    assert odd_ones(["a", "b"]) == [0, 1]
-    assert odd_ones(["a", "a", "b", "b"]) == [0, 1, 2, 3]
-    assert odd_ones(["a"]) == []
+    assert differing_indices(["a", "b"]) == [0, 1]
+    assert differing_indices(["a", "a", "b", "b"]) == [0, 1, 2, 3]
+    assert differing_indices(["a"]) == []
 
 
 def test_only_the_nodes_with_an_error_are_named() -> None:

@@ -11,8 +11,8 @@ from kubeflow_trainer_api import models
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.kubernetes_launcher import KubernetesLauncher
-from megatron_wrap.launch.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Launch, Program
+from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
 
 CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml"
 KEYS, TRAIN = "megatron_wrap.launch.kubernetes", "megatron_lm.train.common"
@@ -34,7 +34,8 @@ SETTINGS = (
     f"{KEYS}.env_from_secrets=[hub]",
     f"{KEYS}.resources={{cpu: 8, memory: 64Gi, rdma/ib: 1}}",
     f"{KEYS}.node_selector={{pool: h100}}",
-    f"{KEYS}.tolerations=[{{key: nvidia.com/gpu, operator: Exists}}]",
+    f"{KEYS}.tolerations=[{{key: amd.com/gpu, operator: Exists}}]",
+    f"{KEYS}.gpu_resource=amd.com/gpu",
     f"{KEYS}.labels={{kueue.x-k8s.io/queue-name: research}}",
     f"{KEYS}.pod={{priorityClassName: high}}",
     f"{KEYS}.max_restarts=7",
@@ -68,7 +69,7 @@ def test_settings_reach_their_fields(tmp_path):
     trainer = job["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     assert trainer["image"] == "registry.example/megatron-wrap:1"
-    gpus = {"cpu": 8, "memory": "64Gi", "rdma/ib": 1, "nvidia.com/gpu": 4}
+    gpus = {"cpu": 8, "memory": "64Gi", "rdma/ib": 1, "amd.com/gpu": 4}
     assert trainer["resourcesPerNode"] == {"limits": gpus, "requests": gpus}
     assert runtime["failurePolicy"]["maxRestarts"] == 7
     (replicated,) = runtime["replicatedJobs"]

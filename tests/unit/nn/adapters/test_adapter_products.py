@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_wrap.nn.adapters.products import InputProduct, OutputProduct, PlacedPart, place
+from megatron_wrap.nn.adapters.products import InputProduct, LayerPart, OutputProduct, assembled
 
 ROWS, INPUTS, OUTPUTS = 5, 7, 12
 
 
-def parts() -> list[PlacedPart]:
+def parts() -> list[LayerPart]:
     """Two modules of other ranks and scales in interleaved rows, the second one in two parts; some rows have none."""
     first = torch.tensor([0, 1, 6, 7])
     return [
-        PlacedPart(first, slice(0, 3), 2.0),
-        PlacedPart(torch.tensor([2, 3]), slice(3, 5), 0.5),
-        PlacedPart(torch.tensor([8]), slice(3, 5), 0.5),
+        LayerPart(first, slice(0, 3), 2.0),
+        LayerPart(torch.tensor([2, 3]), slice(3, 5), 0.5),
+        LayerPart(torch.tensor([8]), slice(3, 5), 0.5),
     ]
 
 
@@ -48,14 +48,14 @@ def test_both_products_are_the_plain_formula(strided: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(actual.sin().sum(), wanted), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    assert torch.equal(place(parts(), matrices, OUTPUTS, 5), dense)
+    assert torch.equal(assembled(parts(), matrices, OUTPUTS, 5), dense)
 
 
 def test_the_sum_takes_no_memory_and_frozen_factors_no_gradient() -> None:
     inputs, output, a, b = tensors([(ROWS, INPUTS), (ROWS, OUTPUTS), (3, INPUTS), (OUTPUTS, 3)], torch.float32)
     _, product = InputProduct.apply(inputs, a.detach())
     base = output * 1
-    part = PlacedPart(torch.arange(OUTPUTS), slice(0, 3), 2.0)
+    part = LayerPart(torch.arange(OUTPUTS), slice(0, 3), 2.0)
     added = OutputProduct.apply(base, product, [part], b.detach())
     assert added.data_ptr() == base.data_ptr()
     added.sum().backward()
@@ -77,6 +77,6 @@ def test_a_result_that_a_function_returns_as_it_is_can_be_added_to() -> None:
             return gradient
 
     values, product, b = tensors([(ROWS, OUTPUTS), (ROWS, 3), (OUTPUTS, 3)], torch.float32)
-    part = PlacedPart(torch.arange(OUTPUTS), slice(0, 3), 1.0)
+    part = LayerPart(torch.arange(OUTPUTS), slice(0, 3), 1.0)
     OutputProduct.apply(Same.apply(values * 2), product, [part], b).sum().backward()
     assert torch.equal(values.grad, torch.full_like(values, 2))

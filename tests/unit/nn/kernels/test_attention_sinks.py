@@ -143,6 +143,7 @@ def test_the_kernel_for_gpus_in_packed_rows(documented_kernel):
 
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
 def test_a_layer_has_the_sinks_of_its_softmax_type(softmax_type):
+    choose_platform("cpu").install()  # another test may have uninstalled it
     sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
     config = TransformerConfig(**sizes, softmax_type=softmax_type, params_dtype=torch.float64)
     core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE).eval()

@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from megatron_wrap.launch.launcher_signals import LauncherSignals, exit_code_of
+from megatron_wrap.launch.local.signals import LauncherSignals, exit_code_of
 from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
 
 

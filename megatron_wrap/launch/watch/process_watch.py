@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.process_progress import Silence, Stall
-from megatron_wrap.launch.process_records import FLIGHT_RECORDER, ProcessRecords
+from megatron_wrap.launch.watch.progress import Silence, Stall
+from megatron_wrap.launch.watch.records import FLIGHT_RECORDER, ProcessRecords
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 

@@ -15,6 +15,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.tree import OVERLAY_FOLDER, shipped_root
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ConfigError, PlatformError
+from megatron_wrap.launch.contract.launcher import Ended, Launch
 from megatron_wrap.launch.kubernetes.job_state import (
     Failure,
     Object,
@@ -31,7 +32,6 @@ from megatron_wrap.launch.kubernetes.job_state import (
 from megatron_wrap.launch.kubernetes.kubectl import Kubectl
 from megatron_wrap.launch.kubernetes.manifest import Pods, manifest, words_of
 from megatron_wrap.launch.kubernetes.settings import check_settings, grace_seconds, job_name
-from megatron_wrap.launch.launcher import Ended, Launch
 from megatron_wrap.parallel.interrupts import INTERRUPTED
 from megatron_wrap.utils.atomic_write import write_atomically
 

@@ -10,10 +10,10 @@ from _kubectl import StubKubectl, pod, train_job
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.launch import kubernetes_launcher
-from megatron_wrap.launch.local import Nodes, nodes_of
+from megatron_wrap.launch.kubernetes import launcher
+from megatron_wrap.launch.local.nodes import Nodes, nodes_of
 
-CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
+CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml"
 SAVED = "stopped by SIGTERM after iteration 4 of 10"
 """A line of a run."""
 
@@ -21,7 +21,7 @@ SAVED = "stopped by SIGTERM after iteration 4 of 10"
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Plays a job's life, and returns the exit code of the command that submits and follows it, and the calls."""
-    monkeypatch.setattr(kubernetes_launcher, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
 
     numbers = iter(range(9))
 
@@ -125,7 +125,7 @@ def test_without_kubectl_there_is_one_error_and_the_manifest_can_be_written(tmp_
 
 
 def test_a_connection_that_fails_while_waiting_is_tried_again(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(kubernetes_launcher, "_POLL_SECONDS", 0)
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0)
 
     class Kubectl:
         answers = iter([PlatformError("no route"), train_job(), PlatformError("no route"), train_job("Complete")])
@@ -139,7 +139,7 @@ def test_a_connection_that_fails_while_waiting_is_tried_again(tmp_path, monkeypa
         def list(self, kind, selector):
             return []
 
-    assert kubernetes_launcher.KubernetesJob(Kubectl(), "run", tmp_path).wait() == (0, True)
+    assert launcher.KubernetesJob(Kubectl(), "run", tmp_path).wait() == (0, True)
     assert capfd.readouterr().err.count("no route") == 1
 
 

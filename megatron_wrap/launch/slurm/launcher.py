@@ -17,7 +17,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import ConfigError, PlatformError, did_you_mean
 from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets
-from megatron_wrap.launch.launcher import Ended, Launch
+from megatron_wrap.launch.contract.launcher import Ended, Launch
 from megatron_wrap.launch.slurm.jobs import SubmittedJob, follow, remember, slurm
 from megatron_wrap.utils.atomic_write import write_atomically
 

@@ -1,4 +1,4 @@
-"""What starts a run, behind one interface: launchers for torchrun's agent, Ray and the schedulers of clusters."""
+"""The interface of what starts a run: torchrun's agent, Ray and the schedulers of clusters."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Launcher(Protocol):
         """
 
     def preview(self, launch: Launch) -> str:
-        """What `start` would run or submit; nothing is written."""
+        """What `start` would run or submit; nothing is started. On Kubernetes the manifest is written."""
 
     def start(self, launch: Launch) -> Job:
         """Submit the run.

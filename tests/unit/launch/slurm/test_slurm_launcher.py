@@ -11,10 +11,10 @@ import pytest
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.launcher import Launch, Program
-from megatron_wrap.launch.slurm_launcher import job_file
+from megatron_wrap.launch.contract.launcher import Launch, Program
+from megatron_wrap.launch.slurm.launcher import job_file
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CONFIG, SLURM = "configs/tiny-llama-mock.yaml", "megatron_wrap.launch.slurm"
 TOKEN = "hf_" + "x" * 24
 
@@ -31,12 +31,15 @@ def sbatch_options(text: str) -> list[str]:
 def test_the_keys_of_a_site_are_options_of_sbatch() -> None:
     keys = ("partition=gpu", "account=me", "time_limit=1-12:00:00", "signal_seconds=300", "job_name=mine")
     more = (f"{SLURM}.sbatch_options=[--qos=high, --exclusive]", f"{SLURM}.requeue=false")
+    more += (f"{SLURM}.srun_options=[--container-image=a b.sqsh]", f"{SLURM}.rendezvous_port=29511")
     text = job_file(launched(*(f"{SLURM}.{key}" for key in keys), *more, nodes=4, processes=8))
     expected = {"--partition=gpu", "--account=me", "--time=1-12:00:00", "--signal=B:USR1@300", "--job-name=mine"}
     expected |= {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--qos=high", "--exclusive", "--no-requeue"}
     assert expected <= set(sbatch_options(text))
     assert "--nodes 4 --gpus-per-node 8" in text
     assert '--rdzv-endpoint "$RENDEZVOUS"' in text
+    assert "\nsrun_options=('--container-image=a b.sqsh')\n" in text
+    assert "\nport=29511  #" in text
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder.components import loader
 
-from megatron_wrap.launch.process_progress import Stall
-from megatron_wrap.launch.process_watch import ProcessWatch
+from megatron_wrap.launch.watch.process_watch import ProcessWatch
+from megatron_wrap.launch.watch.progress import Stall
 from megatron_wrap.parallel import flight_recorder
 from megatron_wrap.parallel.heartbeat import Heartbeat
 

@@ -1,0 +1,1 @@
+"""What a launcher starts, and what it returns."""

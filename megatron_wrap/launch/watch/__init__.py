@@ -1,0 +1,1 @@
+"""What the program that starts a run observes of its processes."""
