@@ -202,7 +202,7 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
 
 def _yarn(arch: ArchConfig) -> dict[str, Any]:
     """Settings of `YarnDecoderConfig`; empty for other models. Attention takes from them the factor of rotated parts,
-    (0.1 mscale ln(scaling_factor) + 1) / (0.1 mscale_all_dim ln(scaling_factor) + 1), which LongRoPE has, too."""
+    (0.1 mscale ln(scaling_factor) + 1) / (0.1 mscale_all_dim ln(scaling_factor) + 1); LongRoPE's has the same form."""
     if arch.rope_type == "longrope":
         mscale = 10 * (arch.longrope_attention_factor - 1)
         return {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": mscale, "yarn_mscale_all_dim": 0.0}

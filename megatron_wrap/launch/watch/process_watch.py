@@ -108,7 +108,7 @@ class ProcessWatch:
         return f"rank {first}{_where(failed)} {cause}{written}"
 
     def _watch(self) -> None:
-        """The time between two looks counts at most twice a tick: this process may have been stopped, too."""
+        """The time between two looks counts at most twice a tick: this process itself may have been stopped."""
         ends, silence, stall = _Ends(self._closed), Silence(), Stall(self._seconds or 0.0)
         before = time.monotonic()
         with contextlib.closing(ends):
