@@ -162,8 +162,9 @@ def measure(
     """All programs on one task: the search for the bare loop's flags, then rounds in alternating order."""
     if task.lora_rank or task.mixed_lengths:
         against = [name for name in against if name in WITH_ADAPTERS]
-    if task.gpt_oss:
+    if task.no_bare_loop and any(AGAINST[name] == "megatron-core" for name in against):
         against = [name for name in against if AGAINST[name] != "megatron-core"]
+        print(f"the bare loop is left out: it has no model with {task.no_bare_loop}", flush=True)
     default = default_flags(task.platform)
     best, sweep = default, []
     if "bare-best" in against:
@@ -241,9 +242,9 @@ def sizes(task: Task) -> str:
         width += f", a shared expert of width {task.shared_expert_width}" if task.shared_expert_width else ""
         devices += f", expert parallelism {task.expert_parallel}"
     heads = f"{task.num_query_groups} key and value heads"
-    if task.gpt_oss:
-        sliding = task.gpt_oss["layer_types"].count("sliding_attention")
-        heads += f", windows of {task.gpt_oss['sliding_window']} in {sliding} layers"
+    sliding = task.hf_config.get("layer_types", []).count("sliding_attention")
+    if sliding:
+        heads += f", windows of {task.hf_config['sliding_window']} in {sliding} layers"
     if task.kv_lora_rank:
         heads = f"latent attention of ranks {task.q_lora_rank} and {task.kv_lora_rank}"
     if task.lora_rank:
@@ -253,7 +254,7 @@ def sizes(task: Task) -> str:
         mean = task.tokens_per_step / task.global_batch_size
         length = f"sequences of {mean:,.0f} tokens in the mean and {task.seq_length:,} at most, packed"
     return (
-        f"{task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
+        f"{task.hf_config['model_type']}, {task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
         f"heads, {heads}, vocabulary {task.vocab_size:,}; {length}, "
         f"micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "

@@ -63,8 +63,7 @@ def test_tokens_are_the_same_for_each_program_and_skewed() -> None:
     ("overrides", "world_size", "named"),
     [
         (["megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter.bias=all"], 1, "adapter.bias 'all'"),
-        (["megatron_lm.model.arch.qk_layernorm=true"], 1, "qk_layernorm True"),
-        (["megatron_lm.model.arch.num_experts=8"], 1, "qk_layernorm False"),
+        (["megatron_lm.model.arch.hidden_dropout=0.1"], 1, "hidden_dropout 0.1"),
         (["megatron_lm.model.parallel.context_parallel_size=2"], 2, "context_parallel_size 2"),
         (["megatron_lm.train.common.micro_batch_size=8"], 4, "16 is no multiple of micro_batch_size 8 on 4 devices"),
     ],

@@ -54,6 +54,7 @@ PRESETS = {
         "deepseek-v3-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
     ),
     "gpt-oss-20b-layers": Preset("gpt-oss-20b-layers.yaml", _sizes(4096, 1, 8)),
+    "glm-4.5-air-layers": Preset("glm-4.5-air-layers.yaml", _sizes(4096, 2, 8)),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
     "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),
     "tiny-lora-mixed": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA, *_MIXED)),
@@ -78,6 +79,21 @@ PRESETS = {
             ),
         ),
     ),
+    "tiny-glm": Preset(
+        "glm-4.5-air-layers.yaml",
+        (
+            *_sizes(128, 2, 4),
+            "megatron_lm.train.dtype.__select__=fp32",
+            *(
+                f"{_ARCH}.{text}"
+                for text in (
+                    *("hidden_size=64", "ffn_hidden_size=128", "num_attention_heads=4", "num_query_groups=2"),
+                    *("kv_channels=16", "vocab_size=4096", "num_experts=16", "moe_ffn_hidden_size=32"),
+                    "moe_shared_expert_intermediate_size=32",
+                )
+            ),
+        ),
+    ),
     "tiny-deepseek": Preset(
         "deepseek-v3-layers.yaml",
         (
@@ -98,5 +114,5 @@ PRESETS = {
 """Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has samples of the usual
 lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention. The bare
 loop has no gpt-oss, and the trainer stores all its scores of attention (eager), so a micro-batch is one sequence;
-`trainer-flex` does not. `balanced`: random logits choose the experts of megatron-wrap and of the bare loop; the others
+`trainer-flex` does not. The bare loop has no GLM. `balanced`: random logits choose the experts of megatron-wrap and of the bare loop; the others
 use the model's own router."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy
@@ -16,19 +16,16 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import (
-    ExpertShape,
-    LatentAttentionShape,
-    ModelShape,
-    tflops_per_device,
-    training_flops,
-)
+from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
+from megatron_wrap.plan.model_shape import model_shape
+
+FORCED_BALANCE = "moe_router_force_load_balancing"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a dense Llama, all of it or an adapter, or a Qwen3, DeepSeek-V3 or gpt-oss
-    whose every layer has experts, without model parallelism but that of experts. Sizes are global."""
+    """One training job on random tokens: a model of any Hugging Face family, all of it or an adapter, without model
+    parallelism but that of experts. Sizes are global."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -59,6 +56,14 @@ class Task:
     """Steps that are not measured, at least 1."""
     steps: int
     """Steps that are measured."""
+    hf_config: dict[str, Any]
+    """config.json of the model, which transformers builds."""
+    token_flops: float
+    """Model FLOPs of training one token, without those that grow with the square of its sequence's length."""
+    square_flops: float
+    """Model FLOPs of training a sequence, for each square of its length."""
+    no_bare_loop: str
+    """What the bare loop does not have of this model; empty: it trains the same."""
     qk_layernorm: bool = False
     num_experts: int = 0
     """Of each layer; 0: a dense model."""
@@ -93,8 +98,6 @@ class Task:
     """Without the rotary part."""
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
-    gpt_oss: dict[str, Any] = field(default_factory=dict)
-    """config.json of a gpt-oss; empty: another model."""
 
     @property
     def device(self) -> torch.device:
@@ -123,37 +126,11 @@ class Task:
     def tflops(self, step_seconds: float) -> float:
         """Model TFLOP/s of each device, by one formula for all programs. Frozen weights need no gradient, which is a
         third of their products; the adapters' own products are not counted."""
-        shape = ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            kv_channels=self.kv_channels,
-            vocab_size=self.vocab_size,
-            gated_linear_unit=True,
-            experts=self._expert_shape(),
-            latent_attention=self._latent_shape(),
-        )
         squares = sum(length**2 for length in self.sample_lengths)
-        flops = training_flops(shape, self.tokens_per_step, squares)
+        flops = self.token_flops * self.tokens_per_step + self.square_flops * squares
         if self.lora_rank:
-            flops -= training_flops(shape, self.tokens_per_step, 0) / 3
+            flops -= self.token_flops * self.tokens_per_step / 3
         return tflops_per_device(flops, step_seconds, self.world_size)
-
-    def _expert_shape(self) -> ExpertShape | None:
-        if not self.num_experts:
-            return None
-        routed = (self.num_layers, self.num_experts, self.experts_per_token, self.expert_width)
-        return ExpertShape(*routed, self.shared_expert_width, False)
-
-    def _latent_shape(self) -> LatentAttentionShape | None:
-        if not self.kv_lora_rank:
-            return None
-        rotary = self.qk_pos_emb_head_dim
-        return LatentAttentionShape(
-            self.q_lora_rank, self.kv_lora_rank, self.qk_head_dim + rotary, rotary, self.v_head_dim
-        )
 
     def token_rows(self) -> numpy.ndarray:
         """[(warmup + steps) * global_batch_size, seq_length + 1] int64: the samples in order, the same in every
@@ -180,9 +157,10 @@ def task_of(
 
     Raises:
         ConfigError: the other programs do not have this model or layout.
+        UnsupportedModel: no Hugging Face family can express the model.
     """
     arch, train, optim = config.arch, config.train, config.optimizer
-    _refuse_other_models(config)
+    _refuse_other_layouts(config)
     per_round = train.micro_batch_size * world_size
     if train.global_batch_size % per_round:
         raise ConfigError(
@@ -190,6 +168,8 @@ def task_of(
             f"{train.micro_batch_size} on {world_size} devices; change one of them"
         )
     multiple = arch.make_vocab_size_divisible_by
+    vocab_size = -(-(arch.vocab_size or 0) // multiple) * multiple
+    shape = model_shape(config, vocab_size)
     return Task(
         config=path,
         overrides=overrides,
@@ -200,7 +180,7 @@ def task_of(
         num_attention_heads=arch.num_attention_heads,
         num_query_groups=derived.num_query_groups(arch),
         kv_channels=derived.kv_channels(arch),
-        vocab_size=-(-(arch.vocab_size or 0) // multiple) * multiple,
+        vocab_size=vocab_size,
         rotary_base=arch.rotary_base,
         norm_epsilon=arch.norm_epsilon,
         seq_length=train.seq_length,
@@ -215,20 +195,30 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
+        hf_config={**_config_json(config), "vocab_size": vocab_size},
+        token_flops=training_flops(shape, 1.0, 0.0),
+        square_flops=training_flops(shape, 0.0, 1.0),
+        no_bare_loop=_not_in_the_bare_loop(arch),
         qk_layernorm=arch.qk_layernorm,
         num_experts=arch.num_experts or 0,
         experts_per_token=arch.moe_router_topk if arch.num_experts else 0,
         expert_width=derived.moe_ffn_hidden_size(arch) if arch.num_experts else 0,
         aux_loss_coeff=float(arch.moe_aux_loss_coeff) if arch.num_experts else 0.0,  # type: ignore[arg-type]
         router_dtype=arch.moe_router_dtype,
-        forced_balance=bool(arch.upstream.get("moe_router_force_load_balancing")),
+        forced_balance=bool(arch.upstream.get(FORCED_BALANCE)),
         expert_parallel=config.parallel.expert_model_parallel_size,
         lora_rank=config.adapter.r if config.adapter.adapter_type == "lora" else 0,
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
         **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
-        gpt_oss=export_format(config, model_type="gpt_oss").config_json("bfloat16") if _is_gpt_oss(arch) else {},
     )
+
+
+def _config_json(config: RunConfig) -> dict[str, Any]:
+    """Of the model; forced balance is no property of it."""
+    upstream = {key: value for key, value in config.arch.upstream.items() if key != FORCED_BALANCE}
+    arch = replace(config.arch, upstream=upstream)
+    return export_format(replace(config, arch=arch)).config_json("bfloat16")
 
 
 def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
@@ -247,13 +237,9 @@ def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _is_gpt_oss(arch: ArchConfig) -> bool:
-    return arch.softmax_type == "learnable"
-
-
-def _refuse_other_models(config: RunConfig) -> None:
-    arch, parallel = config.arch, config.parallel
-    llama: dict[str, Any] = {
+def _not_in_the_bare_loop(arch: ArchConfig) -> str:
+    """It has an untied Llama, and Qwen3 and DeepSeek-V3 with experts in all layers."""
+    expected: dict[str, Any] = {
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
         "swiglu": True,
@@ -268,16 +254,18 @@ def _refuse_other_models(config: RunConfig) -> None:
         "moe_router_score_function": "softmax",
         "moe_layer_freq": 1,
         "window_size": None,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
     }
     if arch.multi_latent_attention and arch.num_experts is not None:
-        del llama["moe_shared_expert_intermediate_size"]
+        del expected["moe_shared_expert_intermediate_size"]
         deepseek = {"multi_latent_attention": True, "moe_router_score_function": "sigmoid", "rope_type": "rope"}
-        llama |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
-    if _is_gpt_oss(arch):  # task_of refuses what its config.json cannot express
-        llama = {"moe_layer_freq": 1}
-    wrong = [f"{name} {getattr(arch, name)!r}" for name, value in llama.items() if getattr(arch, name) != value]
+        expected |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
+    other = [f"{name} {getattr(arch, name)!r}" for name, value in expected.items() if getattr(arch, name) != value]
+    return ", ".join(other)
+
+
+def _refuse_other_layouts(config: RunConfig) -> None:
+    arch, parallel = config.arch, config.parallel
+    wrong = [f"{name} {getattr(arch, name)}" for name in ("hidden_dropout", "attention_dropout") if getattr(arch, name)]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
     if arch.vocab_size is None:
@@ -287,9 +275,8 @@ def _refuse_other_models(config: RunConfig) -> None:
     wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
-            "the programs are compared on an untied Llama, or Qwen3, DeepSeek-V3 or gpt-oss with experts in all "
-            f"layers, with data and expert parallelism alone, not with {', '.join(wrong)}; "
-            "override these keys"
+            "the programs are compared without dropout, with data and expert parallelism alone, and with the same "
+            f"adapters, not with {', '.join(wrong)}; override these keys"
         )
 
 

@@ -1,6 +1,5 @@
-"""transformers' Trainer and trl's SFTTrainer on a Llama, or a Qwen3, DeepSeek-V3 or gpt-oss with experts of the same
-sizes, with bf16 weights, fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and
-with Liger-Kernel as well."""
+"""transformers' Trainer and trl's SFTTrainer on transformers' own model of the same config.json, with bf16 weights, fused
+AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as well."""
 
 from __future__ import annotations
 
@@ -12,6 +11,10 @@ import transformers
 from packing_trainer import varlen_attention
 
 from comparison.task import Outcome, StepClock, Task
+
+
+WITHOUT_SDPA = ("gpt_oss",)
+"""Families whose attention torch's scaled_dot_product_attention cannot express."""
 
 
 class _Recorder(transformers.TrainerCallback):
@@ -59,8 +62,8 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
 
 
 def _attention(task: Task) -> str:
-    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others. gpt-oss has no sdpa."""
-    if task.gpt_oss:
+    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others, where the family has it."""
+    if task.hf_config["model_type"] in WITHOUT_SDPA:
         return "eager"
     if not (task.mixed_lengths and task.platform == "cuda"):
         return "sdpa"
@@ -69,43 +72,12 @@ def _attention(task: Task) -> str:
 
 
 def _model(task: Task, attention: str) -> Any:
-    settings: dict[str, Any] = {
-        "hidden_size": task.hidden_size,
-        "intermediate_size": task.ffn_hidden_size,
-        "num_hidden_layers": task.num_layers,
-        "num_attention_heads": task.num_attention_heads,
-        "num_key_value_heads": task.num_query_groups,
-        "head_dim": task.kv_channels,
-        "vocab_size": task.vocab_size,
-        "max_position_embeddings": task.seq_length,
-        "rope_theta": task.rotary_base,
-        "rms_norm_eps": task.norm_epsilon,
-        "tie_word_embeddings": False,
-        "attn_implementation": attention,
-    }
-    model_class: type[transformers.PreTrainedModel] = transformers.LlamaForCausalLM
-    config: transformers.PretrainedConfig
-    if task.gpt_oss:
-        model_class = transformers.GptOssForCausalLM
-        values = {**task.gpt_oss, "vocab_size": task.vocab_size, "experts_implementation": "grouped_mm"}
-        config = transformers.GptOssConfig(**values, attn_implementation=attention)
-    elif task.kv_lora_rank:
-        model_class = transformers.DeepseekV3ForCausalLM
-        config = transformers.DeepseekV3Config(**{**settings, **_deepseek(task)})
-    elif task.num_experts:
-        model_class = transformers.Qwen3MoeForCausalLM
-        config = transformers.Qwen3MoeConfig(
-            **settings,
-            num_experts=task.num_experts,
-            num_experts_per_tok=task.experts_per_token,
-            moe_intermediate_size=task.expert_width,
-            norm_topk_prob=True,
-            experts_implementation="grouped_mm",
-        )
-    else:
-        config = transformers.LlamaConfig(**settings)
+    experts = {"experts_implementation": "grouped_mm"} if task.num_experts else {}
+    config = transformers.AutoConfig.for_model(**task.hf_config, attn_implementation=attention, **experts)
     with task.device:
-        model = model_class(config).to(torch.bfloat16 if task.bf16 else torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if task.bf16 else torch.float32
+        )
     if not task.lora_rank:
         return model
     import peft
@@ -114,27 +86,6 @@ def _model(task: Task, attention: str) -> Any:
         r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(model, lora)
-
-
-def _deepseek(task: Task) -> dict[str, Any]:
-    return {
-        "head_dim": task.qk_pos_emb_head_dim,
-        "q_lora_rank": task.q_lora_rank,
-        "kv_lora_rank": task.kv_lora_rank,
-        "qk_nope_head_dim": task.qk_head_dim,
-        "qk_rope_head_dim": task.qk_pos_emb_head_dim,
-        "v_head_dim": task.v_head_dim,
-        "n_routed_experts": task.num_experts,
-        "num_experts_per_tok": task.experts_per_token,
-        "moe_intermediate_size": task.expert_width,
-        "n_shared_experts": task.shared_expert_width // task.expert_width,
-        "n_group": task.num_groups,
-        "topk_group": task.group_topk,
-        "routed_scaling_factor": task.scaling_factor,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": True,
-        "experts_implementation": "grouped_mm",
-    }
 
 
 def _settings(task: Task, folder: str) -> dict[str, Any]:
