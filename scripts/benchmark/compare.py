@@ -47,7 +47,7 @@ AGAINST = {
 }
 """Name of a program in the tables -> the processes that run it."""
 BY_DEFAULT = ("trainer", "bare", "bare-best", "trl")
-WITH_ADAPTERS = ("trainer", "trainer-liger")
+WITH_ADAPTERS = ("trainer", "trainer-flex", "trainer-liger")
 """The programs that train adapters, and samples of unequal lengths."""
 PACKAGES = (
     *("torch", "megatron-core", "transformer-engine", "transformers", "trl", "peft", "liger-kernel"),

@@ -54,6 +54,7 @@ PRESETS = {
         "deepseek-v3-layers.yaml", (*_sizes(4096, 4, 8), f"{_ARCH}.moe_router_force_load_balancing=true")
     ),
     "gpt-oss-20b-layers": Preset("gpt-oss-20b-layers.yaml", _sizes(4096, 1, 8)),
+    "gpt-oss-20b-lora": Preset("gpt-oss-20b-layers.yaml", (*_sizes(4096, 1, 8), f"{_ARCH}.num_layers=24", *_LORA)),
     "glm-4.5-air-layers": Preset("glm-4.5-air-layers.yaml", _sizes(4096, 2, 8)),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
     "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),

@@ -1,0 +1,133 @@
+"""Seconds to load gpt-oss-20b from the official MXFP4 format: ours and transformers with `dequantize=True`, in turn.
+
+    python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--tiny]
+
+Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way loads
+it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last line has the
+seconds, and whether the dequantized experts of the first layer are the same bit for bit.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.loading.hub import read_run
+from megatron_wrap.core import MegatronWrap, exit_on_user_error
+
+CONFIG = Path(__file__).with_name("hugging_face.yaml")
+VALUES, BYTES = 32, 16
+"""Of a block of MXFP4."""
+TINY = ("num_layers=2", "hidden_size=64", "ffn_hidden_size=32", "num_attention_heads=4", "num_query_groups=2")
+DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+COMPARED = "model.layers.0.mlp.experts.down_proj"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OVERRIDES = ("megatron_lm.train.dtype.__select__=bf16", f"megatron_wrap.init.platform={DEVICE}")
+
+
+def make(folder: Path, tiny: bool) -> None:
+    """Write the folder, a file for each layer; all layers have the same random blocks."""
+    arch = ["megatron_lm.model.arch.__select__=gpt-oss-20b"]
+    arch += [f"megatron_lm.model.arch.{text}" for text in (*TINY, "vocab_size=512") if tiny]
+    config = export_format(read_run(str(CONFIG), arch)).config_json("bfloat16")
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    blocks: dict[torch.Size, torch.Tensor] = {}
+    for name, entry in model.state_dict().items():
+        file = layers.setdefault(name.split(".")[2] if ".layers." in name else "rest", {})
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            file[name] = torch.randn(entry.shape).bfloat16() * 0.02
+            continue
+        experts, rows, columns = entry.shape
+        if entry.shape not in blocks:
+            blocks[entry.shape] = torch.randint(256, (experts, columns, rows // VALUES, BYTES), dtype=torch.uint8)
+        file[name + "_blocks"] = blocks[entry.shape]
+        file[name + "_scales"] = torch.randint(115, 122, (experts, columns, rows // VALUES), dtype=torch.uint8)
+    for name, tensors in layers.items():
+        save_file(tensors, folder / f"model-{name}.safetensors", metadata={"format": "pt"})
+    index = {tensor: f"model-{name}.safetensors" for name, tensors in layers.items() for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": DENSE}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def load_ours(folder: Path) -> tuple[float, torch.Tensor]:
+    """Seconds, and the compared tensor."""
+    with MegatronWrap.from_pretrained(str(folder), CONFIG, list(OVERRIDES)) as wrap:
+        wrap.initialize()
+        seconds = _timed(wrap.setup_model)
+        return seconds, next(tensor for name, tensor in wrap.export_weights() if name == COMPARED)
+
+
+def load_theirs(folder: Path) -> tuple[float, torch.Tensor]:
+    """Seconds, and the compared tensor."""
+    models: list[Any] = []
+    settings = {"dtype": torch.bfloat16, "device_map": {"": DEVICE}}
+    method = transformers.Mxfp4Config(dequantize=True)
+
+    def load() -> None:
+        models.append(
+            transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, **settings)
+        )
+
+    seconds = _timed(load)
+    return seconds, models[0].get_parameter(COMPARED).detach()
+
+
+def _timed(load: Any) -> float:
+    if DEVICE == "cuda":
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    load()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Start a process for each load, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    parser.add_argument("--load", choices=("ours", "transformers"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        seconds, tensor = (load_ours if arguments.load == "ours" else load_theirs)(arguments.folder)
+        digest = hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+        print("LOADED " + json.dumps({"seconds": seconds, "digest": digest, "peak_gib": peak}))
+        return
+    if not arguments.folder.exists():
+        make(arguments.folder, arguments.tiny)
+    results: dict[str, list[dict[str, Any]]] = {"ours": [], "transformers": []}
+    for turn in range(arguments.rounds):
+        for way in list(results)[:: -1 if turn % 2 else 1]:
+            command = [sys.executable, __file__, str(arguments.folder), "--load", way]
+            output = subprocess.run(command, capture_output=True, text=True, check=False)
+            line = next((text for text in output.stdout.splitlines() if text.startswith("LOADED ")), None)
+            if line is None:
+                sys.exit(f"{way}: exit code {output.returncode}\n{output.stderr[-2000:]}")
+            results[way].append(json.loads(line.removeprefix("LOADED ")))
+            print(f"round {turn + 1}, {way}: {results[way][-1]['seconds']:.2f} s", flush=True)
+    digests = {run["digest"] for runs in results.values() for run in runs}
+    seconds = {way: [round(run["seconds"], 2) for run in runs] for way, runs in results.items()}
+    peaks = {way: round(max(run["peak_gib"] for run in runs), 1) for way, runs in results.items()}
+    print("RESULT " + json.dumps({"seconds": seconds, "peak_gib": peaks, "same_bits": len(digests) == 1}))
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main()
