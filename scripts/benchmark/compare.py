@@ -254,8 +254,8 @@ def sizes(task: Task) -> str:
         mean = task.tokens_per_step / task.global_batch_size
         length = f"sequences of {mean:,.0f} tokens in the mean and {task.seq_length:,} at most, packed"
     return (
-        f"{task.hf_config['model_type']}, {task.num_layers} layers, hidden {task.hidden_size}, {width}, {task.num_attention_heads} "
-        f"heads, {heads}, vocabulary {task.vocab_size:,}; {length}, "
+        f"{task.hf_config['model_type']}, {task.num_layers} layers, hidden {task.hidden_size}, {width}, "
+        f"{task.num_attention_heads} heads, {heads}, vocabulary {task.vocab_size:,}; {length}, "
         f"micro-batch {task.micro_batch_size}, {task.global_batch_size} sequences a step, "
         f"{'bf16' if task.bf16 else 'fp32'}, {devices}; {task.steps} steps a round after "
         f"{task.warmup} of warm-up."

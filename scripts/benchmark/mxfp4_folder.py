@@ -2,8 +2,8 @@
 
     python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--tiny]
 
-Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way loads
-it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last line has the
+Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way
+loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last line has the
 seconds, and whether the dequantized experts of the first layer are the same bit for bit.
 """
 
@@ -77,9 +77,7 @@ def load_theirs(folder: Path) -> tuple[float, torch.Tensor]:
     method = transformers.Mxfp4Config(dequantize=True)
 
     def load() -> None:
-        models.append(
-            transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, **settings)
-        )
+        models.append(transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, **settings))
 
     seconds = _timed(load)
     return seconds, models[0].get_parameter(COMPARED).detach()

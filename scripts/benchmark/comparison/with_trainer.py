@@ -1,5 +1,5 @@
-"""transformers' Trainer and trl's SFTTrainer on transformers' own model of the same config.json, with bf16 weights, fused
-AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as well."""
+"""transformers' Trainer and trl's SFTTrainer on transformers' own model of the same config.json, with bf16 weights,
+fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import transformers
 from packing_trainer import varlen_attention
 
 from comparison.task import Outcome, StepClock, Task
-
 
 WITHOUT_SDPA = ("gpt_oss",)
 """Families whose attention torch's scaled_dot_product_attention cannot express."""
@@ -62,7 +61,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
 
 
 def _attention(task: Task) -> str:
-    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others, where the family has it."""
+    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others; gpt-oss has no sdpa."""
     if task.hf_config["model_type"] in WITHOUT_SDPA:
         return "eager"
     if not (task.mixed_lengths and task.platform == "cuda"):
