@@ -3,9 +3,8 @@
     python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--tiny]
 
 Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way
-loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last line has the
-seconds, and whether the dequantized experts of the first layer are the same bit for bit.
-"""
+loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last
+line has the seconds, and whether the dequantized experts of the first layer are the same bit for bit."""
 
 import argparse
 import hashlib

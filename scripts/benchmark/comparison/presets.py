@@ -113,6 +113,7 @@ PRESETS = {
     ),
 }
 """Name -> run. 65,536 tokens a step on one GPU (32,768 with 8B layers or experts); `mixed` has samples of the usual
-lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention. The trainer
-stores all scores of gpt-oss' attention (eager), so a micro-batch is one sequence; `trainer-flex` does not. `balanced`:
-random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own router."""
+lengths (`length_mix`), packed; names with `tiny` are for a CPU, where the bare loop has no latent attention. The
+trainer stores all scores of gpt-oss' attention (eager), so a micro-batch is one sequence; `trainer-flex` does not.
+`balanced`: random logits choose the experts of megatron-wrap and of the bare loop; the others use the model's own
+router."""

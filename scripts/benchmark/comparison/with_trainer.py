@@ -1,5 +1,6 @@
 """transformers' Trainer and trl's SFTTrainer on transformers' own model of the same config.json, with bf16 weights,
-fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as well."""
+fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as
+well."""
 
 from __future__ import annotations
 
