@@ -169,7 +169,6 @@ def task_of(
         )
     multiple = arch.make_vocab_size_divisible_by
     vocab_size = -(-(arch.vocab_size or 0) // multiple) * multiple
-    shape = model_shape(config, vocab_size)
     return Task(
         config=path,
         overrides=overrides,
@@ -195,9 +194,6 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
-        hf_config={**_config_json(config), "vocab_size": vocab_size},
-        token_flops=training_flops(shape, 1.0, 0.0),
-        square_flops=training_flops(shape, 0.0, 1.0),
         no_bare_loop=_not_in_the_bare_loop(arch),
         qk_layernorm=arch.qk_layernorm,
         num_experts=arch.num_experts or 0,
@@ -210,15 +206,21 @@ def task_of(
         lora_rank=config.adapter.r if config.adapter.adapter_type == "lora" else 0,
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
+        **_of_the_family(config, vocab_size),
         **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
     )
 
 
-def _config_json(config: RunConfig) -> dict[str, Any]:
-    """Of the model; forced balance is no property of it."""
+def _of_the_family(config: RunConfig, vocab_size: int) -> dict[str, Any]:
+    """config.json, for which forced balance is no property of the model, and FLOPs."""
     upstream = {key: value for key, value in config.arch.upstream.items() if key != FORCED_BALANCE}
-    arch = replace(config.arch, upstream=upstream)
-    return export_format(replace(config, arch=arch)).config_json("bfloat16")
+    balanced_by_itself = replace(config, arch=replace(config.arch, upstream=upstream))
+    shape = model_shape(config, vocab_size)
+    return {
+        "hf_config": {**export_format(balanced_by_itself).config_json("bfloat16"), "vocab_size": vocab_size},
+        "token_flops": training_flops(shape, 1.0, 0.0),
+        "square_flops": training_flops(shape, 0.0, 1.0),
+    }
 
 
 def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
