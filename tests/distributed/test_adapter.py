@@ -72,6 +72,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_rslora": True,
         },
     ),
+    "gpt-oss-experts": (
+        "gpt-oss",
+        {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    ),
     "deepseek-v3-shared": (
         "deepseek-v3",
         {
@@ -235,6 +239,7 @@ ON_LAYOUTS = [
     ("qwen3-moe-experts", "cp2-packed"),
     ("mixtral-experts", "tp2-sp-recompute"),
     ("deepseek-v3-experts", "pp2"),
+    ("gpt-oss-experts", "ep2-expert-tp2"),
     ("deepseek-v3", "tp2-sp"),
     ("deepseek-v3-shared", "tp2-sp-ep2"),
     ("qwen2-moe-shared", "tp2-sp-pp2"),

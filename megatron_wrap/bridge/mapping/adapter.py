@@ -224,8 +224,6 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
     stacks: dict[str, tuple[str, WeightMapping]] = {}
     for name, mapping in table.items():
         if match := _FIRST_EXPERT.fullmatch(name):
-            if mapping.index is not None:
-                continue  # stacked in the file, in gpt-oss transposed: there are no adapters of these experts
             # transformers 5 has one name for the MLPs of all families
             owner = next(iter(mapping.shapes())).partition(".experts.")[0].rpartition(".")[0]
             fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]

@@ -3,6 +3,7 @@
 A is [experts * rank, inputs], expert after expert; B is [outputs, rank * experts], whose column k * experts + e is
 column k of expert e (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). Before 0.19 peft took the fused tensors
 as [experts, inputs, outputs]: its A is the transposed B of today and the reverse, in the same arrangement of experts.
+gpt-oss stores them so, and its factors are those of today in every version; rows of gate and up alternate in its B.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def expert_factors(
         stem: name of the factors in the file without `.lora_A.weight`.
         before_019: the file has the form that peft had before 0.19.
     """
+    before_019 = before_019 and not weight.transposed
     file_a, file_b = (f"{stem}.lora_{letter}.weight" for letter in ("BA" if before_019 else "AB"))
     form = {"transposed": before_019, "expert": expert, "experts": experts}
     assert weight.other is not None
@@ -79,5 +81,5 @@ def expert_factors(
             rows += length
     return (
         FactorOfExpert(((Run(file_a, 0, inputs),),), rank, weight.along == 1, along=1, **form),  # type: ignore[arg-type]
-        FactorOfExpert(parts, rank, weight.along == 0, **form),  # type: ignore[arg-type]
+        FactorOfExpert(parts, rank, weight.along == 0, interleaved=weight.interleaved, **form),  # type: ignore[arg-type]
     )

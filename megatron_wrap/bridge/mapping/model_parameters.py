@@ -95,7 +95,8 @@ def blocks(region: Region, element_size: int) -> Iterator[Region]:
 
 def view_of(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
     """The view of the local parameter that corresponds to `block`, rows of the piece's region, in Hugging Face's
-    layout; of an interleaved piece, its last dimension is [n, 2] instead of [2 n]."""
+    layout; of an interleaved piece, the dimension of these rows is [n, 2] instead of [2 n]. If they are the first
+    dimension, the block has whole pairs."""
     view = parameter[tuple(slice(start, stop) for start, stop in piece.local)]
     if piece.interleaved:
         view = view.unflatten(0, (2, -1)).transpose(0, 1)
@@ -103,5 +104,5 @@ def view_of(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
         view = view.movedim(-1, 0)
     if piece.stacked:
         view = view[None]
-    start = piece.region[0][0]
-    return view[block[0][0] - start : block[0][1] - start]
+    start, rows = piece.region[0][0], 2 if piece.interleaved and not (piece.transposed or piece.stacked) else 1
+    return view[(block[0][0] - start) // rows : (block[0][1] - start) // rows]
