@@ -15,6 +15,8 @@ _SIZES = (
     *("max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"),
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Of at least 1."""
 _INTEGERS = (
@@ -30,6 +32,7 @@ _INTEGERS = (
 )
 _DEFAULTED_INTEGERS: Mapping[str, int] = {
     **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},
+    "full_attention_interval": 1,
 }
 """Key -> its smallest value. They have a default if they are missing, and may not be null."""
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout")
@@ -40,7 +43,7 @@ _DEFAULTED_NUMBERS = (
 _FLAGS = (
     *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "is_decoder"),
-    *("attention_out_bias", "use_qk_norm"),
+    *("attention_out_bias", "use_qk_norm", "attn_output_gate"),
 )
 _ROPE_NUMBERS = (
     *("factor", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
@@ -51,6 +54,7 @@ _LOOPS: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 100_000),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 100_000),
 }
 """Largest values of the numbers of parts that a model is built of."""
 

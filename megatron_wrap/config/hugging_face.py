@@ -40,7 +40,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
     *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("seed_oss", "smollm3"),
 )
 
 _GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
@@ -71,7 +72,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """model_type -> features that our layers lack."""
 
-WITH_VISION = frozenset({"mistral3"})
+WITH_VISION = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe"})
 """model_types whose `text_config` is the configuration of a family, the only part that is read."""
 
 FAMILIES: Registry[Any] = Registry(

@@ -43,6 +43,20 @@ class LatentAttentionShape:
 
 
 @dataclass(frozen=True)
+class LinearAttentionShape:
+    """Layers with gated delta networks. All sizes are global, not per rank."""
+
+    num_layers: int
+    """Number of such layers."""
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    """Tokens that the convolution spans."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a GPT that determine its FLOPs. All sizes are global, not per rank."""
 
@@ -68,6 +82,10 @@ class ModelShape:
     """None: every layer is dense."""
     latent_attention: LatentAttentionShape | None = None
     """None: standard attention with heads of size `kv_channels`."""
+    output_gate: bool = False
+    """Whether the output of attention has a gate as wide as the queries."""
+    linear_attention: LinearAttentionShape | None = None
+    """None: every layer has attention."""
 
 
 def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
@@ -84,25 +102,35 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
         2 T h V, with d_q = heads * channels and d_kv = groups * channels. In a MoE layer, f is topk * expert size plus
         the size of the shared experts, and the router adds 2 T h E (which Megatron-LM omits). With multi-latent
         attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads * value head size).
-        A sliding window is ignored: attention counts as full.
+        A sliding window is ignored: attention counts as full. A layer with linear attention has no scores; see
+        `layer_weights`.
     """
     expert_layers = 0 if shape.experts is None else shape.experts.num_layers
+    linear_layers = 0 if shape.linear_attention is None else shape.linear_attention.num_layers
     weights = (shape.num_layers - expert_layers) * layer_weights(shape, has_experts=False) + output_weights(shape)
     if expert_layers:
         weights += expert_layers * layer_weights(shape, has_experts=True)
+    if linear_layers:
+        linear = layer_weights(shape, has_experts=False, is_linear=True)
+        weights += linear_layers * (linear - layer_weights(shape, has_experts=False))
     scores = 2 * attention_width(shape) * sum_of_squared_lengths * (0.5 if causal else 1.0)
-    return 2 * num_tokens * weights + shape.num_layers * scores
+    return 2 * num_tokens * weights + (shape.num_layers - linear_layers) * scores
 
 
-def layer_weights(shape: ModelShape, has_experts: bool) -> int:
-    """Number of weights of a layer that multiply each token: of the chosen experts in a layer with experts."""
+def layer_weights(shape: ModelShape, has_experts: bool, is_linear: bool = False) -> int:
+    """Number of weights of a layer that multiply each token: of the chosen experts in a layer with experts.
+
+    Linear attention counts the products of the rule with its state as well: of the key with the state, of key and
+    value, of the query with the state, and the decay, 4 heads * d_k * d_v as in Megatron-LM's formula.
+    """
     num_matrices = 3 if shape.gated_linear_unit else 2
     columns = shape.ffn_hidden_size * num_matrices
     if has_experts:
         assert shape.experts is not None, "the model has no experts"
         width = shape.experts.topk * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
         columns = width * num_matrices + shape.experts.num_experts + shape.experts.shared_gate
-    return _attention_weights(shape) + shape.hidden_size * columns
+    attention = _linear_attention_weights(shape) if is_linear else _attention_weights(shape)
+    return attention + shape.hidden_size * columns
 
 
 def output_weights(shape: ModelShape) -> int:
@@ -117,11 +145,20 @@ def attention_width(shape: ModelShape) -> int:
     return shape.num_attention_heads * (shape.latent_attention.qk_head_dim + shape.latent_attention.v_head_dim)
 
 
+def _linear_attention_weights(shape: ModelShape) -> int:
+    linear = shape.linear_attention
+    assert linear is not None, "the model has no linear attention"
+    keys = linear.num_key_heads * linear.key_head_dim
+    values = linear.num_value_heads * linear.value_head_dim
+    projections = shape.hidden_size * (2 * keys + 3 * values + 2 * linear.num_value_heads)
+    return projections + linear.conv_kernel_dim * (2 * keys + values) + 4 * values * linear.key_head_dim
+
+
 def _attention_weights(shape: ModelShape) -> int:
     """Number of weights in one layer's attention projections."""
     heads, hidden = shape.num_attention_heads, shape.hidden_size
     if shape.latent_attention is None:
-        return hidden * 2 * (heads + shape.num_query_groups) * shape.kv_channels
+        return hidden * ((2 + shape.output_gate) * heads + 2 * shape.num_query_groups) * shape.kv_channels
     latent = shape.latent_attention
     query_width = heads * latent.qk_head_dim
     rank = latent.q_lora_rank

@@ -9,13 +9,18 @@ from megatron.core.transformer import TransformerConfig
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Also accepts biases of tensor-parallel experts: Megatron-Core's experts have none, and `GroupedExperts` has."""
+    """Also accepts what Megatron-Core's layers lack and ours have: biases of tensor-parallel experts
+    (`GroupedExperts`), and in 0.16 context parallelism of linear attention (`GatedDeltaNet`)."""
 
     def __post_init__(self) -> None:
         size: int | None = vars(self)["expert_tensor_parallel_size"]
+        variant: str | None = vars(self)["experimental_attention_variant"]
         if self.num_moe_experts is not None and self.add_bias_linear:
             self.expert_tensor_parallel_size = 1
+        if variant == "gated_delta_net":
+            self.experimental_attention_variant = None
         super().__post_init__()
+        self.experimental_attention_variant = variant
         self.expert_tensor_parallel_size = self.tensor_model_parallel_size if size is None else size
 
 

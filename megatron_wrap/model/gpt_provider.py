@@ -66,7 +66,8 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
 
 
 def _block_spec(request: ModelRequest) -> Any:
-    """The spec of this chunk's layers; whether a layer is dense or MoE depends on its global layer number."""
+    """The spec of this chunk's layers; whether a layer is dense or MoE, and whether its attention is linear, depends on
+    its global layer number."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -80,9 +81,14 @@ def _block_spec(request: ModelRequest) -> Any:
     config = request.transformer_config
     layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
     first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
-    pattern = derived.moe_layer_pattern(request.config.arch)[first : first + layers]
-    specs = {kind: _layer_spec(request, with_experts=bool(kind)) for kind in set(pattern)}
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in pattern], layer_norm=norm)
+    arch = request.config.arch
+    kinds = list(zip(derived.moe_layer_pattern(arch), derived.linear_layer_pattern(arch), strict=True))
+    kinds = kinds[first : first + layers]
+    specs = {kind: _layer_spec(request, with_experts=bool(kind[0])) for kind in set(kinds)}
+    for (_, is_linear), spec in specs.items():
+        if is_linear:
+            _use_linear_attention(spec, norm, request.transformer_engine)
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
@@ -121,7 +127,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         attention = LocalLatentAttention if separate_norms else LatentAttention
         layer.submodules.self_attention.module = attention
         layer.submodules.self_attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
-    elif request.transformer_config.apply_rope_fusion and has_triton() and not arch.qk_layernorm:
+    elif request.transformer_config.apply_rope_fusion and has_triton() and not _splits_otherwise(arch):
         from megatron_wrap.nn.self_attention import FusedSelfAttention
 
         layer.submodules.self_attention.module = FusedSelfAttention
@@ -137,6 +143,23 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
             versions.expert_submodules(layer).experts = GroupedExperts
             versions.use_moe_layer(layer, GroupedMoELayer)
     return layer
+
+
+def _splits_otherwise(arch: ArchConfig) -> bool:
+    """Whether queries and keys are more than split and rotated: `FusedSelfAttention` does both at once."""
+    return arch.qk_layernorm or arch.attention_output_gate
+
+
+def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> None:
+    """Build the attention of a layer spec as `GatedDeltaNet`, after a norm that is a module of its own."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron_wrap.platform.megatron_core import versions
+
+    linear_layers = GatedDeltaNetSubmodules(*versions.linear_layers(transformer_engine))
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=linear_layers)
+    versions.use_separate_input_norm(layer, norm)
 
 
 def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:

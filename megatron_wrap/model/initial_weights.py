@@ -26,9 +26,13 @@ CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Elements generated at once: fits a CPU's cache (12 ns per element, 150 ns with 2^24), and saturates a GPU with half a
 GiB of temporary memory."""
 
-OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
+OUTPUT_PROJECTIONS = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight", ".linear_fc2.weight")
 """Projections into the residual stream: their standard deviation is divided by sqrt(2 * num_layers), as in
 Megatron-Core's scaled_init_method_normal (megatron/core/utils.py)."""
+
+
+_MIN_DECAY, _MAX_DECAY = 0.01, 16.0
+"""Of exp(A_log), transformers' (models/qwen3_next/modeling_qwen3_next.py)."""
 
 
 @torch.no_grad()
@@ -42,11 +46,17 @@ def fill_initial_weights(
         expert_tp: the axis over which matrices of experts are sharded; default: `tp`.
 
     Matrices and sinks are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
-    zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0.
+    zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0. Of linear attention,
+    `dt_bias` and the norm are 1, and exp(A_log) is uniform between 0 and 16, as in transformers.
     """
     for named in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
         name, parameter = named.name, named.of(named.tensor)
-        if name.endswith("bias"):
+        if name.endswith((".dt_bias", ".norm_weight")):
+            parameter.fill_(1.0)
+        elif name.endswith(".A_log"):
+            _fill_normal(parameter[:, None], 1.0, key_of(seed, name), tp, 0, False, None)
+            parameter.copy_((_MAX_DECAY * torch.special.ndtr(parameter.float())).clamp(min=_MIN_DECAY).log())
+        elif name.endswith("bias"):
             parameter.zero_()
         elif name.endswith(".softmax_offset"):  # sinks of attention
             _fill_normal(parameter[:, None], arch.init_method_std, key_of(seed, name), tp, 0, False, None)

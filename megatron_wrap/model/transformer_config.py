@@ -185,6 +185,7 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
     else:
         activation = fast_gelu if arch.openai_gelu else functional.gelu
     same = same_named(arch, config_class)
+    linear = derived.linear_layer_pattern(arch)
     same.pop("transformer_impl", None)  # selects the layer spec; Megatron-Core's field has other values
     return {
         **{name: value for name, value in same.items() if not name.startswith("moe_")},
@@ -196,6 +197,7 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
         "gated_linear_unit": derived.is_gated(arch),
         "activation_func": activation,
         "window_size": arch.window_size,  # a tuple in Megatron-Core as well
+        "linear_attention_freq": list(linear) if 1 in linear else None,
         "bias_dropout_fusion": True,
     }
 

@@ -78,13 +78,13 @@ def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts
     elementwise = speed.elementwise * shape.hidden_size
     attention = attention_passes * attention_width(shape) * seq_length / speed.attention
 
-    def layer(has_experts: bool) -> float:
-        products = passes * 2 * layer_weights(shape, has_experts) / speed.products / faster
-        return products + attention + elementwise * passes / 3
+    def layer(has_experts: int, is_linear: int) -> float:
+        products = passes * 2 * layer_weights(shape, bool(has_experts), bool(is_linear)) / speed.products / faster
+        return products + (0.0 if is_linear else attention) + elementwise * passes / 3
 
-    dense, with_experts = layer(False), 0.0 if shape.experts is None else layer(True)
+    kinds = zip(derived.moe_layer_pattern(config.arch), derived.linear_layer_pattern(config.arch), strict=True)
     return ModelCosts(
-        layers=tuple(with_experts if has_experts else dense for has_experts in derived.moe_layer_pattern(config.arch)),
+        layers=tuple(layer(has_experts, is_linear) for has_experts, is_linear in kinds),
         embedding=elementwise / 3,
         output=3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size),
     )

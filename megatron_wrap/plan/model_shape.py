@@ -2,7 +2,7 @@
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, ModelShape
+from megatron_wrap.metrics.throughput import ExpertShape, LatentAttentionShape, LinearAttentionShape, ModelShape
 
 
 def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
@@ -27,6 +27,16 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
             qk_pos_emb_head_dim=arch.qk_pos_emb_head_dim,
             v_head_dim=arch.v_head_dim,
         )
+    linear, linear_layers = None, sum(derived.linear_layer_pattern(arch))
+    if linear_layers:
+        linear = LinearAttentionShape(
+            num_layers=linear_layers,
+            num_key_heads=arch.linear_num_key_heads,
+            num_value_heads=arch.linear_num_value_heads,
+            key_head_dim=arch.linear_key_head_dim,
+            value_head_dim=arch.linear_value_head_dim,
+            conv_kernel_dim=arch.linear_conv_kernel_dim,
+        )
     return ModelShape(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -39,4 +49,6 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         gated_linear_unit=derived.is_gated(arch),
         experts=experts,
         latent_attention=latent,
+        output_gate=arch.attention_output_gate,
+        linear_attention=linear,
     )

@@ -91,8 +91,23 @@ def _tiny(config: RunConfig) -> list[str]:
         sizes["window_size"] = [min(size, 12) for size in arch.window_size]
     if isinstance(arch.window_attn_skip_freq, tuple):
         sizes["window_attn_skip_freq"] = [*arch.window_attn_skip_freq, 1, 0, 1, 0][:4]
+    if arch.experimental_attention_variant is not None:
+        sizes |= _tiny_linear_attention(arch)
     values = [f"megatron_lm.model.arch.{key}={value}" for key, value in sizes.items()]
     return [*values, f"megatron_lm.train.common.seq_length={min(config.train.seq_length, 64)}"]
+
+
+def _tiny_linear_attention(arch: ArchConfig) -> dict[str, Any]:
+    """Few heads, in as many of the layers as there are, or all but the last."""
+    pattern = derived.linear_layer_pattern(arch)[:4]
+    values_per_key = min(arch.linear_num_value_heads // arch.linear_num_key_heads, 3)
+    return {
+        "linear_attention_freq": list(pattern) if len(pattern) == 4 and 1 in pattern else [1, 1, 1, 0],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4 * values_per_key,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+    }
 
 
 def _tiny_experts(arch: ArchConfig) -> dict[str, Any]:

@@ -76,6 +76,22 @@ EXPERTS_OF_GLM: dict[str, Any] = {
     "num_mtp_layers": 0,
 }
 
+LINEAR: dict[str, Any] = {
+    # a norm divides the output of each head, which is small for some tokens and would be mostly rounding
+    **{
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-3,
+    },
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 14},
+}
+EXPERTS_OF_QWEN: dict[str, Any] = {
+    **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "shared_expert_intermediate_size": 28,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}),
     "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -233,6 +249,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        {**LINEAR, **EXPERTS_OF_QWEN, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "full_attention_interval": 3}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForCausalLM",
+        {
+            **{**LINEAR, **EXPERTS_OF_QWEN, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -241,6 +269,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
 
 
+ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Their norms are stored as weight - 1."""
 OTHER_TYPES = {"kimi-k2": "kimi_k2"}
 """Name -> model_type that replaces transformers' in config.json."""
 
@@ -277,10 +307,12 @@ EXPERTS = (
     "kimi-k2",
     "glm4-moe-lite",
     "mistral4",
+    "qwen3-next",
+    "qwen3.5-moe",
 )
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
-    *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4"),
+    *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (
@@ -322,7 +354,10 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             norm = parameter.dim() == 1 and parameter_name.endswith("weight")
-            parameter.copy_(1.0 + 0.3 * noise if norm else 0.15 * noise)
+            if parameter_name.endswith("conv1d.weight"):
+                noise = 4 * noise  # so that values are not much smaller than the residual stream
+            center = 0.0 if name in ZERO_CENTERED and not parameter_name.endswith("linear_attn.norm.weight") else 1.0
+            parameter.copy_(center + 0.3 * noise if norm else 0.15 * noise)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

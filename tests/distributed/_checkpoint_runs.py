@@ -58,6 +58,16 @@ GPT_OSS = tuple(
 )
 
 
+LINEAR = tuple(
+    f"megatron_lm.model.arch.{text}"
+    for text in (
+        *("experimental_attention_variant=gated_delta_net", "linear_attention_freq=[1,1,0,1]"),
+        *("linear_num_key_heads=2", "linear_num_value_heads=6", "linear_key_head_dim=8", "linear_value_head_dim=12"),
+        *("attention_output_gate=true", "apply_layernorm_1p=true", "qk_layernorm=true"),
+    )
+)
+
+
 def samples() -> list[dict[str, list[int]]]:
     """Tokenized samples of unequal lengths for all steps."""
     generator = numpy.random.default_rng(11)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import _flow_zoo as zoo
 import pytest
-from _covering import covering, each_axis_and_some
+from _covering import covering, each_axis_and_some, quick
 from layout_runs import token_samples
 
 from megatron_wrap.cli.main import main
@@ -289,6 +289,16 @@ def test_attention_sinks_windows_and_biases_of_experts(samples, ranks):
     layouts = ("mbs1", "packed", "tp2-sp", "pp2-vpp2", "cp2-ep2", "tp2-sp-ep2-etp1")
     report = check_parity(CONFIG, GPT_OSS, samples=samples, layouts=layouts, steps=1, ranks=ranks)
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
+LINEAR = ("megatron_lm.model.arch.__select__=tiny-qwen3.5",)
+LINEAR_LAYOUTS = {"packed-tp2-sp-cp2": ["packed-tp2-sp-cp2"], **parts(DEFAULT_LAYOUTS, 10)}
+
+
+@pytest.mark.parametrize("layouts", quick(LINEAR_LAYOUTS, ["packed-tp2-sp-cp2"]))
+def test_linear_attention_on_every_layout(layouts, samples, ranks):
+    report = check_parity(CONFIG, LINEAR, samples=samples, layouts=LINEAR_LAYOUTS[layouts], steps=1, ranks=ranks)
+    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
 
 
 @pytest.mark.parametrize(

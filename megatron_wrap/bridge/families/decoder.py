@@ -51,6 +51,8 @@ PLAIN: dict[str, Any] = {
     "window_attn_skip_freq": None,
     "multi_latent_attention": False,
     "latent_norm_epsilon": None,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
     "num_experts": None,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -279,14 +281,13 @@ def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> T
     q, k, v, o = (f"{projections}{letter}_proj" for letter in "qkvo")
     inner = sizes.heads * sizes.width
     heads = (sizes.heads, sizes.groups, sizes.width)
+    fused = weights.gated_query_key_value if arch.attention_output_gate else weights.query_key_value
     table = {
-        ours + "linear_qkv.weight": weights.query_key_value(
-            f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden
-        ),
+        ours + "linear_qkv.weight": fused(f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden),
         ours + "linear_proj.weight": weights.row(f"{o}.weight", sizes.hidden, inner),
     }
     if arch.add_qkv_bias or arch.add_bias_linear:
-        table[ours + "linear_qkv.bias"] = weights.query_key_value(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
+        table[ours + "linear_qkv.bias"] = fused(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
     if arch.add_bias_linear:
         table[ours + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
     if arch.qk_layernorm:

@@ -66,8 +66,9 @@ def folder_digest(folder: Path) -> str:
 _TEXT = ("language_model.", "model.language_model.")
 """Prefixes of the language model's tensors beside a vision encoder, as published and as transformers 5 names them."""
 _VISION = {
-    r"(model\.)?(vision_tower|multi_modal_projector)\..*": "the vision encoder and its projector are not loaded: the "
-    "model is trained and exported as a text model"
+    r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*": (
+        "the vision encoder and its projector are not loaded: the model is trained and exported as a text model"
+    )
 }
 
 

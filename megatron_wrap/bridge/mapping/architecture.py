@@ -16,13 +16,15 @@ def with_derived_sizes(arch: ArchConfig, seq_length: int, vocab_size: int | None
         seq_length: of the run, in tokens; for max_position_embeddings.
         vocab_size: of the model; None: that of `arch`.
     """
-    experts: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     if arch.num_experts is not None:
-        experts["moe_layer_freq"] = derived.moe_layer_pattern(arch)
-        experts["moe_ffn_hidden_size"] = derived.moe_ffn_hidden_size(arch)
+        patterns["moe_layer_freq"] = derived.moe_layer_pattern(arch)
+        patterns["moe_ffn_hidden_size"] = derived.moe_ffn_hidden_size(arch)
+    if arch.experimental_attention_variant is not None:
+        patterns["linear_attention_freq"] = derived.linear_layer_pattern(arch)
     return dataclasses.replace(
         arch,
-        **experts,
+        **patterns,
         ffn_hidden_size=derived.ffn_hidden_size(arch),
         num_query_groups=derived.num_query_groups(arch),
         kv_channels=derived.kv_channels(arch),

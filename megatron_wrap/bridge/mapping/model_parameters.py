@@ -102,6 +102,8 @@ def view_of(parameter: Tensor, piece: Piece, block: Region) -> Tensor:
         view = view.unflatten(0, (2, -1)).transpose(0, 1)
     if piece.transposed:
         view = view.movedim(-1, 0)
+    if piece.depthwise:
+        view = view[:, None]
     if piece.stacked:
         view = view[None]
     start, rows = piece.region[0][0], 2 if piece.interleaved and not (piece.transposed or piece.stacked) else 1

@@ -41,6 +41,8 @@ class Piece:
     """The Hugging Face tensor has a further first dimension, of which `region` has one index."""
     interleaved: bool = False
     """Rows of the first and the second half of the local parameter alternate in the Hugging Face tensor."""
+    depthwise: bool = False
+    """The Hugging Face tensor has a dimension of size 1 between its rows and columns, which `region` has as well."""
 
     @property
     def numel(self) -> int:
@@ -64,6 +66,7 @@ class Mapping:
         other_start: index of the Hugging Face tensors' other dimension at which the parameter begins.
         index: of the parameter in a further first dimension of the Hugging Face tensors, which stack all experts.
         interleaved: of a gated projection of a stack, gate and up alternate in the Hugging Face tensor.
+        depthwise: the Hugging Face tensor is the weight [rows, 1, columns] of a convolution of each channel.
     """
 
     parts: tuple[tuple[Run, ...], ...]
@@ -76,6 +79,7 @@ class Mapping:
     other_start: int = 0
     index: int | None = None
     interleaved: bool = False
+    depthwise: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each Hugging Face tensor of this parameter, as far as its runs cover the tensor."""
@@ -118,7 +122,8 @@ class Mapping:
                     region = self._region(first + offset, last + offset)
                     local = self._local_region(first + target, last + target)
                     stacked = self.index is not None
-                    pieces.append(Piece(run.name, region, local, self.transposed, stacked, self.interleaved))
+                    how = (self.transposed, stacked, self.interleaved, self.depthwise)
+                    pieces.append(Piece(run.name, region, local, *how))
                 before += length
         return pieces
 
@@ -140,6 +145,8 @@ class Mapping:
                 for dim, (low, high) in enumerate(region)
             )
         region = region[::-1] if self.transposed else region
+        if self.depthwise:
+            region = (region[0], (0, 1), region[1])
         return region if self.index is None else ((self.index, self.index + 1), *region)
 
 
@@ -193,6 +200,38 @@ def query_key_value(
         for name, start in ((key, key_start), (value, value_start)):
             runs.append(Run(name, start + group * width, start + (group + 1) * width))
     return Mapping((tuple(runs),), columns)
+
+
+def gated_query_key_value(
+    query: str, key: str, value: str, heads: int, groups: int, width: int, columns: int | None = None
+) -> Mapping:
+    """As `query_key_value` with a gate for each query head. In the tensor `query` a head's query precedes its gate; the
+    rows of a group are its queries, their gates, its key, its value."""
+    queries = heads // groups
+    runs: list[Run] = []
+    for group in range(groups):
+        starts = [2 * head * width for head in range(group * queries, (group + 1) * queries)]
+        runs += [Run(query, start, start + width) for start in starts]
+        runs += [Run(query, start + width, start + 2 * width) for start in starts]
+        runs += [Run(name, group * width, (group + 1) * width) for name in (key, value)]
+    return Mapping((tuple(runs),), columns)
+
+
+def by_head(parts: Sequence[tuple[Run, int]], heads: int, columns: int | None = None) -> Mapping:
+    """Rows ordered by head: those of each part for head 0, then those of each part for head 1, and so on.
+
+    Args:
+        parts: the run of head 0, and the rows from a head's run to that of the next head.
+    """
+    runs = [
+        Run(run.name, run.start + head * step, run.stop + head * step) for head in range(heads) for run, step in parts
+    ]
+    return Mapping((tuple(runs),), columns)
+
+
+def depthwise(mapping: Mapping) -> Mapping:
+    """The same parameter, whose Hugging Face tensors are weights [rows, 1, columns] of a convolution by channel."""
+    return replace(mapping, depthwise=True)
 
 
 def transposed(mapping: Mapping) -> Mapping:

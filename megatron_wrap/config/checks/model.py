@@ -24,7 +24,17 @@ def check_model(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other; see `check_each`.
     """
     latent = [_check_latent_attention] if config.arch.multi_latent_attention else []
-    checks = [_check_output, _check_attention, *latent, _check_model, check_experts, _check_sharding, _check_pipeline]
+    linear = [_check_linear_attention] if config.arch.experimental_attention_variant is not None else []
+    checks = [
+        _check_output,
+        _check_attention,
+        *latent,
+        *linear,
+        _check_model,
+        check_experts,
+        _check_sharding,
+        _check_pipeline,
+    ]
     check_each(config, checks)
 
 
@@ -132,6 +142,7 @@ def _check_latent_attention(config: RunConfig) -> None:
         ("window_size", (None,)),
         ("softmax_type", ("vanilla",)),
         ("correction_range_round_to_int", (True,)),
+        ("attention_output_gate", (False,)),
     )
     if arch.qk_pos_emb_head_dim % 2:
         rule = f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even"
@@ -143,6 +154,38 @@ def _check_latent_attention(config: RunConfig) -> None:
             ["parallel.sequence_parallel"],
             "false with tensor_model_parallel_size > 1 is not supported for multi_latent_attention; write true or null",
         )
+
+
+def _check_linear_attention(config: RunConfig) -> None:
+    arch, key = config.arch, "arch.experimental_attention_variant"
+    pattern = derived.linear_layer_pattern(arch)
+    if isinstance(arch.linear_attention_freq, int) and arch.linear_attention_freq < 1:
+        refuse(config, ["arch.linear_attention_freq"], f"must be at least 1, not {arch.linear_attention_freq}")
+    if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
+        refuse(
+            config,
+            ["arch.linear_attention_freq", "arch.num_layers"],
+            f"defines {len(pattern)} layers, {pattern.count(1)} of them with linear attention, and num_layers is "
+            f"{arch.num_layers}; write 1 (linear) or 0 for each layer, and at least one 1",
+        )
+    keys, values = arch.linear_num_key_heads, arch.linear_num_value_heads
+    if values % keys:
+        rule = f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}; change one of them"
+        refuse(config, ["arch.linear_num_value_heads", "arch.linear_num_key_heads"], rule)
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
+    if keys % ranks:
+        refuse(
+            config,
+            ["arch.linear_num_key_heads", "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"],
+            f"linear_num_key_heads {keys} is not divisible by the {ranks} processes that share the heads of linear "
+            f"attention (tensor times context parallelism); legal products: {divisors(keys)}",
+        )
+    _check_values(config, "experimental_attention_variant", ("multi_latent_attention", (False,)))
+    if config.dtype.fp8 is not None:
+        refuse(config, ["dtype.fp8", key], "linear attention has no FP8 products yet; write null")
+    if config.adapter.adapter_type != "none":
+        rule = "adapters of models with linear attention are not supported yet; train all weights"
+        refuse(config, ["adapter.adapter_type", key], rule)
 
 
 def _check_model(config: RunConfig) -> None:

@@ -89,6 +89,8 @@ NEEDS = (
         Need("flow.flow_key", "data.data_key", ("none", "dataset", "jsonl"), when=flow, remedy=_WITH_SAMPLES)
         for flow in _FLOWS_ON_TEXT
     ),
+    Need("arch.linear_attention_freq", "arch.experimental_attention_variant"),
+    Need("arch.experimental_attention_variant", "arch.linear_attention_freq"),
     Need("arch.transformer_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
     Need("arch.moe_token_dispatcher_type", "init.platform", ("auto", "cuda"), when="flex"),
     Need("arch.experts_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),

@@ -97,6 +97,16 @@ def window_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
     return frequency
 
 
+def linear_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
+    """For each layer 1 if it has linear attention, else 0."""
+    frequency = arch.linear_attention_freq
+    if arch.experimental_attention_variant is None or frequency is None:
+        return (0,) * arch.num_layers
+    if isinstance(frequency, int):
+        return tuple(int((layer + 1) % frequency != 0) for layer in range(arch.num_layers))
+    return frequency
+
+
 def _list_of(node: ast.expr) -> list[int]:
     """The value of a sum of lists and of their multiples, the form of Megatron-LM's --moe-layer-freq."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -135,6 +135,23 @@ class ArchConfig:
     query_scaling_beta: float | None = key(None, above=0)
     """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_max_position_embeddings)) (Llama 4,
     Ministral 3); null: unscaled."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention by the sigmoid of a gate, as wide as the queries (Qwen3-Next)."""
+    experimental_attention_variant: Literal["gated_delta_net"] | None = None
+    """Kind of linear attention in the layers of linear_attention_freq: gated delta networks (arXiv:2412.06464,
+    Qwen3-Next, Qwen3.5); null: attention in all layers."""
+    linear_attention_freq: int | tuple[int, ...] | None = None
+    """Layers with linear attention: all but every N-th, or a list of 1 (linear) and 0 for each layer; null: none."""
+    linear_conv_kernel_dim: int = key(4, at_least=1)
+    """Linear attention: tokens that the convolution of queries, keys and values spans, its own included."""
+    linear_key_head_dim: int = key(128, at_least=1)
+    """Linear attention: width of a query's and key's head."""
+    linear_value_head_dim: int = key(128, at_least=1)
+    """Linear attention: width of a value's head."""
+    linear_num_key_heads: int = key(16, at_least=1)
+    """Linear attention: heads of queries and keys, each for several heads of values."""
+    linear_num_value_heads: int = key(32, at_least=1)
+    """Linear attention: heads of values, each with a state."""
     num_experts: int | None = key(None, at_least=1, at_most=10_000)
     """Experts of each mixture-of-experts layer; null: a dense model, in which the moe_ keys have no effect."""
     moe_layer_freq: int | tuple[int, ...] | str = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,14 @@ from torch import Tensor
 from megatron_wrap.engine.generation.decoding import ConstantShapeDecoding
 from megatron_wrap.engine.generation.kv_cache import KeyValueCache
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.nn.linear_attention.recurrent_state import RecurrentState
 from megatron_wrap.parallel.collectives import broadcast_on, gather_tensors, receive, send
-from megatron_wrap.platform.megatron_core.generation import left_padded, masked_slots, with_cache
+from megatron_wrap.platform.megatron_core.generation import (
+    left_padded,
+    masked_slots,
+    with_cache,
+    with_recurrent_states,
+)
 
 SLOT_MULTIPLE = 16
 """Slots of the cache are a multiple of it, because attention with a mask is slower where rows are not aligned."""
@@ -53,6 +60,8 @@ class CachedModel(contextlib.ExitStack):
         self._context = StaticInferenceContext(len(sources), self._length)
         self._decoding: ConstantShapeDecoding | None = None
         self.enter_context(with_cache(state.chunks, self._cache.update))
+        new_state = functools.partial(RecurrentState, self._padding, self._sources)
+        self.enter_context(with_recurrent_states(state.chunks, new_state))
 
     def next_logits(self, token_ids: Tensor) -> Tensor | None:
         """Process the next tokens of each sequence and extend the KV cache. Collective over the replica.
@@ -170,9 +179,11 @@ class CachedModel(contextlib.ExitStack):
 
 def _constant_shapes(state: TrainingState) -> bool:
     """Whether decoding has a form with constant shapes that pays: on a GPU, in one stage, where nothing depends on a
-    count of tokens on the host: experts, latent attention, sliding windows and the scaling of queries do."""
+    count of tokens on the host: experts, latent attention, sliding windows and the scaling of queries do; and where
+    all layers write in place, which linear attention does not."""
     config = state.transformer_config
     counted = config.num_moe_experts or config.multi_latent_attention or config.window_size is not None
     counted = counted or state.config.arch.query_scaling_beta is not None
+    counted = counted or state.config.arch.experimental_attention_variant is not None
     alone = state.parallel.pp.size == 1 and len(state.chunks) == 1 and state.parallel.tp.size == 1
     return state.platform.device.type == "cuda" and alone and not counted

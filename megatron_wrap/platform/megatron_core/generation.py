@@ -81,6 +81,20 @@ def with_cache(chunks: Sequence[Any], update: Callable[..., Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
+def with_recurrent_states(chunks: Sequence[Any], state: Callable[[], Any]) -> Iterator[None]:
+    """Give each layer of linear attention, which has an attribute `recurrent_state`, a state of its own.
+
+    Args:
+        state: returns a new state.
+    """
+    with Replacements() as replacements:
+        for module in _modules(chunks):
+            if hasattr(module, "recurrent_state"):
+                replacements.set(module, "recurrent_state", state())
+        yield
+
+
+@contextlib.contextmanager
 def masked_slots(chunks: Sequence[Any], is_masked: Tensor, masked: Callable[[Any, Tensor], Any]) -> Iterator[None]:
     """Use another core attention in every layer, which does not attend to some slots of the KV cache.
 

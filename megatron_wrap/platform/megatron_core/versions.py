@@ -155,11 +155,29 @@ def te_layer_spec(**arguments: Any) -> Any:
     return _layer_spec("get_gpt_layer_with_transformer_engine_spec", arguments)
 
 
+def linear_layers(transformer_engine: bool) -> tuple[type, type]:
+    """The classes of a column-parallel and of a row-parallel linear layer."""
+    if transformer_engine:
+        te = importlib.import_module("megatron.core.extensions.transformer_engine")
+        return te.TEColumnParallelLinear, te.TERowParallelLinear
+    local = importlib.import_module("megatron.core.tensor_parallel")
+    return local.ColumnParallelLinear, local.RowParallelLinear
+
+
+def use_separate_input_norm(layer: Any, norm: Any) -> None:
+    """Build the norm before the attention of a layer spec as a module of its own, with its own name in checkpoints."""
+    layer.submodules.input_layernorm = norm
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {
+        ours: saved for ours, saved in names.items() if ours != "input_layernorm."
+    }
+
+
 def use_te_linears(layer: Any) -> None:
     """Build the linear layers of a local layer spec without experts as Transformer Engine's. Norms stay modules of
     their own, so hooks of a linear layer see its normalized input."""
-    te = importlib.import_module("megatron.core.extensions.transformer_engine")
-    replaced = {"ColumnParallelLinear": te.TEColumnParallelLinear, "RowParallelLinear": te.TERowParallelLinear}
+    column, row = linear_layers(transformer_engine=True)
+    replaced = {"ColumnParallelLinear": column, "RowParallelLinear": row}
     for part in (layer.submodules.self_attention.submodules, _mlp_submodules(layer)):
         for name, module in vars(part).items():
             if (name_of := getattr(module, "__name__", "")) in replaced:

@@ -16,11 +16,14 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from megatron_wrap.metrics.throughput import (
     ExpertShape,
     LatentAttentionShape,
+    LinearAttentionShape,
     ModelShape,
     forward_flops,
     tflops_per_device,
@@ -68,6 +71,9 @@ GLM = dataclasses.replace(
 DEEPSEEK_LITE = dataclasses.replace(
     DEEPSEEK, latent_attention=dataclasses.replace(DEEPSEEK.latent_attention, q_lora_rank=None)
 )
+
+
+GATED = dataclasses.replace(LLAMA, output_gate=True)
 
 
 def llama_sizes(shape):
@@ -134,6 +140,13 @@ def make_qwen2_moe():
     return Qwen2MoeForCausalLM(config)
 
 
+def make_gated():
+    config = Qwen3_5TextConfig(
+        **llama_sizes(GATED), head_dim=GATED.kv_channels, layer_types=["full_attention"] * GATED.num_layers
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
 def make_llama():
     return LlamaForCausalLM(LlamaConfig(**llama_sizes(LLAMA), head_dim=LLAMA.kv_channels))
 
@@ -171,6 +184,7 @@ MODELS = [
     (make_deepseek, DEEPSEEK),
     (make_deepseek_lite, DEEPSEEK_LITE),
     (make_glm, GLM),
+    (make_gated, GATED),
 ]
 
 
@@ -206,6 +220,25 @@ def test_flops_equal_megatron_lms_formula():
         mlp = 4 * expansion * (1.5 if shape.gated_linear_unit else 1.0) * tokens * hidden**2
         expected = 3 * (shape.num_layers * (attention + mlp) + 2 * tokens * hidden * shape.vocab_size)
         assert training_flops(shape, tokens, squares) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_of_linear_attention_equal_megatron_lms_formula():
+    # linear_self_attn_term of megatron/training/training.py (0.19.2), for heads of one width
+    linear = LinearAttentionShape(
+        num_layers=2, num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=10, conv_kernel_dim=4
+    )
+    qk_dim, v_dim, hidden = 2 * 10, 6 * 10, GATED.hidden_size
+    term = hidden * (2 * qk_dim + 2 * v_dim + 2 * 6) + 4 * (2 * qk_dim + v_dim) + 6 * 10**2 * 4 + hidden * v_dim
+    tokens, squares = 40, 8**2 + 32**2
+
+    def of_layers(number):
+        """FLOPs of attention and MLPs in layers without linear attention."""
+        return training_flops(dataclasses.replace(GATED, num_layers=number, output_size=0), tokens, squares)
+
+    mlp = 3 * 2 * tokens * hidden * 3 * GATED.ffn_hidden_size
+    output = 3 * 2 * tokens * hidden * GATED.vocab_size
+    expected = of_layers(1) + 2 * (3 * 2 * tokens * term + mlp) + output
+    assert training_flops(dataclasses.replace(GATED, linear_attention=linear), tokens, squares) == expected
 
 
 def test_packed_documents_cost_less_than_one_long_sequence():

@@ -58,6 +58,10 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "qwen3-32b": ("qwen3", 32_762_123_264),
     "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
     "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
+    "qwen3-next-80b-a3b": ("qwen3_next", 79_674_391_296),
+    "qwen3.5-9b": ("qwen3_5_text", 8_953_803_264),
+    "qwen3.5-27b": ("qwen3_5_text", 26_895_998_464),
+    "qwen3.5-35b-a3b": ("qwen3_5_moe_text", 34_660_610_688),
     "smollm3-3b": ("smollm3", 3_075_098_624),
     "seed-oss-36b": ("seed_oss", 36_151_104_512),
     "glm-4.5-air": ("glm4_moe", 106_852_245_504),
@@ -79,7 +83,8 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),
 }
 """Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors, without
-those of layers for multi-token prediction."""
+those of layers for multi-token prediction; of Qwen3.5 those of the language model, which llama.cpp counts (8.95, 26.90
+and 34.66 billion)."""
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ LM = {
 }
 
 
+LINEAR = ("arch.experimental_attention_variant=gated_delta_net", "arch.linear_attention_freq=4")
+
+
 def load(run: str, *short: str) -> RunConfig:
     """Overrides with the section's short name: load(run, "train.seed=1")."""
     return load_run_config(run, [f"{LM[text.partition('.')[0]]}.{text.partition('.')[2]}" for text in short])
@@ -385,6 +388,14 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             "shared experts cannot have biases",
         ),
         (["arch.window_attn_skip_freq=[1,0]", "arch.window_size=[3,0]"], "2 values for 4 layers"),
+        ([*LINEAR, "arch.linear_attention_freq=[1,0]"], "defines 2 layers, 1 of them with linear attention"),
+        ([*LINEAR, "arch.linear_attention_freq=1"], "defines 4 layers, 0 of them with linear attention"),
+        (["arch.linear_attention_freq=4"], "linear_attention_freq 4 needs experimental_attention_variant"),
+        ([*LINEAR, "arch.linear_num_value_heads=40"], "40 is not a multiple of linear_num_key_heads 16"),
+        (
+            [*LINEAR, "arch.linear_num_key_heads=2", "parallel.tensor_model_parallel_size=4"],
+            "linear_num_key_heads 2 is not divisible by the 4 processes",
+        ),
         (["arch.rope_type=yarn", "arch.rotary_percent=0.5"], "rope_type yarn needs rotary_percent 1.0, not 0.5"),
         (
             ["arch.rope_type=longrope", "arch.longrope_short_factor=[1,2]"],

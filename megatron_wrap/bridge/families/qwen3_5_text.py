@@ -1,0 +1,52 @@
+"""Qwen3.5, dense: the layers of Qwen3-Next with other projections, and dense MLPs (transformers/models/qwen3_5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.qwen3_next import (
+    convolved_parts,
+    hybrid_config,
+    hybrid_layer,
+    hybrid_values,
+    prediction_layers,
+    values_per_key,
+)
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
+from megatron_wrap.bridge.mapping.tensors import Run
+from megatron_wrap.config.schema.model import ArchConfig
+
+
+def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
+    """A tensor for queries, keys and values, and one each for betas, decays and gates, their rows ordered by head."""
+    heads = values_per_key(arch)
+    gates = heads * arch.linear_value_head_dim
+    parts = [
+        *convolved_parts(arch, theirs + "in_proj_qkv.weight"),
+        (Run(theirs + "in_proj_b.weight", 0, heads), heads),
+        (Run(theirs + "in_proj_a.weight", 0, heads), heads),
+        (Run(theirs + "in_proj_z.weight", 0, gates), gates),
+    ]
+    return weights.by_head(parts, arch.linear_num_key_heads, hidden)
+
+
+parameters = partial(decoder.decoder_table, layer=partial(hybrid_layer, in_proj=in_proj))
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    return hybrid_values(config, tied=False)
+
+
+FAMILY = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    arch_values=_arch_values,
+    config_values=hybrid_config,
+    parameters=parameters,
+    left_out=prediction_layers,
+)

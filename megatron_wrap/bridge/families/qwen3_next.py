@@ -1,0 +1,167 @@
+"""Qwen3-Next: gated delta networks in most layers, attention with output gates and partly rotated heads in the others,
+zero-centered norms, experts with a gated shared one (transformers/models/qwen3_next).
+
+The layers for multi-token prediction are not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
+from megatron_wrap.bridge.mapping.tensors import Run
+from megatron_wrap.config.schema.derived import linear_layer_pattern
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
+
+LINEAR, FULL = "linear_attention", "full_attention"
+_SIZES: Mapping[str, int] = {
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+}
+"""Keys of the linear layers, which have the same names in config.json -> transformers' defaults."""
+
+
+def hybrid_values(config: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+    """Architecture keys of Qwen3-Next and Qwen3.5, without those of experts."""
+    refuse_unless(config, attention_bias=False, attn_output_gate=True)
+    values = decoder.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=tied)
+    interval = config.get("full_attention_interval") or 4  # transformers' defaults
+    kinds = config.get("layer_types") or [
+        LINEAR if (layer + 1) % interval else FULL for layer in range(values["num_layers"])
+    ]
+    if len(kinds) != values["num_layers"] or set(kinds) - {LINEAR, FULL}:
+        raise UnsupportedModel(f"layer_types must be {LINEAR} or {FULL} for each of {values['num_layers']} layers")
+    linear: dict[str, Any] = {}
+    if LINEAR in kinds:
+        linear = {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == LINEAR) for kind in kinds],
+            **{name: config.get(name, default) for name, default in _SIZES.items()},
+        }
+    return {
+        **values,
+        **linear,
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+    }
+
+
+def hybrid_config(arch: ArchConfig) -> dict[str, Any]:
+    """The inverse of `hybrid_values`."""
+    return {
+        **decoder.decoder_config(arch),
+        "partial_rotary_factor": arch.rotary_percent,
+        "layer_types": [LINEAR if is_linear else FULL for is_linear in linear_layer_pattern(arch)],
+        **{name: getattr(arch, name) for name in _SIZES},
+        "attention_bias": False,
+    }
+
+
+Projection = Callable[[ArchConfig, str, int], WeightMapping]
+"""(arch, prefix of the layer's tensors, hidden size) -> the mapping of `in_proj`."""
+
+
+def hybrid_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, in_proj: Projection) -> Table:
+    """The table of a layer of either kind."""
+    is_linear = linear_layer_pattern(arch)[int(ours.split(".")[2])]
+    attention = _linear_table(arch, sizes, ours, theirs, in_proj) if is_linear else None
+    return {
+        **decoder.norm_table(sizes, ours, theirs),
+        **(decoder.attention_table(arch, sizes, ours, theirs) if attention is None else attention),
+        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
+    }
+
+
+def _linear_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, in_proj: Projection) -> Table:
+    ours, theirs = ours + "self_attention.", theirs + "linear_attn."
+    heads, width = arch.linear_num_value_heads, arch.linear_value_head_dim
+    convolved = weights.by_head(
+        convolved_parts(arch, theirs + "conv1d.weight"), arch.linear_num_key_heads, arch.linear_conv_kernel_dim
+    )
+    return {
+        ours + "in_proj.weight": in_proj(arch, theirs, sizes.hidden),
+        ours + "conv_weight": weights.depthwise(convolved),
+        ours + "A_log": weights.column(theirs + "A_log", heads),
+        ours + "dt_bias": weights.column(theirs + "dt_bias", heads),
+        ours + "norm_weight": weights.replicated(theirs + "norm.weight", width),
+        ours + "out_proj.weight": weights.row(theirs + "out_proj.weight", sizes.hidden, heads * width),
+    }
+
+
+def convolved_parts(arch: ArchConfig, name: str) -> list[tuple[Run, int]]:
+    """The parts of a tensor whose rows are the queries of all heads, then all keys, then all values; see `by_head`."""
+    key, values = arch.linear_key_head_dim, values_per_key(arch) * arch.linear_value_head_dim
+    keys = arch.linear_num_key_heads * key
+    return [
+        (Run(name, 0, key), key),
+        (Run(name, keys, keys + key), key),
+        (Run(name, 2 * keys, 2 * keys + values), values),
+    ]
+
+
+def values_per_key(arch: ArchConfig) -> int:
+    """Value heads of a key head."""
+    return arch.linear_num_value_heads // arch.linear_num_key_heads
+
+
+def _in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
+    """Two tensors with rows ordered by key head: query, key, values, gates; betas, decays."""
+    heads = values_per_key(arch)
+    gates = heads * arch.linear_value_head_dim
+    convolved = 2 * arch.linear_key_head_dim + gates
+    qkvz, ba = theirs + "in_proj_qkvz.weight", theirs + "in_proj_ba.weight"
+    parts = [
+        (Run(qkvz, 0, convolved), convolved + gates),
+        (Run(ba, 0, 2 * heads), 2 * heads),
+        (Run(qkvz, convolved, convolved + gates), convolved + gates),
+    ]
+    return weights.by_head(parts, arch.linear_num_key_heads, hidden)
+
+
+def hybrid_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Architecture keys of the experts of Qwen3-Next and Qwen3.5."""
+    return {
+        **qwen_experts({"norm_topk_prob": True, **config}, num_layers),  # transformers' default
+        "moe_shared_expert_intermediate_size": need(config, "shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def hybrid_experts_config(arch: ArchConfig) -> dict[str, Any]:
+    """The inverse of `hybrid_experts`."""
+    values = qwen_experts_config(arch)
+    del values["use_sliding_window"]
+    return {**values, "shared_expert_intermediate_size": arch.moe_shared_expert_intermediate_size}
+
+
+def prediction_layers(_: ArchConfig) -> dict[str, str]:
+    """Patterns of the layers for multi-token prediction -> the warning that they are left out."""
+    return {r"mtp\..*": "the layers for multi-token prediction are not loaded: not trained, and not exported"}
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = hybrid_values(config, tied=False)
+    return {**values, **hybrid_experts(config, values["num_layers"])}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {**hybrid_config(arch), **hybrid_experts_config(arch)}
+
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    arch_values=_arch_values,
+    config_values=_config_values,
+    parameters=partial(decoder.decoder_table, layer=partial(hybrid_layer, in_proj=_in_proj)),
+    left_out=prediction_layers,
+)

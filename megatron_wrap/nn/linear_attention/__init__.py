@@ -1,0 +1,1 @@
+"""Linear attention: layers whose state has the same size for any number of tokens."""

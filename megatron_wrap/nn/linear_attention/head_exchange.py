@@ -1,0 +1,41 @@
+"""All-to-all between a rank's share of each sequence with all heads, and whole sequences with a share of the heads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import all_to_all
+from torch import Tensor
+
+from megatron_wrap.parallel.context import packed_positions
+
+
+def to_whole_sequences(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tensor:
+    """[s / cp, b, heads, d] in this rank's zig-zag order to [s, b, heads / cp, d] in the order of the row.
+
+    Args:
+        lengths: global, of the sequences in a row; multiples of 2 * cp.
+        group: of the context-parallel ranks.
+    """
+    size = group.size()
+    shares = tensor.unflatten(2, (size, -1)).movedim(2, 0)
+    received = all_to_all(group, shares.contiguous()).flatten(0, 1)
+    _, from_ranks = _order(lengths, size, tensor.device)
+    return received.index_select(0, from_ranks)
+
+
+def to_whole_heads(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tensor:
+    """The inverse of `to_whole_sequences`."""
+    size = group.size()
+    by_rank, _ = _order(lengths, size, tensor.device)
+    received = all_to_all(group, tensor.index_select(0, by_rank).unflatten(0, (size, -1)).contiguous())
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+@functools.lru_cache(maxsize=16)
+def _order(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions in the row of the concatenated shares of all ranks, and the inverse permutation."""
+    positions = torch.cat([packed_positions(lengths, size, rank) for rank in range(size)])
+    return positions.to(device), positions.argsort().to(device)
