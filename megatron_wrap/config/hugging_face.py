@@ -62,7 +62,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "glm_moe_dsa": _INDEXER,
     "glm5_next": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
     "glm5_next_text": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
-    "kimi_linear": "most layers have linear attention (Kimi Delta Attention)",
+    "kimi_linear": "most layers have Kimi delta attention, with a decay for each channel of a key",
     "kimi_k25": "the text model stands beside a vision encoder, with INT4 weights",
     "mistral_large4": _LARGE4,
     "mistral_large4_text": _LARGE4,

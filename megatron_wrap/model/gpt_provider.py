@@ -158,8 +158,7 @@ def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> No
     from megatron_wrap.platform.megatron_core import versions
 
     linear_layers = GatedDeltaNetSubmodules(*versions.linear_layers(transformer_engine))
-    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=linear_layers)
-    versions.use_separate_input_norm(layer, norm)
+    versions.use_attention(layer, ModuleSpec(module=GatedDeltaNet, submodules=linear_layers), norm)
 
 
 def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:

@@ -164,8 +164,10 @@ def linear_layers(transformer_engine: bool) -> tuple[type, type]:
     return local.ColumnParallelLinear, local.RowParallelLinear
 
 
-def use_separate_input_norm(layer: Any, norm: Any) -> None:
-    """Build the norm before the attention of a layer spec as a module of its own, with its own name in checkpoints."""
+def use_attention(layer: Any, attention: Any, norm: Any) -> None:
+    """Build the attention of a layer spec from another spec, after a norm that is a module of its own and has its own
+    name in checkpoints."""
+    layer.submodules.self_attention = attention
     layer.submodules.input_layernorm = norm
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
