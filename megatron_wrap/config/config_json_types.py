@@ -50,6 +50,8 @@ _ROPE_NUMBERS = (
     *("original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor"),
     "llama_4_scaling_beta",
 )
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Keys of rotary parameters by the kind of a layer (OLMo 3, Gemma 3)."""
 _LOOPS: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 10_000),
@@ -86,22 +88,27 @@ def check_types(values: Mapping[str, Any]) -> None:
         if items is not None and not (isinstance(items, list) and all(isinstance(item, str | int) for item in items)):
             raise ConfigError(f"{name} must be a list of names or numbers, not {describe(items)}")
     for name in ("rope_scaling", "rope_parameters"):
-        rope = values.get(name)
-        if not isinstance(rope, dict | None):
-            raise ConfigError(f"{name} must be a mapping, not {describe(rope)}")
-        for key in _ROPE_NUMBERS:
-            _check_number(f"{name}.{key}", (rope or {}).get(key))
-        for key in ("short_factor", "long_factor"):
-            factors = (rope or {}).get(key)
-            if not isinstance(factors, list | None):
+        _check_rope(name, values.get(name))
+        for kind in _LAYER_KINDS:
+            _check_rope(f"{name}.{kind}", (values.get(name) or {}).get(kind))
+
+
+def _check_rope(name: str, rope: Any) -> None:
+    if not isinstance(rope, dict | None):
+        raise ConfigError(f"{name} must be a mapping, not {describe(rope)}")
+    for key in _ROPE_NUMBERS:
+        _check_number(f"{name}.{key}", (rope or {}).get(key))
+    for key in ("short_factor", "long_factor"):
+        factors = (rope or {}).get(key)
+        if not isinstance(factors, list | None):
+            raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
+        for factor in factors or ():
+            if factor is None:
                 raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
-            for factor in factors or ():
-                if factor is None:
-                    raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
-                _check_number(f"{name}.{key}", factor)
-        for key in ("rope_type", "type"):
-            if not isinstance((rope or {}).get(key), str | None):
-                raise ConfigError(f"{name}.{key} must be a name, not {describe((rope or {})[key])}")
+            _check_number(f"{name}.{key}", factor)
+    for key in ("rope_type", "type"):
+        if not isinstance((rope or {}).get(key), str | None):
+            raise ConfigError(f"{name}.{key} must be a name, not {describe((rope or {})[key])}")
 
 
 def _check_integer(name: str, value: Any, at_least: int, at_most: int) -> None:

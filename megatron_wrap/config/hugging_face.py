@@ -40,6 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
     *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
+    *("olmo2", "olmo3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("seed_oss", "smollm3"),
 )
@@ -68,7 +69,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "mistral_large4_text": _LARGE4,
     "qwen4_exp": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
     "qwen4_exp_text": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
-    "olmo2": "norms only follow attention and MLP, and those of queries and keys span all heads",
 }
 """model_type -> features that our layers lack."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig
@@ -36,3 +37,9 @@ class YarnDecoderConfig(DecoderConfig):
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+
+    def without_yarn(self) -> YarnDecoderConfig:
+        """A copy for attention layers whose rotary angles are not scaled: they multiply rotated parts by 1."""
+        unscaled = copy.copy(self)
+        unscaled.yarn_rotary_scaling_factor = 1.0
+        return unscaled

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
-from megatron_wrap.nn.rotary import LongRotaryEmbedding
+from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
 
 
 class BatchFirstGPTModel(GPTModel):
@@ -27,22 +28,30 @@ class BatchFirstGPTModel(GPTModel):
     and in the backward their gradient, the largest tensors of the step. Transposing the hidden states before the output
     layer moves V / hidden_size times less memory.
 
-    Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's. With an inference
-    context it returns the logits of the last position only, [B, 1, V/tp].
+    Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's, `window_rotary_base`
+    is the base of those of layers with a window. With an inference context it returns the logits of the last position
+    only, [B, 1, V/tp].
     """
 
-    def __init__(self, rotary_factors: Sequence[float] | None = None, **arguments: Any) -> None:
+    rotary_pos_emb: Any
+
+    def __init__(
+        self, rotary_factors: Sequence[float] | None = None, window_rotary_base: float | None = None, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
+        rotary: dict[str, Any] = {
+            "kv_channels": self.config.kv_channels,
+            "rotary_percent": arguments["rotary_percent"],
+            "rotary_interleaved": self.config.rotary_interleaved,
+            "use_cpu_initialization": self.config.use_cpu_initialization,
+            "cp_group": self.pg_collection.cp,
+        }
         if rotary_factors is not None:
-            self.rotary_pos_emb = LongRotaryEmbedding(
-                self.config.kv_channels,
-                arguments["rotary_percent"],
-                factors=rotary_factors,
-                rotary_interleaved=self.config.rotary_interleaved,
-                rotary_base=arguments["rotary_base"],
-                use_cpu_initialization=self.config.use_cpu_initialization,
-                cp_group=self.pg_collection.cp,
-            )
+            base = arguments["rotary_base"]
+            self.rotary_pos_emb = LongRotaryEmbedding(factors=rotary_factors, rotary_base=base, **rotary)
+        if window_rotary_base is not None:
+            window = RotaryEmbedding(rotary_base=window_rotary_base, **rotary)
+            self.rotary_pos_emb = RotaryByWindow(self.rotary_pos_emb, window)
 
     def forward(self, *arguments: Any, embedding_noise: EmbeddingNoise | None = None, **named: Any) -> Any:
         """As in the base class; `embedding_noise` is added to the word embeddings in training mode."""

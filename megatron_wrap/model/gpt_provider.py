@@ -60,6 +60,7 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
         "rope_scaling": arch.use_rope_scaling,
         "rope_scaling_factor": arch.rope_scaling_factor,
         "rotary_factors": derived.longrope_factors(arch, request.config.train.seq_length),
+        "window_rotary_base": arch.window_rotary_base,
         "seq_len_interpolation_factor": arch.rotary_seq_len_interpolation_factor,
         "vp_stage": request.virtual_stage,
     }
@@ -71,13 +72,6 @@ def _block_spec(request: ModelRequest) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    norm: Any
-    if request.transformer_engine:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm = TENorm
-    else:
-        norm = _torch_norm(request.config.arch)
     config = request.transformer_config
     layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
     first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
@@ -87,8 +81,8 @@ def _block_spec(request: ModelRequest) -> Any:
     specs = {kind: _layer_spec(request, with_experts=bool(kind[0])) for kind in set(kinds)}
     for (_, is_linear), spec in specs.items():
         if is_linear:
-            _use_linear_attention(spec, norm, request.transformer_engine)
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
+            _use_linear_attention(spec, _norm(request), request.transformer_engine)
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(request))
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
@@ -98,7 +92,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     from megatron_wrap.platform.megatron_core import versions
 
     arch = request.config.arch
-    arguments: dict[str, Any] = {"qk_layernorm": arch.qk_layernorm, "num_experts": None}
+    arguments: dict[str, Any] = {"qk_layernorm": request.transformer_config.qk_layernorm, "num_experts": None}
     if arch.multi_latent_attention:
         arguments["multi_latent_attention"] = True
     if with_experts:
@@ -112,6 +106,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         core_attention = ModuleSpec(module=TorchCoreAttention, params={"query_scaling": scaling})
     # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
     separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
+    separate_norms = separate_norms or arch.norm_placement == "after"  # linear layers without a norm
     if separate_norms:
         layer = versions.local_layer_spec(
             norm=_torch_norm(arch), core_attention=core_attention, normalization=arch.normalization, **arguments
@@ -121,16 +116,8 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     else:
         layer = versions.te_layer_spec(**arguments)
         layer.submodules.self_attention.submodules.core_attention = core_attention
-    if arch.multi_latent_attention:
-        from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
-
-        attention = LocalLatentAttention if separate_norms else LatentAttention
-        layer.submodules.self_attention.module = attention
-        layer.submodules.self_attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
-    elif request.transformer_config.apply_rope_fusion and has_triton() and not _splits_otherwise(arch):
-        from megatron_wrap.nn.self_attention import FusedSelfAttention
-
-        layer.submodules.self_attention.module = FusedSelfAttention
+    _choose_attention(layer, request, separate_norms)
+    _place_norms(layer, request)
     if with_experts:
         from megatron_wrap.nn.experts.router import Router
 
@@ -161,6 +148,44 @@ def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> No
     versions.use_attention(layer, ModuleSpec(module=GatedDeltaNet, submodules=linear_layers), norm)
 
 
+def _choose_attention(layer: Any, request: ModelRequest, separate_norms: bool) -> None:
+    """Set the class of attention in the spec of a layer, and its arguments."""
+    arch, attention = request.config.arch, layer.submodules.self_attention
+    per_layer_norms = arch.qk_layernorm and arch.qk_layernorm_type == "per_layer"
+    by_window = arch.window_rotary_base is not None
+    if arch.multi_latent_attention:
+        from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
+
+        attention.module = LocalLatentAttention if separate_norms else LatentAttention
+        attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
+    elif per_layer_norms or by_window:
+        from megatron_wrap.nn.self_attention import DecoderSelfAttention
+
+        attention.module = DecoderSelfAttention
+        attention.params.update(per_layer_norms=per_layer_norms, by_window=by_window)
+    elif request.transformer_config.apply_rope_fusion and has_triton() and not _splits_otherwise(arch):
+        from megatron_wrap.nn.self_attention import FusedSelfAttention
+
+        attention.module = FusedSelfAttention
+
+
+def _place_norms(layer: Any, request: ModelRequest) -> None:
+    """Change the spec of a layer with norms before attention and MLP as `norm_placement` defines it."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_wrap.nn.norm import NormBeforeAdd
+
+    placement, parts = request.config.arch.norm_placement, layer.submodules
+    if placement == "before":
+        return
+    added = {"config": request.transformer_config, "norm": _norm(request)}
+    parts.self_attn_bda = ModuleSpec(module=NormBeforeAdd, params=added)
+    parts.mlp_bda = ModuleSpec(module=NormBeforeAdd, params=added)
+    if placement == "after":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+
+
 def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
@@ -176,6 +201,15 @@ def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     by_heads = arch.upstream.get("cp_comm_type") == "a2a" and not config.flow.packing
     plain = not sinks and arch.window_size is None
     return parameter_dtype(config) != torch.float32 and (plain or by_heads)
+
+
+def _norm(request: ModelRequest) -> Any:
+    """The class of norms that are modules of their own."""
+    if request.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return _torch_norm(request.config.arch)
 
 
 def _torch_norm(arch: ArchConfig) -> Any:

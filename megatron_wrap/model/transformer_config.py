@@ -193,6 +193,8 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
         "num_query_groups": derived.num_query_groups(arch),
         "kv_channels": derived.kv_channels(arch),
         "layernorm_epsilon": arch.norm_epsilon,
+        # norms over all heads are those of DecoderSelfAttention
+        "qk_layernorm": arch.qk_layernorm and arch.qk_layernorm_type == "per_head",
         "layernorm_zero_centered_gamma": arch.apply_layernorm_1p,
         "gated_linear_unit": derived.is_gated(arch),
         "activation_func": activation,

@@ -5,6 +5,7 @@ ranks normalize different tokens and the gradients of the parameters must be sum
 `distributed/finalize_model_grads.py` does this for parameters whose `sequence_parallel` attribute is true.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,34 @@ class LayerNorm(_Norm):
         """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
         value, gamma, beta = self._to_common_dtype(x)
         return F.layer_norm(value, self.shape, gamma, beta, self.eps).to(self.weight.dtype)
+
+
+class NormBeforeAdd(nn.Module):
+    """A norm of the output of attention or the MLP, before dropout and the addition to the residual stream; for the
+    places of Megatron-Core's `get_bias_dropout_add` in a layer spec.
+
+    Args:
+        config: Megatron-Core's; reads `hidden_size` and `layernorm_epsilon`.
+        norm: class of the norm, built with (config, hidden_size, eps).
+    """
+
+    def __init__(self, config: "TransformerConfig", norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function ((output [s, b, hidden_size], bias or None), residual, dropout probability) -> [s, b,
+        hidden_size]; arguments as those of Megatron-Core's function."""
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+        add = get_bias_dropout_add(training, fused)
+
+        def normalize_and_add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            value, bias = output
+            added: Tensor = add((self.norm(value if bias is None else value + bias), None), residual, dropout)
+            return added
+
+        return normalize_and_add
 
 
 def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:

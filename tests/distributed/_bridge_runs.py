@@ -261,6 +261,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", *["linear_attention"] * 3],
         },
     ),
+    "olmo2": ("Olmo2ForCausalLM", {"num_attention_heads": 6, "head_dim": 10}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 6, "tie_word_embeddings": True, "sliding_window": 9},
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0},
+                    **{"original_max_position_embeddings": 16, "attention_factor": 1.138629436111989},
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -313,6 +328,7 @@ EXPERTS = (
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    *("olmo2", "olmo3"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (

@@ -56,6 +56,10 @@ GPT_OSS = tuple(
         *("num_experts=4", "moe_ffn_hidden_size=64", "moe_layer_freq=[0,1,1,1]"),
     )
 )
+OLMO = tuple(
+    f"megatron_lm.model.arch.{text}"
+    for text in ("norm_placement=after", "qk_layernorm=true", "qk_layernorm_type=per_layer")
+)
 
 
 LINEAR = tuple(

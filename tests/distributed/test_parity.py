@@ -230,6 +230,7 @@ GPT_OSS = (
     "megatron_lm.model.arch.moe_router_load_balancing_type=none",
     "megatron_lm.model.arch.moe_aux_loss_coeff=0.0",
 )
+OLMO3 = ("megatron_lm.model.arch.__select__=tiny-olmo3",)
 
 
 def test_an_moe_model_runs_on_expert_parallel_layouts_too(samples, ranks):
@@ -299,6 +300,13 @@ LINEAR_LAYOUTS = {"packed-tp2-sp-cp2": ["packed-tp2-sp-cp2"], **parts(DEFAULT_LA
 def test_linear_attention_on_every_layout(layouts, samples, ranks):
     report = check_parity(CONFIG, LINEAR, samples=samples, layouts=LINEAR_LAYOUTS[layouts], steps=1, ranks=ranks)
     assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+
+
+@pytest.mark.matrix
+def test_norms_after_the_blocks_and_over_all_heads_and_rotary_angles_by_window(samples, ranks):
+    layouts = ("packed", "tp2-sp", "pp2-vpp2", "cp2", "packed-tp2-sp-cp2")
+    report = check_parity(CONFIG, OLMO3, samples=samples, layouts=layouts, steps=1, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from _checkpoint_runs import (
     GPT_OSS,
     LINEAR,
     MLA,
+    OLMO,
     ONLY_EP2,
     OVERLAP,
     PP2,
@@ -73,6 +74,7 @@ OTHER_LAYOUT = {
     "latent-tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1, *MLA)), (2, (*PP2, *EXPERTS, *MLA))),
     "gpt-oss-tp2-to-ep2": ((2, (*TP2, *GPT_OSS)), (2, (*GPT_OSS, *ONLY_EP2))),
     "linear-tp2-distributed-to-pp2": ((2, (*TP2, *LINEAR, *DISTRIBUTED)), (2, (*PP2, *LINEAR, *DISTRIBUTED))),
+    "olmo-tp2-to-pp2": ((2, (*TP2, *OLMO)), (2, (*PP2, *OLMO))),
     "tp2-ep2-to-pp2": ((2, (*TP2, *EP2, *ETP1)), (2, (*PP2, *EXPERTS))),
 }
 

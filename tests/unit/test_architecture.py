@@ -75,6 +75,10 @@ FOREIGN = {
     ("model/", "router"): SPEC,
     ("model/", "experts"): SPEC,
     ("model/", "core_attention"): SPEC,
+    ("model/", "self_attn_bda"): SPEC,
+    ("model/", "mlp_bda"): SPEC,
+    ("model/", "input_layernorm"): SPEC,
+    ("model/", "pre_mlp_layernorm"): SPEC,
     ("testing/", "fill_uninitialized_memory"): "torch's switch, in a process that only runs tests",
 }
 """(folder, attribute) -> why it is assigned on an object that is not ours, outside platform/."""

@@ -3,6 +3,7 @@ with experts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,9 @@ PLAIN: dict[str, Any] = {
     "rope_type": "rope",
     "normalization": "RMSNorm",
     "apply_layernorm_1p": False,
+    "norm_placement": "before",
     "qk_layernorm": False,
+    "qk_layernorm_type": "per_head",
     "swiglu": True,
     "quick_geglu": False,
     "activation_func_clamp_value": None,
@@ -49,6 +52,7 @@ PLAIN: dict[str, Any] = {
     "longrope_long_factor": None,
     "window_size": None,
     "window_attn_skip_freq": None,
+    "window_rotary_base": None,
     "multi_latent_attention": False,
     "latent_norm_epsilon": None,
     "attention_output_gate": False,
@@ -202,7 +206,8 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def yarn_values(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embedding keys of YaRN. transformers reads mscale and mscale_all_dim only if both are set and not 0
     (modeling_rope_utils.py, _compute_yarn_parameters)."""
-    refuse_unless(rope, attention_factor=None)
+    if (factor := rope.get("attention_factor")) is not None and not math.isclose(factor, _yarn_factor(rope)):
+        raise UnsupportedModel(f"attention_factor of YaRN is {factor}, and only {_yarn_factor(rope)} can be built")
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
         rope = {**rope, "mscale": 1.0, "mscale_all_dim": 0.0}
     values = {
@@ -215,6 +220,14 @@ def yarn_values(rope: Mapping[str, Any]) -> dict[str, Any]:
         "original_max_position_embeddings": int(values["original_max_position_embeddings"]),
         "correction_range_round_to_int": bool(rope.get("truncate", True)),
     }
+
+
+def _yarn_factor(rope: Mapping[str, Any]) -> float:
+    """The attention factor that transformers computes where config.json has none."""
+    scale = 0.1 * math.log(max(float(need(rope, "factor")), 1.0))
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        return scale + 1.0
+    return float((rope["mscale"] * scale + 1.0) / (rope["mscale_all_dim"] * scale + 1.0))
 
 
 def yarn_config(arch: ArchConfig) -> dict[str, Any]:
@@ -291,9 +304,11 @@ def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> T
     if arch.add_bias_linear:
         table[ours + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
     if arch.qk_layernorm:
-        for letter in "qk":
+        for letter, count in (("q", sizes.heads), ("k", sizes.groups)):
             name = f"{projections}{letter}_norm.weight"
-            table[f"{ours}{letter}_layernorm.weight"] = weights.replicated(name, sizes.width)
+            of_head = arch.qk_layernorm_type == "per_head"
+            norm = weights.replicated(name, sizes.width) if of_head else weights.column(name, count * sizes.width)
+            table[f"{ours}{letter}_layernorm.weight"] = norm
     return table
 
 
@@ -355,10 +370,19 @@ def mlp_of_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, shar
 
 
 def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
-    """The two norms of a layer."""
+    """The two norms of a layer, before attention and MLP."""
     return {
         ours + "input_layernorm.weight": weights.replicated(theirs + "input_layernorm.weight", sizes.hidden),
         ours + "pre_mlp_layernorm.weight": weights.replicated(theirs + "post_attention_layernorm.weight", sizes.hidden),
+    }
+
+
+def norm_after_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+    """The two norms of a layer after attention and MLP, of their outputs."""
+    attention, mlp = theirs + "post_attention_layernorm.weight", theirs + "post_feedforward_layernorm.weight"
+    return {
+        ours + "self_attn_bda.norm.weight": weights.replicated(attention, sizes.hidden),
+        ours + "mlp_bda.norm.weight": weights.replicated(mlp, sizes.hidden),
     }
 
 

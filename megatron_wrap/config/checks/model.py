@@ -80,6 +80,20 @@ def _check_attention(config: RunConfig) -> None:
         _check_yarn(config)
     if arch.rope_type == "longrope":
         _check_longrope(config)
+    if arch.qk_layernorm_type == "per_layer":
+        one_width = ("multi_latent_attention", (False,))
+        _check_values(config, "qk_layernorm_type per_layer", one_width, ("normalization", ("RMSNorm",)))
+    if arch.norm_placement != "before":
+        plain = ("multi_latent_attention", (False,)), ("experimental_attention_variant", (None,))
+        _check_values(config, f"norm_placement {arch.norm_placement}", *plain)
+    if arch.window_rotary_base is not None:
+        _check_values(
+            config,
+            "window_rotary_base",
+            ("position_embedding_type", ("rope",)),
+            ("multi_latent_attention", (False,)),
+            ("rope_type", ("rope", "yarn")),
+        )
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         rule = f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even"
         refuse(config, ["arch.kv_channels", "arch.hidden_size"], rule)

@@ -52,6 +52,8 @@ NEEDS = (
     Need("bad_steps.spike_window", "bad_steps.spike_threshold"),
     Need("arch.group_query_attention", "arch.num_query_groups"),
     Need("arch.window_attn_skip_freq", "arch.window_size"),
+    Need("arch.window_rotary_base", "arch.window_size"),
+    Need("arch.qk_layernorm_type", "arch.qk_layernorm", (True,), when="per_layer"),
     Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),

@@ -56,8 +56,13 @@ class ArchConfig:
     """Added to the variance inside a norm."""
     apply_layernorm_1p: bool = False
     """Norm weights are stored as weight - 1 (zero-centered)."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Norms of attention and MLP: of their input (Llama), of their output before it is added to the residual stream
+    (OLMo 2), or of both."""
     qk_layernorm: bool = False
-    """Normalize queries and keys per head."""
+    """Normalize queries and keys, as qk_layernorm_type defines it."""
+    qk_layernorm_type: Literal["per_head", "per_layer"] = "per_head"
+    """Normalize each head, or all queries and all keys of a token at once (OLMo 2, MiniMax-M2)."""
     swiglu: bool = False
     """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu or quick_geglu."""
     quick_geglu: bool = False
@@ -92,6 +97,9 @@ class ArchConfig:
     sliding_window W (Mistral) is [W - 1, 0]."""
     window_attn_skip_freq: int | tuple[int, ...] | None = None
     """With window_size, layers without it: every N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    window_rotary_base: float | None = key(None, above=0)
+    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3, OLMo 3); null: as in the
+    other layers."""
     multi_latent_attention: bool = False
     """Compute keys and values from a latent vector of width kv_lora_rank (DeepSeek's MLA); with false, q_lora_rank to
     v_head_dim have no effect. qk_layernorm then normalizes the latents."""

@@ -202,16 +202,20 @@ def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None
 def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
     """Where message `index` ends in `text`: after the text that closes it in `upto`, the conversation up to it. There,
     a template may also write a token that closes the conversation, as Phi-3's does, or end the turn with another token,
-    as that of gpt-oss does (<|return|> instead of <|end|>)."""
+    as those of gpt-oss (<|return|> instead of <|end|>) and OLMo 3 do."""
     end, end_upto = _end_of_text(chat, text, index), _end_of_text(chat, upto, index, index + 1)
     if end is None or end_upto is None:
         return None
     closing = upto[end_upto:]
     if text.startswith(closing, end):
         return end + len(closing)
-    shared = chat.special_token_end(_common_beginning(text[end:], closing))
-    if not shared and chat.token_length(closing, 0):
-        shared = chat.token_length(text, end)
+    common = _common_beginning(text[end:], closing)
+    shared = chat.special_token_end(common)
+    for before in range(len(common), -1, -1) if not shared else ():  # another token after the same text
+        length = chat.token_length(text, end + before) if chat.token_length(closing, before) else 0
+        if length:
+            shared = before + length
+            break
     return end + shared if shared else None
 
 

@@ -264,6 +264,33 @@ Knowledge cutoff: 2024-06\\nCurrent date: ' + strftime_now('%Y-%m-%d') + '\\n\\n
 {%- else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+# As OLMo 2's: the token that begins the text also ends every turn of the assistant.
+OLMO2 = """\
+{{- bos_token }}\
+{%- for message in messages %}\
+{%- if message.role == 'assistant' %}\
+{{- '<|assistant|>\\n' + message.content + eos_token + ('' if loop.last else '\\n') }}\
+{%- else %}{{ '<|' + message.role + '|>\\n' + message.content + '\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+# As OLMo 3's: calls and answers of tools are text of turns; the last turn of the assistant ends with the eos token.
+OLMO3 = """\
+{%- if messages[0].role != 'system' %}\
+{{- '<|im_start|>system\\nYou are a helpful function-calling AI assistant. ' }}\
+{{- 'You do not currently have access to any functions. <functions></functions><|im_end|>\\n' }}{% endif %}\
+{%- for message in messages %}\
+{%- if message.role == 'system' %}{{ '<|im_start|>system\\n' + message.content }}\
+{{- ' <functions>' + (tools | tojson if tools else '') + '</functions><|im_end|>\\n' }}\
+{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + message.content }}\
+{%- if message.tool_calls %}{{ '<function_calls>' }}\
+{%- for call in message.tool_calls %}{{ call.function.name + '(' }}\
+{%- for key, value in call.function.arguments.items() %}{{ key + '=' + value | tojson }}{% endfor %}{{ ')' }}\
+{%- endfor %}{{ '</function_calls>' }}{% endif %}\
+{{- '<|im_end|>\\n' if not loop.last else eos_token }}\
+{%- else %}{{ '<|im_start|>' + ('environment' if message.role == 'tool' else message.role) + '\\n' }}\
+{{- message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -325,5 +352,9 @@ FAMILIES = {
     "phi-4-mini": Family(PHI4_MINI, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), eos="<|endoftext|>"),
     "ministral-3": Family(MINISTRAL3, ("</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
     "smollm3": Family(SMOLLM3, _CHATML_TOKENS, eos="<|im_end|>"),
+    "olmo-2": Family(
+        OLMO2, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"), bos="<|endoftext|>", eos="<|endoftext|>"
+    ),
+    "olmo-3": Family(OLMO3, _CHATML_TOKENS, bos="<|endoftext|>", eos="<|endoftext|>", tools=True),
     "seed-oss": Family(SEED_OSS, ("<seed:eos>",), bos="<seed:bos>", eos="<seed:eos>"),
 }

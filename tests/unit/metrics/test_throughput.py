@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
@@ -151,6 +153,13 @@ def make_llama():
     return LlamaForCausalLM(LlamaConfig(**llama_sizes(LLAMA), head_dim=LLAMA.kv_channels))
 
 
+OLMO = dataclasses.replace(LLAMA, kv_channels=8)
+
+
+def make_olmo():
+    return Olmo2ForCausalLM(Olmo2Config(**llama_sizes(OLMO)))
+
+
 def make_gpt2():
     config = GPT2Config(
         n_embd=GPT2.hidden_size,
@@ -185,6 +194,7 @@ MODELS = [
     (make_deepseek_lite, DEEPSEEK_LITE),
     (make_glm, GLM),
     (make_gated, GATED),
+    (make_olmo, OLMO),
 ]
 
 

@@ -118,6 +118,8 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
         elif family == "phi-4-mini" and index == len(conversation) - 1:
             text += end
             end = FAMILIES[family].eos  # closes the conversation, and is part of what its last turn adds
+        elif family == "olmo-3" and index == len(conversation) - 1:
+            end = FAMILIES[family].eos
         elif family == "smollm3":
             text, end = f"<|im_start|>assistant\n{text}", "<|im_end|>\n"  # its generation blocks
         elif family == "gpt-oss" and "tool_calls" in message:
@@ -141,6 +143,7 @@ CALLS = {
     "qwen2.5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Zürich"}}, "id": "{CALL_ID}"}}]',
+    "olmo-3": '<function_calls>weather(city="Zürich")</function_calls>',
     "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
     "gpt-oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}',
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"

@@ -1,0 +1,35 @@
+"""OLMo 2: Llama with norms after attention and MLP, and of all queries and all keys of a token
+(transformers/models/olmo2)."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
+
+NORMS: Mapping[str, Any] = {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_type": "per_layer"}
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unless(config, attention_bias=False)
+    return {**decoder.decoder_values({"rms_norm_eps": 1e-5, **config}, tied=False), **NORMS}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    # transformers' default pad_token_id may be outside a small vocabulary
+    return {**decoder.decoder_config(arch), "attention_bias": False, "pad_token_id": None}
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    return {
+        **decoder.attention_table(arch, sizes, ours, theirs),
+        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
+        **decoder.norm_after_table(sizes, ours, theirs),
+    }
+
+
+olmo_table = partial(decoder.decoder_table, layer=_layer)
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", _arch_values, _config_values, olmo_table)

@@ -1,0 +1,50 @@
+"""Rotary parameters by the kind of a layer, which OLMo 3 and Gemma 3 share: layers with a sliding window have
+frequencies of their own, which are not scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import need, refuse_unless
+from megatron_wrap.bridge.families.mistral import FULL, SLIDING
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
+
+
+def rope_of_kinds(
+    config: Mapping[str, Any], *, base: float, window_base: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary parameters of layers without and with a window, from `rope_parameters` by kind (transformers 5), or
+    those of layers without one from `rope_theta` and `rope_scaling` (earlier).
+
+    Args:
+        base, window_base: of the frequencies, where config.json has none.
+    """
+    by_kind = config.get("rope_parameters") or {}
+    if not by_kind:
+        whole = {"rope_theta": config.get("rope_theta") or base, **(config.get("rope_scaling") or {})}
+        return whole, {"rope_theta": window_base}
+    if set(by_kind) - {FULL, SLIDING}:
+        raise UnsupportedModel(f"rope_parameters must have {FULL} and {SLIDING}, not {', '.join(by_kind)}")
+    whole, window = (by_kind.get(kind) or {} for kind in (FULL, SLIDING))
+    return {"rope_theta": base, **whole}, {"rope_theta": window_base, **window}
+
+
+def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> dict[str, Any]:
+    """Architecture key of the rotary parameters `window` of layers with a window, beside the other keys."""
+    refuse_unless(window, rope_type="default", type="default", partial_rotary_factor=(None, 1.0))
+    scaled = values["use_rope_scaling"] or values["rope_type"] != "rope"
+    scaled = scaled or values["rotary_seq_len_interpolation_factor"] is not None
+    theta = float(need(window, "rope_theta"))
+    if values["window_size"] is None or (theta == values["rotary_base"] and not scaled):
+        return {"window_rotary_base": None}
+    return {"window_rotary_base": theta}
+
+
+def rope_of_kinds_config(arch: ArchConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of both, beside the other `values` of config.json, which have the earlier form for layers without a
+    window."""
+    whole = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": arch.rotary_base}
+    base = arch.rotary_base if arch.window_rotary_base is None else arch.window_rotary_base
+    return {"rope_parameters": {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": base}}}
