@@ -51,7 +51,7 @@ WITH_ADAPTERS = ("trainer", "trainer-flex", "trainer-liger")
 """The programs that train adapters, and samples of unequal lengths."""
 PACKAGES = (
     *("torch", "megatron-core", "transformer-engine", "transformers", "trl", "peft", "liger-kernel"),
-    *("torchao", "megatron-wrap"),
+    *("torchao", "flash-linear-attention", "fla-core", "megatron-wrap"),
 )
 
 

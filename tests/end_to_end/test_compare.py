@@ -80,7 +80,7 @@ def test_adapters_beside_the_trainer_with_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("preset", ["tiny-deepseek", "tiny-gpt-oss"])
+@pytest.mark.parametrize("preset", ["tiny-deepseek", "tiny-gpt-oss", "tiny-qwen3.5"])
 def test_experts_learn_like_those_of_transformers(preset: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), preset, "--platform", "cpu", "--steps", "3", "--warmup", "1"]
     command += ["--rounds", "1", "--against", "trainer", "megatron_lm.train.learning-rate.lr=1e-3"]

@@ -56,6 +56,8 @@ PRESETS = {
     "gpt-oss-20b-layers": Preset("gpt-oss-20b-layers.yaml", _sizes(4096, 1, 8)),
     "gpt-oss-20b-lora": Preset("gpt-oss-20b-layers.yaml", (*_sizes(4096, 1, 8), f"{_ARCH}.num_layers=24", *_LORA)),
     "glm-4.5-air-layers": Preset("glm-4.5-air-layers.yaml", _sizes(4096, 2, 8)),
+    "qwen3.5-9b-layers": Preset("qwen3.5-9b-layers.yaml", _sizes(4096, 2, 8)),
+    "qwen3.5-35b-a3b-layers": Preset("qwen3.5-35b-a3b-layers.yaml", _sizes(4096, 2, 8)),
     "tiny": Preset("overhead.yaml", _sizes(128, 2, 4)),
     "tiny-lora": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA)),
     "tiny-lora-mixed": Preset("overhead.yaml", (*_sizes(128, 2, 4), *_LORA, *_MIXED)),
@@ -76,6 +78,22 @@ PRESETS = {
                 for text in (
                     *("num_layers=2", "hidden_size=64", "ffn_hidden_size=48", "num_attention_heads=4"),
                     *("num_query_groups=2", "kv_channels=16", "vocab_size=4096", "num_experts=8", "window_size=[31,0]"),
+                )
+            ),
+        ),
+    ),
+    "tiny-qwen3.5": Preset(
+        "qwen3.5-35b-a3b-layers.yaml",
+        (
+            *_sizes(128, 2, 4),
+            "megatron_lm.train.dtype.__select__=fp32",
+            *(
+                f"{_ARCH}.{text}"
+                for text in (
+                    *("hidden_size=64", "ffn_hidden_size=32", "num_attention_heads=4", "num_query_groups=2"),
+                    *("kv_channels=16", "vocab_size=4096", "num_experts=8", "moe_ffn_hidden_size=32"),
+                    *("moe_router_topk=2", "moe_shared_expert_intermediate_size=32", "linear_key_head_dim=16"),
+                    *("linear_value_head_dim=16", "linear_num_key_heads=2", "linear_num_value_heads=4"),
                 )
             ),
         ),

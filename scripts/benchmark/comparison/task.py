@@ -256,6 +256,8 @@ def _not_in_the_bare_loop(arch: ArchConfig) -> str:
         "moe_router_score_function": "softmax",
         "moe_layer_freq": 1,
         "window_size": None,
+        "attention_output_gate": False,
+        "experimental_attention_variant": None,
     }
     if arch.multi_latent_attention and arch.num_experts is not None:
         del expected["moe_shared_expert_intermediate_size"]

@@ -1,0 +1,62 @@
+"""Kernels of flash-linear-attention on a GPU against the rule, the convolution and the norm in torch in fp32; skipped
+without a GPU or without the package."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytest.importorskip("fla")
+
+from types import SimpleNamespace
+
+from megatron_wrap.nn.linear_attention import kernels
+
+LENGTHS = {"one": (1000,), "packed": (513, 1, 64, 422)}
+
+
+def packed(lengths):
+    borders = torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+    return None if len(lengths) == 1 else SimpleNamespace(lengths=lengths, cu_seqlens_q=borders)
+
+
+def agrees(function, tensors, bound):
+    """Values and gradients in bf16 against those in fp32, relative to the largest value."""
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in tensors]
+        output = function(*inputs)
+        weight = torch.linspace(-1, 1, output.numel(), device="cuda").reshape(output.shape)
+        results.append([output, *torch.autograd.grad((output.float() * weight).sum(), inputs)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_rule(name):
+    torch.manual_seed(0)
+    lengths = LENGTHS[name]
+    tokens = sum(lengths)
+    heads = [torch.randn(1, tokens, count, width, device="cuda") for count, width in ((4, 128), (4, 128), (8, 128))]
+    decay, beta = -torch.rand(1, tokens, 8, device="cuda"), torch.rand(1, tokens, 8, device="cuda")
+
+    def rule(query, key, value, log_decay, strength):
+        # decays stay fp32, as in the layer
+        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False)[0]
+
+    agrees(rule, [*heads, decay, beta], 3e-2)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_convolution(name):
+    torch.manual_seed(1)
+    lengths = LENGTHS[name]
+    inputs, weight = torch.randn(1, sum(lengths), 384, device="cuda"), torch.randn(384, 4, device="cuda")
+    agrees(lambda x, w: kernels.convolve(x, w, packed(lengths), None), [inputs, weight], 2e-2)
+
+
+def test_the_gated_norm():
+    torch.manual_seed(2)
+    x, gate = (torch.randn(2, 500, 8, 128, device="cuda") for _ in range(2))
+    weight = torch.rand(128, device="cuda")
+    agrees(lambda *tensors: kernels.gated_rms_norm(*tensors, 1e-6), [x, gate, weight], 2e-2)
