@@ -384,29 +384,79 @@ def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
     return folder
 
 
-def make_folder_with_vision(folder: Path) -> Any:
-    """Save a random Ministral 3 with a vision encoder; returns its logits [2, 64, V] of `token_ids` without images."""
-    import torch
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ministral3": (
+        "Mistral3",
+        "pixtral",
+        {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"head_dim": 8, "image_size": 28, "patch_size": 14},
+        },
+    ),
+    **{
+        name: (
+            class_name,
+            kind,
+            {
+                **{"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2, "patch_size": 4},
+                **{"out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16},
+            },
+        )
+        for name, class_name, kind in (
+            ("qwen3.5", "Qwen3_5", "qwen3_5_vision"),
+            ("qwen3.5-moe", "Qwen3_5Moe", "qwen3_5_moe_vision"),
+        )
+    },
+}
+"""Name of the text model -> transformers' class, and type and sizes of the vision encoder beside it."""
 
-    text = {"model_type": "ministral3", **SIZES, **FAMILIES["ministral3"][1]}
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-    }
-    vision = {"model_type": "pixtral", **sizes, "image_size": 28, "patch_size": 14}
-    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+
+def make_folder_with_vision(name: str, folder: Path) -> Any:
+    """Save a random text model with a vision encoder; returns its logits [2, 64, V] of `token_ids` without images. Of
+    Qwen3.5 as published, with layers for multi-token prediction and stacked experts."""
+    import torch
+    import transformers
+
+    class_name, vision_type, sizes = VISION[name]
+    text_class, text = FAMILIES[name]
+    text_type = getattr(transformers, text_class).config_class.model_type
+    tied = text.get("tie_word_embeddings", False)
+    config = getattr(transformers, f"{class_name}Config")(
+        text_config={"model_type": text_type, **SIZES, **text},
+        vision_config={"model_type": vision_type, **sizes},
+        tie_word_embeddings=tied,
+    )
     torch.manual_seed(5)
-    model = Mistral3ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{class_name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.15 * torch.randn(parameter.shape) + (parameter.dim() == 1))
-    model.save_pretrained(folder, max_shard_size="100KB")
+        for parameter_name, parameter in model.named_parameters():
+            norm = parameter.dim() == 1 and (name not in ZERO_CENTERED or "linear_attn.norm" in parameter_name)
+            parameter.copy_(0.15 * torch.randn(parameter.shape) + norm)
+    model.save_pretrained(folder, max_shard_size="100KB" if name == "ministral3" else "1GB")
+    if name != "ministral3":
+        _as_published(folder / "model.safetensors")
     with torch.no_grad():
         return model(input_ids=torch.tensor(token_ids())).logits.numpy()
+
+
+def _as_published(file: Path) -> None:
+    """Stack the experts of each layer, and add tensors of layers for multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for layer in range(LINEAR["num_hidden_layers"]):
+        owner = f"model.language_model.layers.{layer}.mlp.experts"
+        if f"{owner}.0.gate_proj.weight" not in tensors:
+            continue
+        gates, ups, downs = (
+            [tensors.pop(f"{owner}.{expert}.{part}_proj.weight") for expert in range(EXPERTS_OF_QWEN["num_experts"])]
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{owner}.gate_up_proj"] = torch.cat((torch.stack(gates), torch.stack(ups)), dim=1)
+        tensors[f"{owner}.down_proj"] = torch.stack(downs)
+    tensors["mtp.fc.weight"] = torch.zeros(4, 4)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def transformers_model(folder: Path, **arguments: Any) -> Any:

@@ -48,16 +48,18 @@ def test_logits_are_those_of_transformers_and_the_export_is_the_original(family,
         assert torch.equal(weights[name], tensor), name
 
 
-def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_alone(ranks, tmp_path):
+@pytest.mark.parametrize("name", runs.VISION)
+def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_alone(name, ranks, tmp_path):
     import torch
+    import transformers
 
     folder = tmp_path / "with-vision"
-    expected = runs.make_folder_with_vision(folder)
+    expected = runs.make_folder_with_vision(name, folder)
     out = str(tmp_path / "out")
     logits = ranks(2).run(runs.logits_and_export, str(folder), runs.LAYOUTS["tp2"][1], out, "60KB")[0]
     assert numpy.abs(logits - expected).max() <= 1e-4
     exported = load(tmp_path / "out")
-    assert exported.config.model_type == "ministral3"
+    assert exported.config.model_type == getattr(transformers, runs.FAMILIES[name][0]).config_class.model_type
     with torch.no_grad():
         again = exported.eval()(torch.tensor(runs.token_ids())).logits.numpy()
     assert numpy.abs(again - expected).max() <= 1e-5

@@ -43,4 +43,5 @@ FAMILY = Family(
     config_values=_config_values,
     parameters=parameters,
     left_out=prediction_layers,
+    splits_stacks=True,  # the published folders stack them, transformers 5 does not
 )

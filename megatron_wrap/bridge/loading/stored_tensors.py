@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,37 @@ class StoredTensor:
     """Its name in the file."""
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertOfStack(StoredTensor):
+    """A weight of one expert within a tensor of all experts of a layer. `name` and `shape` are those of the weight."""
+
+    stack: StoredTensor
+    index: int
+    """Of the expert."""
+    first_row: int
+    """Of the weight, in the expert's part of the stack."""
+
+
+def without_stacks(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a folder by their names, with each expert of `experts.gate_up_proj` [E, 2 f, h] and
+    `experts.down_proj` [E, h, f] as tensors of its own."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in stored.items():
+        owner, _, part = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ())
+        if not parts or len(entry.shape) != 3 or not owner.endswith(".experts"):
+            tensors[name] = entry
+            continue
+        experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
+        for index in range(experts):
+            for number, weight in enumerate(parts):
+                expert = f"{owner}.{index}.{weight}.weight"
+                tensors[expert] = ExpertOfStack(
+                    entry.file, expert, entry.dtype, (rows, columns), entry, index, number * rows
+                )
+    return tensors
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:

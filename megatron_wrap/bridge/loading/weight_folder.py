@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.loading.quantized_tensors import QuantizedTensor, dequantized, with_quantized
-from megatron_wrap.bridge.loading.stored_tensors import StoredTensor, stored_tensors
+from megatron_wrap.bridge.loading.stored_tensors import (
+    ExpertOfStack,
+    StoredTensor,
+    stored_tensors,
+    without_stacks,
+)
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.quantization import Quantization
@@ -102,6 +107,8 @@ class WeightFolder:
         stored = self._find(allow_pickle)
         if quantization is not None:
             stored = with_quantized(stored, quantization)
+        if family.splits_stacks:
+            stored = without_stacks(stored)
         prefix = family.base_prefix
         self.is_text_part = any(name.startswith(_TEXT) for name in stored)
         """The folder also has a vision encoder, which is not read."""
@@ -126,6 +133,10 @@ class WeightFolder:
                 return self._slice(part, index).to(device=device)
 
             values = dequantized(entry, region, stored, self.quantization)
+        elif isinstance(entry, ExpertOfStack):
+            (start, stop), columns = region
+            rows = slice(entry.first_row + start, entry.first_row + stop)
+            values = self._slice(entry.stack, (slice(entry.index, entry.index + 1), rows, slice(*columns)))[0]
         else:
             values = self._slice(entry, tuple(slice(start, stop) for start, stop in region))
         # propagates NaN, and is 25 times as fast as isfinite().all() in bf16: 2 ms for a block of 32 MiB

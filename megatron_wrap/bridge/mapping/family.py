@@ -38,6 +38,9 @@ class Family:
     exported_values: Mapping[str, Any] = field(default_factory=dict)
     """Values of an exported config.json that replace those of the original."""
 
+    splits_stacks: bool = False
+    """A folder may have the experts of a layer in one tensor; `parameters` names the tensors of each expert."""
+
     is_adapter: bool = False
     """The files contain an adapter, so the parameters of the base are not among them."""
 
