@@ -60,6 +60,15 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-v3",
         {**PLAIN, "target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "init_lora_weights": "olora"},
     ),
+    "qwen3.5": ("qwen3.5", PLAIN),
+    "qwen3-next": (
+        "qwen3-next",
+        {
+            **PLAIN,
+            "target_modules": ["q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"],
+            "rank_pattern": {"q_proj": 3},
+        },
+    ),
     "mixtral": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "mixtral-experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "qwen3-moe-experts": (
@@ -101,6 +110,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "target_modules": ["q_b_proj"], "target_parameters": ["mlp.experts.down_proj"]},
     ),
 }
+
+
+ROUNDED_BASES = ("qwen3.5", "qwen3-next")
+"""Their bases alone differ from transformers' by more than 1e-5 (megatron_wrap/bridge/measured_families.json)."""
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +170,8 @@ def test_files_are_peft_s(name, on_one_rank):
     loaded = runs.peft_factors(peft)
     assert loaded.keys() == factors.keys()
     assert all(numpy.array_equal(loaded[factor], factors[factor]) for factor in factors)
-    assert numpy.abs(logits - runs.peft_logits(peft)).max() <= 1e-5
+    bound = 1e-4 if name in ROUNDED_BASES else 1e-5
+    assert numpy.abs(logits - runs.peft_logits(peft)).max() <= bound
     merged, ours = peft.merge_and_unload().state_dict(), base(outputs / "merged").state_dict()
     for weight, expected in merged.items():
         assert torch.allclose(ours[weight], expected, rtol=0, atol=1e-6), weight
@@ -243,6 +257,10 @@ ON_LAYOUTS = [
     ("deepseek-v3", "tp2-sp"),
     ("deepseek-v3-shared", "tp2-sp-ep2"),
     ("qwen2-moe-shared", "tp2-sp-pp2"),
+    ("qwen3.5", "tp2-sp-pp2"),
+    ("qwen3.5", "tp2"),
+    ("qwen3.5", "cp2-packed"),
+    ("qwen3-next", "tp2-sp-ep2"),
 ]
 ADAPTERS["four-layers"] = ("llama-four-layers", PLAIN)
 

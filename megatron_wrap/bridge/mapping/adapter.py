@@ -30,7 +30,7 @@ ADAPTER = "_adapter"
 _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
 """Global names of parameters that can be trained whole."""
 _FIRST_EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.)0\.(linear_fc[12])\.weight")
-_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?linear_\w+)\.weight")
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?(?:linear_\w+|in_proj|out_proj))\.weight")
 
 
 def is_linear(layer: str) -> bool:

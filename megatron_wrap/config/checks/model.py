@@ -197,9 +197,6 @@ def _check_linear_attention(config: RunConfig) -> None:
     _check_values(config, "experimental_attention_variant", ("multi_latent_attention", (False,)))
     if config.dtype.fp8 is not None:
         refuse(config, ["dtype.fp8", key], "linear attention has no FP8 products yet; write null")
-    if config.adapter.adapter_type != "none":
-        rule = "adapters of models with linear attention are not supported yet; train all weights"
-        refuse(config, ["adapter.adapter_type", key], rule)
 
 
 def _check_model(config: RunConfig) -> None:
