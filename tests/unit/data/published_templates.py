@@ -108,6 +108,66 @@ QWEN3 = (
     + _QWEN_PROMPT
 )
 
+# Of Qwen3-Next and Qwen3 2507, without thoughts.
+QWEN3_INSTRUCT = (
+    """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}\
+{%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
+{%- set system = (system + '\\n\\n' if messages[0].role == 'system' else '') + '"""
+    + _QWEN_TOOLS
+    + "' + list + '"
+    + _QWEN_CALLS
+    + """' %}{% endif %}\
+{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}\
+{%- for message in messages %}\
+{%- if message.role == 'tool' %}"""
+    + _QWEN_TOOL_ANSWER
+    + """\
+{%- elif message.role != 'system' or not loop.first %}\
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}\
+{%- for call in message.tool_calls or [] %}{{ '\\n' if message.content or not loop.first }}\
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}\
+{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}"""
+    + _QWEN_PROMPT
+)
+
+# Calls are XML; turns after the last question have a block for thoughts, which the prompt begins.
+QWEN3_5 = (
+    """\
+{%- set system = messages[0].content | trim if messages[0].role == 'system' else '' %}\
+{%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
+{%- set system = '# Tools\\n\\nYou have access to the following functions:\\n\\n<tools>' + list + '\\n</tools>\\n\\n\
+If you choose to call a function ONLY reply in the following format with NO suffix:\\n\\n<tool_call>\\n\
+<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n</parameter>\\n\
+<parameter=example_parameter_2>\\nThis is the value for the second parameter\\nthat can span\\nmultiple lines\\n\
+</parameter>\\n</function>\\n</tool_call>\\n\\n<IMPORTANT>\\nReminder:\\n- Function calls MUST follow the specified \
+format: an inner <function=...></function> block must be nested within <tool_call></tool_call> XML tags\\n\
+- Required parameters MUST be specified\\n- You may provide optional reasoning for your function call in natural \
+language BEFORE the function call, but NOT after\\n- If there is no function call available, answer the question like \
+normal with your current knowledge and do not tell the user about function calls\\n</IMPORTANT>\
+' + ('\\n\\n' + system if system else '') %}{% endif %}\
+{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}\
+{%- set asked = namespace(last=-1) %}\
+{%- for message in messages %}{% if message.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}\
+{%- for message in messages %}{% set content = message.content | trim %}\
+{%- if message.role == 'tool' %}"""
+    + _QWEN_TOOL_ANSWER
+    + """\
+{%- elif message.role == 'assistant' %}{% set thoughts = '' %}\
+{%- if '</think>' in content %}\
+{%- set thoughts = content.split('</think>')[0].split('<think>')[-1] | trim %}\
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}\
+{{- '<|im_start|>assistant\\n' }}\
+{%- if loop.index0 > asked.last %}{{ '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}{% endif %}{{ content }}\
+{%- for call in message.tool_calls or [] %}{{ '\\n' if not loop.first else '\\n\\n' if content }}\
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}\
+{%- for name, value in call.function.arguments | items %}\
+{{- '<parameter=' + name + '>\\n' + value + '\\n</parameter>\\n' }}{% endfor %}\
+{{- '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}\
+{%- elif message.role == 'user' %}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+)
+
 # No generation prompt; tools stand before the last question, the system's text in a question at the end only.
 MISTRAL = """\
 {%- if messages[0].role == 'system' %}\
@@ -334,6 +394,8 @@ FAMILIES = {
     ),
     "qwen2.5": Family(QWEN2_5, _CHATML_TOKENS, eos="<|im_end|>", published="qwen2_5", tools=True),
     "qwen3": Family(QWEN3, _CHATML_TOKENS, eos="<|im_end|>", published="qwen3", tools=True),
+    "qwen3-next": Family(QWEN3_INSTRUCT, _CHATML_TOKENS, eos="<|im_end|>", published="qwen3_instruct_2507", tools=True),
+    "qwen3.5": Family(QWEN3_5, _CHATML_TOKENS, eos="<|im_end|>", published="qwen3_5_think", tools=True),
     "mistral": Family(MISTRAL, ("</s>", *_MISTRAL_TOKENS, "[/TOOL_RESULTS]"), tools=True),
     "gemma": Family(GEMMA, ("<end_of_turn>", "<start_of_turn>"), bos="<bos>", eos="<eos>", published="gemma3"),
     "deepseek-v3": Family(DEEPSEEK.replace("PROMPT", "'<｜Assistant｜>'"), **_DEEPSEEK),

@@ -113,6 +113,11 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
             text = answer.lstrip("\n")
         elif family == "qwen3" and not thoughts and index == len(conversation) - 1:
             text = f"<think>\n\n</think>\n\n{text}"
+        elif family == "qwen3.5" and is_last:  # the prompt contains <think>
+            shown = thoughts.removeprefix("<think>").strip()
+            text = f"{shown}\n</think>\n\n{answer.lstrip()}"
+        elif family == "qwen3.5" and thoughts:
+            text = answer.lstrip("\n")
         elif family == "mistral" and "tool_calls" not in message:
             text = f" {text}"
         elif family == "phi-4-mini" and index == len(conversation) - 1:
@@ -142,6 +147,8 @@ CALLS = {
     "llama3.1": '{"name": "weather", "parameters": {"city": "Zürich"}}',
     "qwen2.5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
+    "qwen3-next": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
+    "qwen3.5": "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>",
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Zürich"}}, "id": "{CALL_ID}"}}]',
     "olmo-3": '<function_calls>weather(city="Zürich")</function_calls>',
     "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
