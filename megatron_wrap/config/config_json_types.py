@@ -28,7 +28,7 @@ _INTEGERS = (
         "n_inner",
         "n_shared_experts",
     ),
-    *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group"),
+    *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group", "rotary_dim"),
 )
 _DEFAULTED_INTEGERS: Mapping[str, int] = {
     **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
     *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
-    *("olmo2", "olmo3"),
+    *("minimax_m2", "olmo2", "olmo3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("seed_oss", "smollm3"),
 )

@@ -276,6 +276,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        {
+            **{"num_attention_heads": 6, "head_dim": 12, "rotary_dim": 8, "intermediate_size": 28},
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "use_mtp": False, "num_mtp_modules": 0},
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -309,6 +316,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 """Name -> number of processes, and overrides."""
 
 EXPERTS = (
+    "minimax-m2",
     "gpt-oss",
     "mixtral",
     "qwen2-moe",
@@ -328,7 +336,7 @@ EXPERTS = (
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo2", "olmo3"),
+    *("olmo2", "olmo3", "minimax-m2"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (

@@ -1,5 +1,5 @@
-"""A gpt-oss folder in the published format, its experts in MXFP4: the weights that are loaded and exported on a layout
-are bit for bit those that transformers dequantizes."""
+"""Folders in the published formats: gpt-oss with experts in MXFP4, MiniMax-M2 in FP8. The weights that are loaded and
+exported on a layout are bit for bit those that transformers dequantizes."""
 
 from __future__ import annotations
 
@@ -57,3 +57,38 @@ def test_weights_are_those_that_transformers_dequantizes(layout, quantized, rank
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, expected[name]), name
     assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory):
+    """The folder, and in bf16 transformers' tensors with the names of the file."""
+    from transformers import MiniMaxM2ForCausalLM
+
+    folder = runs.make_folder("minimax-m2", tmp_path_factory.mktemp("minimax-m2"))
+    plain = MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    blocks = 4, 4
+    for name, tensor in list(tensors.items()):
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith("gate.weight"):
+            tensors[name] = (tensor * 900).to(torch.float8_e4m3fn)
+            scales = [-(-size // width) for size, width in zip(tensor.shape, blocks, strict=True)]
+            tensors[name + "_scale_inv"] = torch.rand(scales, generator=generator) / 500
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(blocks)}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+    plain.load_state_dict(MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
+    plain.save_pretrained(folder.parent / "plain")
+    return folder, load_file(folder.parent / "plain" / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("ep2", marks=pytest.mark.matrix)])
+def test_fp8_weights_of_minimax_are_those_of_transformers(layout, in_fp8, ranks, tmp_path):
+    folder, expected = in_fp8
+    processes, overrides = runs.LAYOUTS[layout]
+    target = str(tmp_path / "exported")
+    ranks(processes).run(runs.logits_and_export, str(folder), (BF16, *overrides), target, "100KB")
+    exported = runs.stored(Path(target))
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor.bfloat16(), expected[name].bfloat16()), name

@@ -17,6 +17,7 @@ CASES = [
     ("deepseek-v3", "ep2-tp2"),
     ("glm4-moe", "pp2"),
     ("olmo2", "tp2"),
+    ("minimax-m2", "ep2"),
     ("gpt2", "tp2-pp2"),
 ]
 
@@ -31,7 +32,7 @@ def original(tmp_path_factory):
 @pytest.mark.parametrize(("family", "layout"), covering(CASES, family_and_axes))
 def test_each_pass_has_the_names_order_and_bytes_of_save_pretrained(family, layout, ranks, original, tmp_path):
     world_size, overrides = _bridge_runs.LAYOUTS[layout]
-    has_bias = family in ("deepseek-v3", "glm4-moe")
+    has_bias = family in ("deepseek-v3", "glm4-moe", "minimax-m2")
     dtype = "bfloat16" if has_bias else None
     of_ranks = ranks(world_size).run(runs.passes, original(family), overrides, str(tmp_path), dtype)
     first = of_ranks[0]

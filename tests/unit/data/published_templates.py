@@ -351,6 +351,32 @@ OLMO3 = """\
 {{- message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+# As MiniMax-M2's: a system turn is always there. The generation prompt opens the thoughts; earlier turns show none.
+MINIMAX_M2 = """\
+{{- ']~!b[]~b]system\\n' + (messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.') }}\
+{%- if tools %}{{ '\\n\\n# Tools\\n<tools>\\n' }}\
+{%- for tool in tools %}{{ '<tool>' + tool.function | tojson + '</tool>\\n' }}{% endfor %}{{ '</tools>' }}{% endif %}\
+{{- '[e~[\\n' }}\
+{%- set asked = namespace(last=-1) %}\
+{%- for message in messages %}{% if message.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}\
+{%- for message in messages %}\
+{%- if message.role == 'assistant' %}\
+{%- set thoughts, content = '', message.content %}\
+{%- if '</think>' in content %}\
+{%- set thoughts = content.split('</think>')[0].strip('\\n').split('<think>')[-1].strip('\\n') %}\
+{%- set content = content.split('</think>')[-1].strip('\\n') %}{% endif %}\
+{{- ']~b]ai\\n' }}\
+{%- if thoughts and loop.index0 > asked.last %}{{ '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}{% endif %}\
+{{- content }}\
+{%- if message.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}\
+{%- for call in message.tool_calls %}{{ '<invoke name="' + call.function.name + '">\\n' }}\
+{%- for key, value in call.function.arguments.items() %}\
+{{- '<parameter name="' + key + '">' + value + '</parameter>\\n' }}{% endfor %}{{ '</invoke>\\n' }}{% endfor %}\
+{{- '</minimax:tool_call>' }}{% endif %}{{ '[e~[\\n' }}\
+{%- elif message.role == 'tool' %}{{ ']~b]tool\\n<response>' + message.content + '</response>[e~[\\n' }}\
+{%- elif message.role == 'user' %}{{ ']~b]user\\n' + message.content + '[e~[\\n' }}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -414,6 +440,7 @@ FAMILIES = {
     "phi-4-mini": Family(PHI4_MINI, ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"), eos="<|endoftext|>"),
     "ministral-3": Family(MINISTRAL3, ("</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")),
     "smollm3": Family(SMOLLM3, _CHATML_TOKENS, eos="<|im_end|>"),
+    "minimax-m2": Family(MINIMAX_M2, ("[e~[", "]~b]", "]~!b["), bos="]~!b[", eos="[e~[", tools=True),
     "olmo-2": Family(
         OLMO2, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"), bos="<|endoftext|>", eos="<|endoftext|>"
     ),

@@ -84,6 +84,7 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "olmo-2-32b": ("olmo2", 32_234_279_936),
     "olmo-3-7b": ("olmo3", 7_298_011_136),
     "olmo-3-32b": ("olmo3", 32_233_522_176),
+    "minimax-m2": ("minimax_m2", 228_689_748_992),
     "mixtral-8x7b": ("mixtral", 46_702_792_704),
     "deepseek-v2-lite": ("deepseek_v2", 15_706_484_224),
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),

@@ -123,6 +123,8 @@ def answers(family: str, conversation: list[Message]) -> list[str]:
         elif family == "phi-4-mini" and index == len(conversation) - 1:
             text += end
             end = FAMILIES[family].eos  # closes the conversation, and is part of what its last turn adds
+        elif family == "minimax-m2" and thoughts:  # the prompt opens those that are shown
+            text = text.removeprefix("<think>\n") if is_last else answer.strip("\n")
         elif family == "olmo-3" and index == len(conversation) - 1:
             end = FAMILIES[family].eos
         elif family == "smollm3":
@@ -150,6 +152,8 @@ CALLS = {
     "qwen3-next": '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
     "qwen3.5": "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>",
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {{"city": "Zürich"}}, "id": "{CALL_ID}"}}]',
+    "minimax-m2": '\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Zürich</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
     "olmo-3": '<function_calls>weather(city="Zürich")</function_calls>',
     "glm4": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
     "gpt-oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Zürich"}',

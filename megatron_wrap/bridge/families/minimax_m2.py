@@ -1,0 +1,79 @@
+"""MiniMax-M2: partly rotated heads, norms of all queries and all keys of a token, and experts chosen by sigmoid scores
+with a bias (transformers/models/minimax_m2).
+
+The modules for multi-token prediction are not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.deepseek_experts import prediction_layers
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.derived import kv_channels
+from megatron_wrap.config.schema.model import ArchConfig
+
+_PUBLISHED: Mapping[str, Any] = {
+    **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
+    "shared_intermediate_size": 0,
+}
+"""Values of the published config.json that transformers does not read: it has no others."""
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unless(config, router_jitter_noise=0.0, **_PUBLISHED)
+    width = config.get("head_dim") or 128  # transformers' default
+    if config.get("rotary_dim") is not None:
+        config = {"partial_rotary_factor": config["rotary_dim"] / width, **config}
+    values = decoder.decoder_values({"rope_theta": 5000000.0, **config, "head_dim": width}, tied=False)
+    return {
+        **values,
+        **ROUTER,
+        "qk_layernorm": True,
+        "qk_layernorm_type": "per_layer",
+        "num_experts": need(config, "num_local_experts"),
+        "moe_layer_freq": [1] * values["num_layers"],
+        "moe_ffn_hidden_size": values["ffn_hidden_size"],
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    return {
+        **decoder.decoder_config(arch),
+        **_PUBLISHED,
+        "rotary_dim": int(kv_channels(arch) * arch.rotary_percent),
+        "num_local_experts": arch.num_experts,
+        "num_experts_per_tok": arch.moe_router_topk,
+    }
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    assert arch.num_experts is not None
+    ours_mlp, theirs_mlp, names = ours + "mlp.", theirs + "block_sparse_moe.", ("w1", "w3", "w2")
+    bias = weights.replicated(theirs_mlp + "e_score_correction_bias", arch.num_experts)
+    return {
+        **decoder.norm_table(sizes, ours, theirs),
+        **decoder.attention_table(arch, sizes, ours, theirs),
+        **decoder.experts_table(arch, sizes, ours_mlp, theirs_mlp, names=names),
+        ours_mlp + "router.expert_bias": weights.in_fp32(bias),
+    }
+
+
+FAMILY = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    arch_values=_arch_values,
+    config_values=_config_values,
+    parameters=partial(decoder.decoder_table, layer=_layer),
+    left_out=prediction_layers,
+    exported_values={"use_mtp": False, "num_mtp_modules": 0},
+)
