@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import blocks, local_pieces, mapped_parameters, view_of
+from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
+from megatron_wrap.utils.threads import map_ahead, threads_of_rank
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
+
+
+READERS = 4
+"""Threads that read the next blocks for a GPU, at most; most of the time is the copy from the system's cache."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of a parameter."""
+
+    name: str
+    """Of the parameter."""
+    parameter: Tensor
+    is_padded: bool
+    piece: Piece
+    block: Region
 
 
 @torch.no_grad()
@@ -21,22 +42,38 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
     """Load every parameter of a bare model chunk; reads only this rank's slices. A parameter that the folder may omit
     and omits keeps its value.
 
-    Needs memory for one block of `BLOCK_BYTES` in addition to the parameters, and for a copy of one parameter where
-    they are in FP8.
+    Needs memory for one block of `BLOCK_BYTES` in addition to the parameters, on a GPU for `READERS` more, of quantized
+    tensors in fp32; and for a copy of one parameter where they are in FP8.
 
     Raises:
         CheckpointError: a file cannot be read, or it is of another model.
     """
+
+    def read(part: _Part) -> Tensor:
+        return folder.read(part.piece.name, part.block, part.parameter.device)
+
+    on_gpu = next(chunk.parameters()).is_cuda
+    parts = map_ahead(read, _parts(chunk, arch, folder, parallel), threads_of_rank(READERS) if on_gpu else 1)
+    for _, of_parameter in itertools.groupby(parts, key=lambda entry: entry[0].name):
+        first = next(of_parameter)
+        with writable(first[0].parameter) as values:
+            if first[0].is_padded:
+                values.zero_()
+            for part, block in itertools.chain([first], of_parameter):
+                view = view_of(values, part.piece, part.block)
+                view.copy_(block.reshape(view.shape))
+
+
+def _parts(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder, parallel: ParallelState) -> Iterator[_Part]:
     for name, parameter, mapping in mapped_parameters(chunk, folder.family, arch):
         if any(tensor in folder.omitted for tensor in mapping.shapes()):
             continue
-        with writable(parameter) as values:
-            if mapping.padded:
-                values.zero_()
-            for piece in local_pieces(name, parameter, mapping, parallel):
-                for block in blocks(piece.region, parameter.element_size()):
-                    view = view_of(values, piece, block)
-                    view.copy_(folder.read(piece.name, block, values.device).reshape(view.shape))
+        pieces = local_pieces(name, parameter, mapping, parallel)
+        if not pieces:  # this rank has padding alone
+            parameter.zero_()
+        for piece in pieces:
+            for block in blocks(piece.region, parameter.element_size()):
+                yield _Part(name, parameter, mapping.padded, piece, block)
 
 
 @torch.no_grad()

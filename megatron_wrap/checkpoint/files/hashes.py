@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from megatron_wrap.utils.threads import threads_of_rank
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
@@ -42,9 +43,8 @@ def entry_of(blocks: list[str]) -> dict[str, Any]:
 
 
 def hash_threads() -> int:
-    """Threads of this process that hash: its share of the processors of this host."""
-    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS, processors))
+    """Threads of this process that hash."""
+    return threads_of_rank(_MAX_THREADS)
 
 
 def find_damage(folder: Path, hashes: Mapping[str, Any], part: int = 0, parts: int = 1) -> str | None:

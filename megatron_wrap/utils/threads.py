@@ -1,0 +1,40 @@
+"""Threads of a rank: how many it may start, and a function that is computed ahead of the use of its results."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def threads_of_rank(most: int) -> int:
+    """This rank's share of the processors of its host; at least 1, and at most `most`."""
+    processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(most, processors))
+
+
+def map_ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
+    """Each item and its result, in the order of the items, while threads compute those of the next items, as many as
+    there are threads; one is the caller's. An exception is raised in its item's turn, and ends the threads."""
+    if threads == 1:
+        for item in items:
+            yield item, function(item)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[tuple[Item, Future[Result]]] = deque()
+        try:
+            for item in items:
+                ahead.append((item, pool.submit(function, item)))
+                if len(ahead) > threads:
+                    first, future = ahead.popleft()
+                    yield first, future.result()
+            while ahead:
+                first, future = ahead.popleft()
+                yield first, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
