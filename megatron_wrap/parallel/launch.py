@@ -24,7 +24,7 @@ from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, one_i
 from megatron_wrap.parallel.loopback import loopback_store
 from megatron_wrap.parallel.nodes import check_versions, this_node
 from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER
-from megatron_wrap.utils.process_pool import end_with_parent
+from megatron_wrap.utils.pools.processes import end_with_parent
 
 
 @dataclass(frozen=True)

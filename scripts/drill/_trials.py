@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.utils.process_pool import end_with_parent
+from megatron_wrap.utils.pools.processes import end_with_parent
 
 WRONG = "wrong"
 """Outcome of a trial that failed."""

@@ -15,7 +15,7 @@ from megatron_wrap.bridge.mapping.model_parameters import blocks, local_pieces, 
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
-from megatron_wrap.utils.threads import map_ahead, threads_of_rank
+from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.utils.threads import threads_of_rank
+from megatron_wrap.utils.pools.threads import threads_of_rank
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20

@@ -29,7 +29,7 @@ from megatron_wrap.data.sources.rows import BadSample, Rows, converted
 from megatron_wrap.errors import DataError
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
-from megatron_wrap.utils.process_pool import ProcessPool
+from megatron_wrap.utils.pools.processes import ProcessPool
 from megatron_wrap.utils.progress import tracked
 
 _FORMAT = 2

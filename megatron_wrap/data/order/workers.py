@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_wrap.errors import ProcessError
 from megatron_wrap.platform.base.machine import process_state
-from megatron_wrap.utils.process_pool import become_worker, forking, picklable
+from megatron_wrap.utils.pools.processes import become_worker, forking, picklable
 
 _ALIGNMENT = 64
 _CHECK_SECONDS = 2.0

@@ -24,7 +24,7 @@ from megatron_wrap.data.preprocess.documents import Batch, InputFiles, Position,
 from megatron_wrap.data.preprocess.encoding import Encoded, Encoder
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.utils.process_pool import ProcessPool
+from megatron_wrap.utils.pools.processes import ProcessPool
 
 _MESSAGES = 5
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from megatron_wrap.utils.threads import map_ahead, threads_of_rank
+from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 
 def test_threads_of_a_rank_are_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.process_pool import ProcessPool
+from megatron_wrap.utils.pools.processes import ProcessPool
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,7 +69,7 @@ def test_an_error_is_raised_for_its_item(error: Exception, expected: type[Except
 @pytest.mark.parametrize("size", [1, 10_000_000])
 def test_a_killed_process_is_one_error(size: int, monkeypatch: pytest.MonkeyPatch):
     """Also where it is killed while it sends a result, and others wait for it."""
-    monkeypatch.setattr("megatron_wrap.utils.process_pool._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_wrap.utils.pools.processes._CHECK_SECONDS", 0.1)
 
     def content(number: int) -> bytes:
         if number == 2:
@@ -102,7 +102,7 @@ def test_processes_end_in_the_middle_of_an_item():
 
 PROGRAM = """
 import contextlib, os, signal, time
-from megatron_wrap.utils.process_pool import ProcessPool
+from megatron_wrap.utils.pools.processes import ProcessPool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with contextlib.closing(ProcessPool(lambda seconds: time.sleep(seconds) or os.getpid(), 2)) as pool:
     results = pool.map([0.1, 0.1, 60, 60, 60, 60])

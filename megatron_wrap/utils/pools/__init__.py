@@ -1,0 +1,1 @@
+"""Items that processes and threads compute, in order."""
