@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args, get_type_hints
 
 from megatron_wrap.bridge.loading.hub import read_run
@@ -16,6 +17,7 @@ from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
 from megatron_wrap.launch.local.launcher import LocalLauncher
 from megatron_wrap.launch.local.nodes import nodes_of
+from megatron_wrap.utils.pools.processes import beside
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,6 +128,23 @@ def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: 
         sizes = arguments.gpus_per_node, arguments.nodes
         return nodes_of(config, *sizes, rendezvous_of(arguments), starts=starts).world_size
     return launcher.world_size(Launch(config, (), Program(()), arguments.nodes, arguments.gpus_per_node))
+
+
+def validate_for_launch(config: RunConfig, arguments: argparse.Namespace, validation: Callable[[], object]) -> None:
+    """Validate a run. With Ray a process beside this one does it: it imports torch, this one imports Ray meanwhile.
+
+    Raises:
+        MegatronWrapError: of the validation; or Ray is not installed.
+    """
+    if _launcher_name(config, arguments) != "ray":
+        validation()
+        return
+    with beside(validation) as wait:
+        from megatron_wrap.launch.ray import require_ray
+
+        require_ray()
+        importlib.import_module("megatron_wrap.launch.ray_trainer")
+        wait()
 
 
 def started(launch: Launch, launcher: Launcher, arguments: argparse.Namespace) -> Ended:

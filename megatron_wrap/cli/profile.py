@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from megatron_wrap.cli.arguments import add_run_arguments
@@ -15,6 +16,7 @@ from megatron_wrap.cli.launching import (
     rendezvous_of,
     shares_files,
     started,
+    validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
@@ -66,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         rendezvous=rendezvous_of(arguments),
     )
     launcher = launcher_of(config, arguments)
-    validate(config, launcher.world_size(launch), has_files=shares_files(config, arguments))
+    validation = partial(validate, config, launcher.world_size(launch), has_files=shares_files(config, arguments))
+    validate_for_launch(config, arguments, validation)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
     return started(launch, launcher, arguments).exit_code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
@@ -16,6 +17,7 @@ from megatron_wrap.cli.launching import (
     rendezvous_of,
     shares_files,
     started,
+    validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
@@ -67,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     launcher = launcher_of(config, arguments)
     # a job of Slurm sees the files with which the command that submitted it has validated the run
     if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
-        validate(config, launcher.world_size(launch), own_script is not None, has_files)
+        world_size = launcher.world_size(launch)
+        validation = partial(validate, config, world_size, own_script is not None, has_files)
+        validate_for_launch(config, arguments, validation)
     ended = started(launch, launcher, arguments)
     if ended.finished:
         from megatron_wrap.cli.next_steps import next_steps

@@ -53,7 +53,7 @@ def trainer(
         PlatformError: Ray is not installed. MegatronWrapError: the configuration is wrong.
     """
     require_ray()
-    from megatron_wrap.launch import ray_trainer
+    from megatron_wrap.launch import ray_trainer, ray_workers
 
     run = read_run(config, overrides)
     if scaling_config is None:
@@ -67,14 +67,14 @@ def trainer(
     else:
         check_layout(run, most)
     validate(run, most, own_script=script is not None)
-    work: ray_trainer.Work
+    work: ray_workers.Work
     if script is not None:
-        work = ray_trainer.Script(run, tuple(script), logs=logs)
+        work = ray_workers.Script(run, tuple(script), logs=logs)
     else:
-        work = ray_trainer.WrapLoop(
+        work = ray_workers.WrapLoop(
             os.path.abspath(config), tuple(overrides), loop, bool(scaling_config.use_gpu), logs=logs
         )
-    return ray_trainer.Trainer(run, work, scaling_config, max_failures)
+    return ray_trainer.torch_trainer(run, work, scaling_config, max_failures)
 
 
 def report(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
@@ -83,14 +83,14 @@ def report(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
 
     Collective; returns at once unless Ray has not yet read the last report, which it does every two seconds.
     """
-    from megatron_wrap.launch import ray_trainer
+    from megatron_wrap.launch import ray_workers
 
-    ray_trainer.report(wrap, metrics)
+    ray_workers.report(wrap, metrics)
 
 
 def require_ray() -> None:
     """Raise PlatformError, with the command that installs it, where Ray Train is missing."""
     try:
-        importlib.import_module("ray.train.torch")
+        importlib.import_module("ray.train")
     except ImportError as error:
         raise PlatformError(f"Ray Train cannot be imported ({error}); pip install 'megatron-wrap[ray]'") from None

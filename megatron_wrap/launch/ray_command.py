@@ -25,6 +25,9 @@ from megatron_wrap.parallel.stop_requests import SIGNALS, STOP_FILE, say_receive
 _FOLLOW_SECONDS = 0.2
 _MAX_FAILURES = 3
 """Restarts after failures of workers, as of `trainer`."""
+_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+"""Ray's process that tells workers of a preemption before it comes; off unless set. No worker reads what it tells, its
+start takes time from theirs, and without it Ray counts a preemption that has come as one."""
 _STORE_BYTES = 200 * 2**20
 """Object store of a cluster that is started for one run, which puts nothing into it."""
 
@@ -63,20 +66,21 @@ class RayJob:
 
     def wait(self) -> Ended:
         """See `Job`; the exit code is 1 after too many failures, 75 or 130 after a signal."""
-        from megatron_wrap.launch import ray_trainer
+        from megatron_wrap.launch import ray_trainer, ray_workers
 
+        os.environ.setdefault(_PREEMPTION_WATCHER, "0")
         _connect(self._workers)
         config, program = self._launch.config, self._launch.program
         folder = Path(os.path.abspath(output_dir(config)))
         scaling, logs = ray_trainer.scaling(config, self._workers), str(folder / "logs")
-        work: ray_trainer.Work
+        work: ray_workers.Work
         if program.function is not None:
-            work = ray_trainer.Call(config, program.function, program.words, logs=logs)
+            work = ray_workers.Call(config, program.function, program.words, logs=logs)
         elif program.script is not None:
-            work = ray_trainer.Script(config, (program.script, *program.words), logs=logs)
+            work = ray_workers.Script(config, (program.script, *program.words), logs=logs)
         else:
             path, *overrides = program.words
-            work = ray_trainer.WrapLoop(os.path.abspath(path), tuple(overrides), None, bool(scaling.use_gpu), logs=logs)
+            work = ray_workers.WrapLoop(os.path.abspath(path), tuple(overrides), None, bool(scaling.use_gpu), logs=logs)
         return _Followed(ray_trainer.Trainer(config, work, scaling, _MAX_FAILURES), folder).ended()
 
 

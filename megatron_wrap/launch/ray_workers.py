@@ -1,0 +1,217 @@
+"""What runs in each of Ray's workers: the loop of a rank, and its reports."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.collective
+
+from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.config import RunConfig
+from megatron_wrap.core import MegatronWrap
+from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.launch.ray_controller import NODES
+from megatron_wrap.launch.ray_ranks import workers_of_run
+from megatron_wrap.parallel import rank_log
+from megatron_wrap.parallel.stop_requests import RunStopped
+from megatron_wrap.utils.dist_logger import logger
+
+_REPORT_SECONDS = 3.0
+"""Of training between two reports of metrics: Ray reads them every two seconds, and a second one would wait."""
+_END = "end"
+"""What workers that take no part get after the last report."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each worker does."""
+
+    folder: str = field(default_factory=os.getcwd, kw_only=True)
+    """Working directory."""
+    logs: str | None = field(default=None, kw_only=True)
+    """Folder for the output of each rank; None: it stays Ray's."""
+
+    def __call__(self) -> Any:
+        """Called by Ray in a thread of each worker."""
+        with contextlib.suppress(OSError):  # a node may have another one
+            os.chdir(self.folder)
+        if self.logs is not None:
+            _write_into(Path(self.logs))
+        try:
+            return self.run()
+        except MegatronWrapError:
+            if self.logs is not None:  # the driver prints one line, Ray would print a traceback before it
+                _write_to(os.devnull)
+            raise
+
+    def run(self) -> Any:
+        """The work itself."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class WrapLoop(Work):
+    """A run of `MegatronWrap`: `loop(wrap)`, or `wrap.fit()`."""
+
+    config: str
+    overrides: tuple[str, ...]
+    loop: Callable[[MegatronWrap], Any] | None
+    use_gpu: bool
+
+    def run(self) -> Any:
+        """Train; returns the result of the loop, on rank 0 the one of `Result.return_value`."""
+        platform = "cuda" if self.use_gpu else "cpu"
+        wrap = MegatronWrap(self.config, [*self.overrides, f"megatron_wrap.init.platform={platform}"])
+        with _ranks_of_run(wrap.config) as takes_part:
+            if not takes_part:
+                return None
+            try:
+                with wrap:
+                    wrap.initialize()
+                    wrap.setup_model_and_optimizer()
+                    return _fit(wrap) if self.loop is None else self.loop(wrap)
+            except RunStopped as stopped:
+                return {"exit_code": stopped.code}
+
+
+@dataclass(frozen=True)
+class Script(Work):
+    """A program of the user, which creates its own `MegatronWrap`."""
+
+    config: RunConfig
+    program: tuple[str, ...]
+
+    def run(self) -> Any:
+        """Run it as `__main__`; its exit code is the result."""
+        with _ranks_of_run(self.config) as takes_part:
+            if takes_part:
+                sys.argv[:] = self.program
+                return _ended(lambda: runpy.run_path(self.program[0], run_name="__main__"))
+        return None
+
+
+@dataclass(frozen=True)
+class Call(Work):
+    """A function of this package, which creates its own `MegatronWrap`."""
+
+    config: RunConfig
+    function: Callable[..., None]
+    words: tuple[str, ...]
+
+    def run(self) -> Any:
+        """Call it; the exit code with which it ends is the result."""
+        with _ranks_of_run(self.config) as takes_part:
+            return _ended(lambda: self.function(*self.words)) if takes_part else None
+
+
+def _ended(work: Callable[[], object]) -> dict[str, Any] | None:
+    """The exit code with which `work` ends this process; None: it returns.
+
+    Raises:
+        MegatronWrapError: it ends because of one.
+    """
+    try:
+        work()
+    except SystemExit as end:
+        if isinstance(end.__context__, MegatronWrapError):
+            raise end.__context__ from None
+        return {"exit_code": end.code or 0}
+    return None
+
+
+def _fit(wrap: MegatronWrap) -> dict[str, float]:
+    interval, due = wrap.config.train.save_interval if wrap.config.train.save else None, 0
+
+    def after_step(wrap: MegatronWrap, metrics: dict[str, float]) -> None:
+        nonlocal due
+        if wrap.iteration >= due or (interval and wrap.iteration % interval == 0):
+            steps = math.ceil(_REPORT_SECONDS / metrics.get("elapsed_time", _REPORT_SECONDS))
+            due = _announce(wrap.iteration + steps)  # each rank has measured another time
+            _send(wrap, metrics)
+
+    metrics = wrap.fit(after_step)
+    report(wrap, {"iteration": wrap.iteration, **metrics})
+    return metrics
+
+
+def report(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
+    """See `megatron_wrap.launch.ray.report`."""
+    _announce(wrap.iteration)
+    _send(wrap, metrics)
+
+
+def _announce(iteration: int) -> int:
+    """Let workers that take no part join the next report; returns the value of rank 0."""
+    return int(ray.train.collective.broadcast_from_rank_zero(iteration))
+
+
+def _send(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
+    ray.train.report(
+        dict(metrics),
+        checkpoint=_new_checkpoint(wrap.config.train.save),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+    )
+
+
+def _new_checkpoint(save: str | None) -> ray.train.Checkpoint | None:
+    """On rank 0 the newest checkpoint, unless it was the last one that was reported."""
+    if save is None or ray.train.get_context().get_world_rank() != 0:
+        return None
+    store = CheckpointStore(os.path.abspath(os.path.expanduser(save)))
+    iteration = store.latest()
+    path = None if iteration is None else store.find(iteration)
+    reported = ray.train.get_checkpoint()
+    if path is None or (reported is not None and reported.path == str(path)):
+        return None
+    return ray.train.Checkpoint.from_directory(str(path))
+
+
+# ---- workers and ranks ----
+
+
+@contextlib.contextmanager
+def _ranks_of_run(config: RunConfig) -> Iterator[bool]:
+    """Give this worker its rank of the run; yields whether it has one. Workers without one follow the reports, which
+    Ray expects from all, until the others end."""
+    nodes, rank = os.environ[NODES].split(","), ray.train.get_context().get_world_rank()
+    workers = workers_of_run(config, nodes)
+    if len(workers) == len(nodes):
+        yield True
+        return
+    os.environ["WORLD_SIZE"] = str(len(workers))
+    if rank in workers:
+        os.environ["RANK"] = str(workers.index(rank))
+        if rank == 0:
+            logger.warning_rank_0(
+                f"{len(nodes) - len(workers)} of Ray's {len(nodes)} workers take no part: the layout and the batch of "
+                f"this run need {len(workers)}"
+            )
+        yield True
+        ray.train.collective.broadcast_from_rank_zero(_END)
+    else:
+        while ray.train.collective.broadcast_from_rank_zero(None) != _END:
+            ray.train.report({}, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
+        yield False
+
+
+def _write_into(folder: Path) -> None:
+    """Append the output of this process to `folder/rank_N.log`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / rank_log.FILE.format(ray.train.get_context().get_world_rank())
+    _write_to(path)
+
+
+def _write_to(path: str | os.PathLike[str]) -> None:
+    sys.stdout.flush(), sys.stderr.flush()
+    with open(path, "ab") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
