@@ -98,7 +98,7 @@ class ProcessPool(Generic[Item, Result]):
 def beside(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
     """Call `function` in a forked process while the body runs; yields what waits for its result, or raises its error.
     See `ProcessPool` for what the function may use."""
-    pool = ProcessPool(lambda _: function(), 1)
+    pool: ProcessPool[None, Result] = ProcessPool(lambda _: function(), 1)
     try:
         future = pool._submit(None)
         yield lambda: pool._result(future)
