@@ -104,6 +104,8 @@ class HuggingFaceConfig:
     """Key of `megatron_lm.model.arch` -> value."""
     quantization: Quantization | None = None
     """Of the weights."""
+    with_vision: Mapping[str, Any] | None = None
+    """The content of config.json of a model with a vision encoder."""
 
     @property
     def shown(self) -> str:
@@ -167,8 +169,9 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
     values = read_json(path, "download the file again")
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"{shown}: has no model_type; name the folder of a transformers model")
-    if values["model_type"] in WITH_VISION:
-        values = _text_part(values, shown)
+    with_vision = values if values["model_type"] in WITH_VISION else None
+    if with_vision is not None:
+        values = _text_part(with_vision, shown)
     family = family_of(values["model_type"], shown)
     try:
         if family.model_type in _SHIPPED:
@@ -179,7 +182,7 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
         raise UnsupportedModel(f"{shown}: this {family.model_type} cannot be built: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{shown}: {error}; download the file again") from error
-    return HuggingFaceConfig(folder, values, family, arch, quantization)
+    return HuggingFaceConfig(folder, values, family, arch, quantization, with_vision)
 
 
 def _text_part(values: Mapping[str, Any], shown: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
+from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_adapter import save_adapter
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
@@ -28,7 +29,7 @@ from megatron_wrap.core.run_facts import recorded_evaluation
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.verify import verify_hugging_face
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
@@ -53,14 +54,18 @@ class RunExport:
         dtype: str | torch.dtype | None = None,
         family: str | None = None,
         merge: bool = False,
+        keep_vision: bool = False,
     ) -> Path:
         """Write a Hugging Face folder, or the run's adapter as a folder of peft; with a model card if the model was
         trained here."""
         state, hf_format = self._state, self._format(family)
+        vision = KeptVision.of(hf_format) if keep_vision else None
         if state.config.adapter.adapter_type != "none" and not merge:
+            if vision is not None:
+                raise ConfigError("keep_vision writes a whole model, and an adapter is exported alone; set merge")
             return self._save_adapter(folder, hf_format, dtype)
         stream = self._stream(hf_format, dtype)
-        target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size)
+        target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size, vision)
         on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
         iteration = self._iteration
         logger.info_rank_0(f"Hugging Face folder{'' if iteration is None else f' of iteration {iteration}'}: {target}")

@@ -539,6 +539,7 @@ class MegatronWrap:
         dtype: str | torch.dtype | None = None,
         family: str | None = None,
         merge: bool = False,
+        keep_vision: bool = False,
     ) -> Path:
         """Write a Hugging Face folder with weights, config.json, generation_config.json and tokenizer, which
         `AutoModelForCausalLM.from_pretrained` loads, of a value model `AutoModelForSequenceClassification`. A trained
@@ -554,11 +555,14 @@ class MegatronWrap:
             family: a model_type of transformers; None: that of hf_path, else the first that can express the
                 architecture.
             merge: add the adapter's products to the weights; no effect without an adapter.
+            keep_vision: copy the vision encoder of hf_path unchanged beside the language model.
 
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
+            ConfigError: keep_vision, and hf_path has no vision encoder.
         """
-        return self._with_own_adapter().export.save_pretrained(folder, max_shard_size, dtype, family, merge)
+        export = self._with_own_adapter().export
+        return export.save_pretrained(folder, max_shard_size, dtype, family, merge, keep_vision)
 
     def export_weights(
         self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False

@@ -268,7 +268,7 @@ def _configuration(folder: WeightFolder) -> Any:
     """transformers' configuration of the folder; quantized weights are dequantized, its default on the CPU alone."""
     import transformers
 
-    if folder.is_text_part:
+    if folder.text_prefix is not None:
         raise CheckpointError(
             f"{folder.folder}: the folder of a model with a vision encoder cannot be verified; export its text model "
             "(megatron-wrap export-hf), and verify that folder"

@@ -21,6 +21,8 @@ _KERNELS = _rules(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
     # before the products: FlashAttention 3 is built from CUTLASS
     (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
+    # linear attention of flash-linear-attention
+    (ATTENTION, r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d"),
     (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul"),
     (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon"),
     (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|_normalizer_kernel|_gradient_kernel"),

@@ -522,7 +522,9 @@ def expected_logits(folder: Path) -> Any:
         return model(torch.tensor(token_ids())).logits.numpy()
 
 
-def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, max_shard_size: str | int) -> Any:
+def logits_and_export(
+    folder: str, overrides: tuple[str, ...], export_to: str, max_shard_size: str | int, keep_vision: bool = False
+) -> Any:
     """Start from `folder` on the layout of `overrides`, export to `export_to`; returns the logits [2, 64, V] on rank
     0."""
     import numpy
@@ -536,6 +538,8 @@ def logits_and_export(folder: str, overrides: tuple[str, ...], export_to: str, m
         wrap.setup_model()
         logits = sequence_logits(wrap.state, token_ids())
         wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
+        if keep_vision:
+            wrap.save_pretrained(f"{export_to}-vision", max_shard_size="200KB", keep_vision=True)
         if wrap.state.parallel.world.rank == 0:
             return numpy.stack([row.float().numpy() for row in logits])
     return None

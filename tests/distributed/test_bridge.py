@@ -56,13 +56,19 @@ def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_a
     folder = tmp_path / "with-vision"
     expected = runs.make_folder_with_vision(name, folder)
     out = str(tmp_path / "out")
-    logits = ranks(2).run(runs.logits_and_export, str(folder), runs.LAYOUTS["tp2"][1], out, "60KB")[0]
+    logits = ranks(2).run(runs.logits_and_export, str(folder), runs.LAYOUTS["tp2"][1], out, "200KB", True)[0]
     assert numpy.abs(logits - expected).max() <= 1e-4
     exported = load(tmp_path / "out")
     assert exported.config.model_type == getattr(transformers, runs.FAMILIES[name][0]).config_class.model_type
     with torch.no_grad():
         again = exported.eval()(torch.tensor(runs.token_ids())).logits.numpy()
     assert numpy.abs(again - expected).max() <= 1e-5
+    before, after = load(folder), load(tmp_path / "out-vision")
+    assert after.config.to_dict() == {**before.config.to_dict(), "_name_or_path": after.config.name_or_path}
+    weights = after.state_dict()
+    assert weights.keys() == before.state_dict().keys()
+    for weight, tensor in before.state_dict().items():
+        assert torch.equal(weights[weight], tensor), weight
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2-pp2", "cp2", "pp2-vpp2", "dp2"])

@@ -32,7 +32,7 @@ _MODEL_FIELDS = re.compile(
 """Further fields of TransformerConfig that change the model's function; other fields choose kernels and schedules."""
 
 
-_OF_THE_WEIGHTS = ("torch_dtype", "quantization_config")
+OF_THE_WEIGHTS = ("torch_dtype", "quantization_config")
 """Keys of config.json that describe the files of the original. An export is never quantized."""
 
 
@@ -54,7 +54,7 @@ class ExportFormat:
         """
         head = {"architectures": [self.family.architecture], "dtype": dtype}
         if self.original is not None and self.original.family.model_type == self.family.model_type:
-            values = {key: value for key, value in self.original.values.items() if key not in _OF_THE_WEIGHTS}
+            values = {key: value for key, value in self.original.values.items() if key not in OF_THE_WEIGHTS}
             if "vocab_size" in values:
                 values["vocab_size"] = self.arch.vocab_size  # it may have grown
             return {**values, **self.family.exported_values, **head}

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megatron_wrap.bridge.export.export_format import ExportFormat
+from megatron_wrap.bridge.export.kept_vision import FILE as VISION_FILE
+from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.weight_stream import WeightStream, WholeTensor, dtype_name
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
 from megatron_wrap.config.hugging_face import read_generation_config
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors(\.part)?")
+_SHARDS = re.compile(r"model(-language)?-\d{5}-of-\d{5}\.safetensors(\.part)?")
+_BESIDE_VISION = "model-language{suffix}.safetensors"
+"""Names of the language model's files there: transformers takes a file model.safetensors for the whole model."""
 
 
 def save_pretrained(
@@ -40,6 +44,7 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     tokenizer: Any = None,
     max_shard_size: str | int = "5GB",
+    vision: KeptVision | None = None,
 ) -> Path:
     """Write a folder that transformers loads. Collective.
 
@@ -51,6 +56,7 @@ def save_pretrained(
         folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
         tokenizer: saved with the weights; None: no tokenizer.
         max_shard_size: bytes, or text such as "5GB"; a tensor is never split.
+        vision: written beside the language model; None: nothing.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
@@ -58,29 +64,45 @@ def save_pretrained(
     target = Path(folder).expanduser()
     original = None if hf_format.original is None else hf_format.original.folder
     values = hf_format.config_json(dtype_name(stream.dtype))
-    tensors = {tensor.name: tensor for tensor in stream.tensors}
+    written_name: Callable[[str], str] = (lambda name: name) if vision is None else vision.name
+    tensors = {written_name(tensor.name): tensor for tensor in stream.tensors}
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern="model{suffix}.safetensors" if vision is None else _BESIDE_VISION,
         max_shard_size=_size(max_shard_size),
     )
-    rank, world = parallel.world.rank, parallel.world.size
     message = f"no Hugging Face folder could be written to {target}: {{}}"
     with agreed(message):
         _prepare(target, original)
+    with agreed(message):
+        _write_shards(stream, tensors, split.filename_to_tensors, target, parallel.world.size)
+    with agreed(message):
+        if parallel.world.rank == 0:
+            _finish(target, split, values, tokenizer, original, vision)
+    return target
+
+
+def _write_shards(
+    stream: WeightStream,
+    tensors: Mapping[str, WholeTensor],
+    members_of: Mapping[str, Sequence[str]],
+    target: Path,
+    world: int,
+) -> None:
+    """Write each shard, a file name -> names of its tensors, by one of the `world` ranks. Collective."""
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
-    with agreed(message), WorkProgress("export", sum(tensor.nbytes for tensor in stream.tensors), "B") as progress:
+    with WorkProgress("export", sum(tensor.nbytes for tensor in stream.tensors), "B") as progress:
         failure: OSError | None = None
-        for number, (name, members) in enumerate(split.filename_to_tensors.items()):
-            writer = number % world
+        for number, (name, members) in enumerate(members_of.items()):
             for member in members:
-                for _, block in stream.blocks(tensors[member], writer):
+                for _, block in stream.blocks(tensors[member], number % world):
                     if block is not None and failure is None:
                         try:
                             if number not in writers:
-                                writers[number] = _ShardWriter(target / name, [tensors[member] for member in members])
+                                shard = {each: tensors[each] for each in members}
+                                writers[number] = _ShardWriter(target / name, shard)
                             writers[number].write(block)
                         except OSError as error:
                             failure = error
@@ -89,10 +111,6 @@ def save_pretrained(
             raise failure
         for open_writer in writers.values():
             open_writer.close()
-    with agreed(message):
-        if rank == 0:
-            _finish(target, split, values, tokenizer, original)
-    return target
 
 
 def prune_exports(folder: Path, keep: int | None, parallel: ParallelState, best: int | None = None) -> None:
@@ -109,13 +127,13 @@ def prune_exports(folder: Path, keep: int | None, parallel: ParallelState, best:
 class _ShardWriter:
     """Writes one safetensors file (huggingface.co/docs/safetensors, format), tensor by tensor."""
 
-    def __init__(self, path: Path, tensors: Sequence[WholeTensor]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, WholeTensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for tensor in tensors:
+        for name, tensor in tensors.items():
             end = offset + tensor.nbytes
             about = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-            header[tensor.name], offset = about, end
+            header[name], offset = about, end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins aligned
         self._open = contextlib.ExitStack()
@@ -144,14 +162,31 @@ def _prepare(target: Path, original: Path | None) -> None:
     target.mkdir(parents=True, exist_ok=True)
 
 
-def _finish(target: Path, split: Any, values: dict[str, Any], tokenizer: Any, original: Path | None) -> None:
+def _finish(
+    target: Path,
+    split: Any,
+    values: dict[str, Any],
+    tokenizer: Any,
+    original: Path | None,
+    vision: KeptVision | None,
+) -> None:
     """The last part of an export, on rank 0 when all shards are written: index, tokenizer and configuration files."""
     for old in target.iterdir():  # an earlier export with another number of shards
-        stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX)
+        stale = _SHARDS.fullmatch(old.name) or old.name in (
+            SINGLE,
+            INDEX,
+            VISION_FILE,
+            _BESIDE_VISION.format(suffix=""),
+        )
         if stale and old.name not in split.filename_to_tensors:
             old.unlink()
-    if split.is_sharded:
-        _write_json(target / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    metadata, files = split.metadata, split.tensor_to_filename
+    if vision is not None:
+        sizes, values = vision.write(target), vision.config_json(values)
+        metadata = {**metadata, "total_size": metadata["total_size"] + sum(sizes.values())}
+        files = {**files, **dict.fromkeys(sizes, VISION_FILE)}
+    if split.is_sharded or vision is not None:
+        _write_json(target / INDEX, {"metadata": metadata, "weight_map": files})
     if tokenizer is not None:
         tokenizer.save_pretrained(str(target))
     _write_json(target / "generation_config.json", generation_config(original, values, tokenizer))

@@ -19,6 +19,7 @@ from megatron_wrap.bridge.loading.stored_tensors import (
     stored_tensors,
     without_stacks,
 )
+from megatron_wrap.bridge.loading.text_part import LEFT_OUT, prefix_of, text_name
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.quantization import Quantization
@@ -68,23 +69,6 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-_TEXT = ("language_model.", "model.language_model.")
-"""Prefixes of the language model's tensors beside a vision encoder, as published and as transformers 5 names them."""
-_VISION = {
-    r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*": (
-        "the vision encoder and its projector are not loaded: the model is trained and exported as a text model"
-    )
-}
-
-
-def _text_name(name: str) -> str:
-    """The name of a tensor in the folder of the language model alone."""
-    published, ours = _TEXT
-    if name.startswith(ours):
-        return "model." + name.removeprefix(ours)
-    return name.removeprefix(published)
-
-
 class WeightFolder:
     """The weights of one folder by their full names.
 
@@ -110,10 +94,10 @@ class WeightFolder:
         if family.splits_stacks:
             stored = without_stacks(stored)
         prefix = family.base_prefix
-        self.is_text_part = any(name.startswith(_TEXT) for name in stored)
-        """The folder also has a vision encoder, which is not read."""
-        if self.is_text_part:
-            stored = {_text_name(name): entry for name, entry in stored.items()}
+        self.text_prefix = prefix_of(stored)
+        """Of the language model's tensors beside a vision encoder, which is not read; None: there is none."""
+        if self.text_prefix is not None:
+            stored = {text_name(name): entry for name, entry in stored.items()}
         elif stored and not any(name.startswith(prefix) for name in stored):
             stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
@@ -169,7 +153,7 @@ class WeightFolder:
         return [text for pattern, text in patterns if any(re.fullmatch(pattern, name) for name in self.tensors)]
 
     def _left_out(self, arch: ArchConfig) -> dict[str, str]:
-        return {**self.family.left_out(arch), **(_VISION if self.is_text_part else {})}
+        return {**self.family.left_out(arch), **(LEFT_OUT if self.text_prefix is not None else {})}
 
     @property
     def omitted(self) -> list[str]:
