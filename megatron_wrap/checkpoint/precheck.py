@@ -22,6 +22,7 @@ from megatron_wrap.inside_folder import leaves_folder
 _FIRST_PARAMETER: dict[str, str] = {
     "vocab_size": "embedding.word_embeddings.weight",
     "hidden_size": "embedding.word_embeddings.weight",
+    "embedding_multiplier": "embedding.word_embeddings.weight",
     "position_embedding_type": "embedding.position_embeddings.weight",
     "max_position_embeddings": "embedding.position_embeddings.weight",
     "num_layers": "decoder.layers",
@@ -44,6 +45,7 @@ _FIRST_PARAMETER: dict[str, str] = {
     "linear_num_value_heads": "decoder.layers.self_attention.in_proj.weight",
     "ffn_hidden_size": "decoder.layers.mlp.linear_fc1.weight",
     "swiglu": "decoder.layers.mlp.linear_fc1.weight",
+    "geglu": "decoder.layers.mlp.linear_fc1.weight",
     "quick_geglu": "decoder.layers.mlp.linear_fc1.weight",
     "untie_embeddings_and_output_weights": "output_layer.weight",
 }

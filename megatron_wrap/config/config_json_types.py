@@ -12,7 +12,7 @@ from megatron_wrap.errors import ConfigError
 MAX_INTEGER = (1 << 31) - 1
 _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"),
-    *("max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"),
+    *("query_pre_attn_scalar", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"),
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
@@ -29,13 +29,17 @@ _INTEGERS = (
         "n_shared_experts",
     ),
     *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group", "rotary_dim"),
+    *("sliding_window_pattern",),
 )
 _DEFAULTED_INTEGERS: Mapping[str, int] = {
     **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},
     "full_attention_interval": 1,
 }
 """Key -> its smallest value. They have a default if they are missing, and may not be null."""
-_NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout")
+_NUMBERS = (
+    *("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout", "rope_local_base_freq"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 _DEFAULTED_NUMBERS = (
     *("initializer_range", "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop", "routed_scaling_factor"),
     *("residual_dropout", "swiglu_alpha", "swiglu_limit"),

@@ -110,7 +110,8 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
         fused = has_kernel and not arch.multi_latent_attention
         yield Choice("arch.apply_rope_fusion", fused, owner if fused else latent if has_kernel else no_kernel)
     # fusions/fused_bias_gelu.py
-    other = "quick_geglu has none" if arch.quick_geglu else "the fused kernel of GELU computes the tanh form"
+    gated = [name for name in ("geglu", "quick_geglu") if getattr(arch, name)]
+    other = f"{gated[0]} has none" if gated else "the fused kernel of GELU computes the tanh form"
     reason = "SwiGLU has a fused kernel" if arch.swiglu else other
     yield Choice("arch.bias_activation_fusion", arch.swiglu, reason)
     if machine.weight_gradients is not None:

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
     *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
-    *("minimax_m2", "olmo2", "olmo3"),
+    *("gemma2", "gemma3_text", "minimax_m2", "olmo2", "olmo3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("seed_oss", "smollm3"),
 )
@@ -54,10 +54,6 @@ _LARGE4 = (
 )
 UNSUPPORTED: Mapping[str, str] = {
     "gemma": _GEMMA,
-    "gemma2": f"{_GEMMA}; logits and attention scores are capped by tanh, and layers have norms after their blocks",
-    "gemma3": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by different bases",
-    "gemma3_text": f"{_GEMMA}; layers have norms after their blocks, and local and global layers rotate by "
-    "different bases",
     "deepseek_v32": _INDEXER,
     "deepseek_v4": f"{_HYPER}; attention is compressed, and {_INDEXER}; scores of experts are the root of softplus",
     "glm_moe_dsa": _INDEXER,
@@ -72,7 +68,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """model_type -> features that our layers lack."""
 
-WITH_VISION = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe"})
+WITH_VISION = frozenset({"gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"})
 """model_types whose `text_config` is the configuration of a family, the only part that is read."""
 
 FAMILIES: Registry[Any] = Registry(
@@ -190,9 +186,8 @@ def _text_part(values: Mapping[str, Any], shown: str) -> dict[str, Any]:
     text = values.get("text_config")
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
         raise ConfigError(f"{shown}: text_config has no model_type; name the folder of a transformers model")
-    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    outer = {key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values}
-    return {**text, **outer, "tie_word_embeddings": tied}
+    outer = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
+    return {**text, **{key: values[key] for key in outer if key in values}}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ architecture.md has what a change would need). Import it only after the platform
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,16 +29,26 @@ class BatchFirstGPTModel(GPTModel):
     layer moves V / hidden_size times less memory.
 
     Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's, `window_rotary_base`
-    is the base of those of layers with a window. With an inference context it returns the logits of the last position
+    is the base of those of layers with a window. The embedding's output is multiplied by `embedding_multiplier`, and
+    logits are capped by `final_logit_softcapping`. With an inference context it returns the logits of the last position
     only, [B, 1, V/tp].
     """
 
     rotary_pos_emb: Any
 
     def __init__(
-        self, rotary_factors: Sequence[float] | None = None, window_rotary_base: float | None = None, **arguments: Any
+        self,
+        rotary_factors: Sequence[float] | None = None,
+        window_rotary_base: float | None = None,
+        embedding_multiplier: float | None = None,
+        final_logit_softcapping: float | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        if embedding_multiplier is not None and hasattr(self, "embedding"):
+            self.embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
+        if final_logit_softcapping is not None and self.post_process:
+            self.output_layer.register_forward_hook(_capped(final_logit_softcapping))
         rotary: dict[str, Any] = {
             "kv_channels": self.config.kv_channels,
             "rotary_percent": arguments["rotary_percent"],
@@ -76,6 +86,25 @@ class BatchFirstGPTModel(GPTModel):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
         with _batch_first(self.output_layer):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
+
+
+def _multiplied(factor: float) -> Callable[..., Tensor]:
+    """A forward hook; the factor is rounded to the output's dtype, as transformers does it."""
+
+    def multiply(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return output * output.new_tensor(factor)
+
+    return multiply
+
+
+def _capped(cap: float) -> Callable[..., Any]:
+    """A forward hook: logits x become cap * tanh(x / cap)."""
+
+    def limit(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = output
+        return cap * torch.tanh(logits / cap), bias
+
+    return limit
 
 
 @contextmanager

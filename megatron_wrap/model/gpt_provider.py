@@ -61,6 +61,8 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
         "rope_scaling_factor": arch.rope_scaling_factor,
         "rotary_factors": derived.longrope_factors(arch, request.config.train.seq_length),
         "window_rotary_base": arch.window_rotary_base,
+        "embedding_multiplier": arch.embedding_multiplier,
+        "final_logit_softcapping": arch.final_logit_softcapping,
         "seq_len_interpolation_factor": arch.rotary_seq_len_interpolation_factor,
         "vp_stage": request.virtual_stage,
     }
@@ -101,9 +103,8 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     core_attention: Any = TorchCoreAttention
     if request.transformer_engine and can_use_attention_of_transformer_engine(request.config):
         from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
-    if arch.query_scaling_beta is not None:
-        scaling = arch.query_scaling_beta, arch.original_max_position_embeddings
-        core_attention = ModuleSpec(module=TorchCoreAttention, params={"query_scaling": scaling})
+    if changed := _changed_scores(arch):
+        core_attention = ModuleSpec(module=TorchCoreAttention, params=changed)
     # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
     separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
     separate_norms = separate_norms or arch.norm_placement == "after"  # linear layers without a norm
@@ -146,6 +147,16 @@ def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> No
 
     linear_layers = GatedDeltaNetSubmodules(*versions.linear_layers(transformer_engine))
     versions.use_attention(layer, ModuleSpec(module=GatedDeltaNet, submodules=linear_layers), norm)
+
+
+def _changed_scores(arch: ArchConfig) -> dict[str, Any]:
+    """Arguments of `TorchCoreAttention` for what Transformer Engine's attention does not compute."""
+    changed: dict[str, Any] = {}
+    if arch.query_scaling_beta is not None:
+        changed["query_scaling"] = arch.query_scaling_beta, arch.original_max_position_embeddings
+    if arch.attn_logit_softcapping is not None:
+        changed["softcap"] = arch.attn_logit_softcapping
+    return changed
 
 
 def _choose_attention(layer: Any, request: ModelRequest, separate_norms: bool) -> None:
@@ -191,7 +202,7 @@ def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
     windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
     arch = config.arch
-    if arch.query_scaling_beta is not None:  # it takes no positions
+    if _changed_scores(arch):  # it takes neither positions nor a cap
         return False
     sinks = arch.softmax_type != "vanilla"
     if sinks and config.flow.packing:

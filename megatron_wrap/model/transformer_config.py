@@ -171,6 +171,11 @@ def _leave_unset(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Megatron-Core's fast_gelu, in one kernel."""
+    return functional.gelu(x, approximate="tanh")
+
+
 def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
     """Settings of dense models; only MLATransformerConfig has the fields of multi-latent attention."""
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
@@ -178,6 +183,8 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
     activation: Any
     if arch.swiglu:
         activation = functional.silu
+    elif arch.geglu:
+        activation = _tanh_gelu
     elif arch.quick_geglu:
         activation = quick_gelu
     elif arch.squared_relu:

@@ -36,6 +36,7 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(query key^T * scale) value, with grouped-query attention: heads / groups query heads share a key head.
 
@@ -49,6 +50,7 @@ def attend(
             result of a query whose keys are all masked is finite but meaningless.
         dropout: dropout probability of the attention weights, with torch's generator of the device.
         sinks: [heads], a further score of each query, without a value; None: none.
+        softcap: scores x become softcap * tanh(x / softcap), in a tensor of all scores; without sinks. None: unlimited.
 
     Returns:
         [s_q, b, heads, d_v].
@@ -64,6 +66,8 @@ def attend(
     call: Callable[..., Tensor] = functools.partial(_scaled_dot_product_attention, dropout_p=dropout, scale=scale)
     if sinks is not None:
         call = functools.partial(attention_with_sinks, sinks=sinks, dropout_p=dropout, scale=scale)
+    elif softcap is not None:
+        call = functools.partial(_with_capped_scores, cap=softcap, dropout_p=dropout, scale=scale)
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, 1, s_q, s_k)))
     if left < s_k - 1 or (not causal and right < s_k - 1):
@@ -75,7 +79,7 @@ def attend(
         output = call(query, key, value)
     elif s_q == s_k:
         output = call(query, key, value, is_causal=True)
-    elif sinks is not None:
+    elif sinks is not None or softcap is not None:
         output = call(query, key, value, attn_mask=~_outside_window(s_q, s_k, left, right, query.device))
     else:
         # is_causal aligns the mask with the first key; the queries here are aligned with the last key.
@@ -114,6 +118,32 @@ def _scaled_dot_product_attention(
     )
     with fastest:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
+
+
+def _with_capped_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    cap: float,
+    scale: float,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The counterpart of torch's function with grouped queries and scores capped before the mask (Gemma 2,
+    arXiv:2408.00118, section 2)."""
+    copies = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    scores = cap * torch.tanh(query @ key.transpose(2, 3) * (scale / cap))
+    if is_causal:
+        s_q, s_k = scores.shape[2:]
+        attn_mask = ~_outside_window(s_q, s_k, s_k, 0, query.device)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    weights = F.dropout(scores.softmax(dim=-1, dtype=precise).to(query.dtype), dropout_p)
+    return weights @ value
 
 
 def _sliding_window(

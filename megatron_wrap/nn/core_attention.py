@@ -46,6 +46,7 @@ class TorchCoreAttention(MegatronModule):
         k_channels, v_channels: key and value head sizes, if different from the config's `kv_channels`.
         query_scaling: (beta, length): queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), p
             counted in each sequence; None: unscaled.
+        softcap: scores x become softcap * tanh(x / softcap); None: unlimited.
         cp_comm_type: ignored: keys and values are always all-gathered.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
@@ -66,11 +67,12 @@ class TorchCoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         query_scaling: tuple[float, int] | None = None,
+        softcap: float | None = None,
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
         self.attn_mask_type = attn_mask_type
-        self.query_scaling = query_scaling
+        self.query_scaling, self.softcap = query_scaling, softcap
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling has no effect in fp32: it divides the scores and multiplies them again.
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
@@ -99,6 +101,7 @@ class TorchCoreAttention(MegatronModule):
         core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
         core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
         core.query_scaling = getattr(attention.core_attention, "query_scaling", None)
+        core.softcap = getattr(attention.core_attention, "softcap", None)
         if core.softmax_offset is not None:
             core.softmax_offset = attention.core_attention.softmax_offset
         return core.train(attention.training)
@@ -217,6 +220,7 @@ class TorchCoreAttention(MegatronModule):
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
             sinks=self._sinks(query),
+            softcap=self.softcap,
         )
         if cp_size == 1 and len(lengths) == 1:
             return attend_local(query, key, value)  # with a KV cache there are more keys than queries
@@ -240,7 +244,7 @@ class TorchCoreAttention(MegatronModule):
         kernel, sinks = varlen_kernel(), self._sinks(query)
         half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
         has_dropout = self.dropout > 0.0 and self.training
-        if kernel is None or not half_precision or has_dropout or not causal:
+        if kernel is None or not half_precision or has_dropout or not causal or self.softcap is not None:
             # one sequence at a time; the lengths are known on the host
             return self._over_context(query, key, value, packed.lengths, causal, cp_size)
         if sinks is not None:

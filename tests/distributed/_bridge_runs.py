@@ -283,6 +283,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "use_mtp": False, "num_mtp_modules": 0},
         },
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "query_pre_attn_scalar": 14},
+            **{"tie_word_embeddings": True, "sliding_window": 9},
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "query_pre_attn_scalar": 14},
+            **{"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+            **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+        },
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
@@ -291,7 +311,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
 
 
-ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma2")
 """Their norms are stored as weight - 1."""
 OTHER_TYPES = {"kimi-k2": "kimi_k2"}
 """Name -> model_type that replaces transformers' in config.json."""
@@ -336,7 +356,7 @@ EXPERTS = (
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo2", "olmo3", "minimax-m2"),
+    *("olmo2", "olmo3", "minimax-m2", "gemma3", "gemma2"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (
@@ -401,6 +421,14 @@ VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{"head_dim": 8, "image_size": 28, "patch_size": 14},
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        "siglip_vision_model",
+        {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"image_size": 28, "patch_size": 14, "vision_use_head": False},
+        },
+    ),
     **{
         name: (
             class_name,
@@ -440,8 +468,9 @@ def make_folder_with_vision(name: str, folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             norm = parameter.dim() == 1 and (name not in ZERO_CENTERED or "linear_attn.norm" in parameter_name)
             parameter.copy_(0.15 * torch.randn(parameter.shape) + norm)
-    model.save_pretrained(folder, max_shard_size="100KB" if name == "ministral3" else "1GB")
-    if name != "ministral3":
+    published = name in ("ministral3", "gemma3")
+    model.save_pretrained(folder, max_shard_size="100KB" if published else "1GB")
+    if not published:
         _as_published(folder / "model.safetensors")
     with torch.no_grad():
         return model(input_ids=torch.tensor(token_ids())).logits.numpy()

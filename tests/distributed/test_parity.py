@@ -231,6 +231,8 @@ GPT_OSS = (
     "megatron_lm.model.arch.moe_aux_loss_coeff=0.0",
 )
 OLMO3 = ("megatron_lm.model.arch.__select__=tiny-olmo3",)
+GEMMA3 = ("megatron_lm.model.arch.__select__=tiny-gemma3",)
+GEMMA2 = ("megatron_lm.model.arch.__select__=tiny-gemma2",)
 MINIMAX_M2 = (
     "megatron_lm.model.arch.__select__=tiny-minimax-m2",
     "megatron_lm.model.arch.moe_router_load_balancing_type=none",
@@ -313,10 +315,12 @@ def test_linear_attention_on_every_layout(layouts, samples, ranks):
     [
         (OLMO3, ("packed", "tp2-sp", "pp2-vpp2", "cp2", "packed-tp2-sp-cp2")),
         (MINIMAX_M2, ("packed", "tp2-sp-ep2-etp1", "cp2-ep2")),
+        (GEMMA3, ("packed", "tp2-sp", "pp2-vpp2", "packed-tp2-sp-cp2")),
+        (GEMMA2, ("packed", "tp2-sp", "pp2", "packed-tp2-sp-cp2")),
     ],
-    ids=["olmo3", "minimax-m2"],
+    ids=["olmo3", "minimax-m2", "gemma3", "gemma2"],
 )
-def test_norms_after_the_blocks_and_over_all_heads_and_rotary_angles_by_window(model, layouts, samples, ranks):
+def test_norms_after_the_blocks_and_over_all_heads_rotary_angles_by_window_and_caps(model, layouts, samples, ranks):
     report = check_parity(CONFIG, model, samples=samples, layouts=layouts, steps=1, ranks=ranks)
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
 

@@ -18,6 +18,7 @@ CASES = [
     ("glm4-moe", "pp2"),
     ("olmo2", "tp2"),
     ("minimax-m2", "ep2"),
+    ("gemma3", "tp2-pp2"),
     ("gpt2", "tp2-pp2"),
 ]
 

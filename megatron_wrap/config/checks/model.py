@@ -86,6 +86,14 @@ def _check_attention(config: RunConfig) -> None:
     if arch.norm_placement != "before":
         plain = ("multi_latent_attention", (False,)), ("experimental_attention_variant", (None,))
         _check_values(config, f"norm_placement {arch.norm_placement}", *plain)
+    if arch.attn_logit_softcapping is not None:
+        _check_values(
+            config,
+            "attn_logit_softcapping",
+            ("multi_latent_attention", (False,)),
+            ("softmax_type", ("vanilla",)),
+            ("transformer_impl", ("auto", "torch")),
+        )
     if arch.window_rotary_base is not None:
         _check_values(
             config,
@@ -201,14 +209,14 @@ def _check_linear_attention(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> None:
     arch = config.arch
-    chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
+    chosen = [name for name in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(arch, name)]
     if len(chosen) > 1:
         rule = f"{' and '.join(chosen)} are both true but select different activations; delete all but one"
         refuse(config, [f"arch.{name}" for name in chosen], rule)
     if not derived.is_gated(arch):
         for name, unused in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
             if getattr(arch, name) != unused:
-                rule = f"{getattr(arch, name)} needs swiglu or quick_geglu, and the MLP is not gated"
+                rule = f"{getattr(arch, name)} needs swiglu, geglu or quick_geglu, and the MLP is not gated"
                 refuse(config, [f"arch.{name}"], rule)
     positions = derived.max_position_embeddings(config.arch, config.train.seq_length)
     if config.train.seq_length > positions:

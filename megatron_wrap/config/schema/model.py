@@ -50,6 +50,8 @@ class ArchConfig:
     """Factor of Llama-3.1 scaling."""
     untie_embeddings_and_output_weights: bool = False
     """Separate input embedding and output layer."""
+    embedding_multiplier: float | None = key(None, above=0)
+    """The embedding's output is multiplied by this (Gemma: sqrt(hidden_size)), rounded to its precision; null: 1."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
     """Kind of norm."""
     norm_epsilon: float = key(1e-5, above=0)
@@ -64,9 +66,11 @@ class ArchConfig:
     qk_layernorm_type: Literal["per_head", "per_layer"] = "per_head"
     """Normalize each head, or all queries and all keys of a token at once (OLMo 2, MiniMax-M2)."""
     swiglu: bool = False
-    """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu or quick_geglu."""
+    """Gated SiLU MLP (Llama); false: GELU (GPT-2) unless squared_relu, geglu or quick_geglu."""
     quick_geglu: bool = False
     """Gated MLP with the activation x * sigmoid(1.702 x) (gpt-oss)."""
+    geglu: bool = False
+    """Gated MLP with the tanh form of GELU (Gemma)."""
     activation_func_clamp_value: float | None = key(None, above=0)
     """In a gated MLP, the gate is at most this, and the linear part within this and its negative; null: unlimited."""
     glu_linear_offset: float = 0.0
@@ -88,6 +92,11 @@ class ArchConfig:
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Softmax of attention; off-by-one adds a sink, a score 0 without a value, learnable a learned one for each head
     (gpt-oss)."""
+    attn_logit_softcapping: float | None = key(None, above=0)
+    """Attention scores x become cap * tanh(x / cap) (Gemma 2), in torch's attention, with all scores of a sequence in
+    memory; null: unlimited."""
+    final_logit_softcapping: float | None = key(None, above=0)
+    """Logits x become cap * tanh(x / cap) (Gemma 2); null: unlimited."""
     attention_softmax_in_fp32: bool = True
     """Softmax of attention in fp32."""
     fp32_residual_connection: bool = False

@@ -86,12 +86,12 @@ class TokenRows(torch.nn.Module):
         return self.get_parameter(ROWS)
 
     def beside_embedding(self, embedding: torch.nn.Module) -> None:
-        """Replace rows of the output of Megatron-Core's `VocabParallelEmbedding`."""
-        embedding.register_forward_hook(self._after_embedding)
+        """Replace rows of the output of Megatron-Core's `VocabParallelEmbedding`, before anything else changes it."""
+        embedding.register_forward_hook(self._after_embedding, prepend=True)
 
     def beside_output_layer(self, output_layer: torch.nn.Module) -> None:
         """Replace columns of the output of a column-parallel output layer, [..., V/tp]."""
-        output_layer.register_forward_hook(self._after_output_layer)
+        output_layer.register_forward_hook(self._after_output_layer, prepend=True)
 
     def merged(self, weight: Tensor) -> Tensor:
         """The local weight with the trained rows, in fp32."""

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GPT2Config,
@@ -156,6 +158,10 @@ def make_llama():
 OLMO = dataclasses.replace(LLAMA, kv_channels=8)
 
 
+def make_gemma():
+    return Gemma3ForCausalLM(Gemma3TextConfig(**llama_sizes(LLAMA), head_dim=LLAMA.kv_channels, pad_token_id=None))
+
+
 def make_olmo():
     return Olmo2ForCausalLM(Olmo2Config(**llama_sizes(OLMO)))
 
@@ -195,6 +201,7 @@ MODELS = [
     (make_glm, GLM),
     (make_gated, GATED),
     (make_olmo, OLMO),
+    (make_gemma, LLAMA),
 ]
 
 

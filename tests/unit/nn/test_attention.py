@@ -24,11 +24,12 @@ from megatron_wrap.nn.packed_sequences import PackedSequences  # noqa: E402
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def reference_attention(query, key, value, masked, scale):
+def reference_attention(query, key, value, masked, scale, softcap=None):
     """softmax in float64 on [s, b, h, d] tensors; `masked` is bool, broadcastable to [b, h, s_q, s_k]."""
     groups = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(groups, dim=2) for tensor in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return torch.einsum("bhqk,kbhe->qbhe", scores.masked_fill(masked, -torch.inf).softmax(-1), value)
 
 
@@ -59,6 +60,18 @@ def assert_same(ours, reference, inputs):
 def test_causal_attention_with_grouped_queries_and_a_different_value_size(groups, value_width):
     inputs = tensors(groups=groups, value_width=value_width)
     assert_same(attend(*inputs, causal=True, scale=0.3), reference_attention(*inputs, outside(24), 0.3), inputs)
+
+
+@pytest.mark.parametrize(("s_q", "left"), [(24, None), (24, 5), (7, None), (1, 5)])
+def test_scores_are_capped_before_the_mask(s_q, left):
+    inputs = tensors(s_q)
+    window = None if left is None else (left, 0)
+    padding = torch.rand(2, 1, 1, 24, generator=torch.Generator().manual_seed(3)) < 0.2
+    padding[..., -s_q:] = False
+    for mask in (None, padding):
+        masked = outside(s_q, 24, left) if mask is None else outside(s_q, 24, left) | mask
+        ours = attend(*inputs, causal=True, scale=0.9, window=window, mask=mask, softcap=1.3)
+        assert_same(ours, reference_attention(*inputs, masked, 0.9, softcap=1.3), inputs)
 
 
 @pytest.mark.parametrize("s_q", [1, 7, 23])

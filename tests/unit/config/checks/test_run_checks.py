@@ -401,13 +401,17 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             ["arch.rope_type=longrope", "arch.longrope_short_factor=[1,2]"],
             "needs a positive factor for each of the 16 rotated pairs of a head, not [1.0, 2.0]",
         ),
-        (["arch.swiglu=false", "arch.glu_linear_offset=1"], "1.0 needs swiglu or quick_geglu"),
+        (["arch.swiglu=false", "arch.glu_linear_offset=1"], "1.0 needs swiglu, geglu or quick_geglu"),
         (["arch.qk_layernorm_type=per_layer"], "per_layer needs qk_layernorm true"),
         (
             ["arch.qk_layernorm=true", "arch.qk_layernorm_type=per_layer", "arch.normalization=LayerNorm"],
             "qk_layernorm_type per_layer needs normalization RMSNorm, not layernorm",
         ),
         (["arch.window_rotary_base=5000"], "5000.0 needs window_size"),
+        (
+            ["arch.attn_logit_softcapping=50", "arch.transformer_impl=transformer_engine"],
+            "attn_logit_softcapping needs transformer_impl auto or torch, not transformer_engine",
+        ),
         (
             ["arch.window_rotary_base=5000", "arch.window_size=[7,0]", "arch.position_embedding_type=none"],
             "window_rotary_base needs position_embedding_type rope, not none",

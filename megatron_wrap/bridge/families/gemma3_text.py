@@ -1,0 +1,35 @@
+"""Gemma 3: Gemma's layers with norms of queries and keys, and sliding windows in most layers, whose rotary frequencies
+have a base of their own (transformers/models/gemma3)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_wrap.bridge.families.decoder import refuse_unless
+from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
+from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.model import ArchConfig
+
+_DEFAULTS: Mapping[str, Any] = {"vocab_size": 262208, "max_position_embeddings": 131072}
+
+
+def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_unless(config, attn_logit_softcapping=None, final_logit_softcapping=None)
+    config = {"sliding_window": 4096, **config}
+    whole, window = rope_of_kinds(config, base=1e6, window_base=config.get("rope_local_base_freq") or 1e4)
+    values = gemma_values({**config, "rope_scaling": None, "rope_parameters": whole}, _DEFAULTS)
+    layers, interval = values["num_layers"], config.get("sliding_window_pattern") or 6
+    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % interval else FULL for layer in range(layers)]
+    values |= {"qk_layernorm": True, **layer_windows(kinds, config, layers)}
+    return {**values, **window_rope_values(values, window)}
+
+
+def _config_values(arch: ArchConfig) -> dict[str, Any]:
+    values = {**gemma_config(arch), **layer_windows_config(arch)}
+    kinds = rope_of_kinds_config(arch, values)
+    # the earlier form, for transformers before 5
+    return {**values, **kinds, "rope_local_base_freq": kinds["rope_parameters"][SLIDING]["rope_theta"]}
+
+
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _arch_values, _config_values, gemma_table)

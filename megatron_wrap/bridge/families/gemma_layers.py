@@ -1,0 +1,71 @@
+"""What Gemma 2 and Gemma 3 share: norms before and after attention and MLP, stored zero-centered, a scaled embedding
+that is tied to the output layer, a gated MLP with GELU, and a scale of attention scores of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_wrap.bridge.families import decoder
+from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.config.schema.derived import kv_channels
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import UnsupportedModel
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_DEFAULTS: Mapping[str, Any] = {
+    **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256},
+}
+"""transformers' (configuration_gemma2.py, configuration_gemma3.py), which published files omit."""
+
+
+def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Architecture keys from config.json.
+
+    Args:
+        defaults: transformers' of the family, beside those of both.
+    """
+    config = {**_DEFAULTS, **defaults, **config}
+    refuse_unless(config, attention_bias=False, use_bidirectional_attention=(False, None))
+    # transformers reads hidden_activation; files of the first release also have hidden_act, which it ignores
+    config["hidden_act"] = config.get("hidden_activation") or _ACTIVATION
+    values = decoder.decoder_values(config, tied=True, act=(_ACTIVATION,))
+    scalar = need(config, "query_pre_attn_scalar")
+    return {
+        **values,
+        "swiglu": False,
+        "geglu": True,
+        "apply_layernorm_1p": True,
+        "norm_placement": "both",
+        "embedding_multiplier": math.sqrt(values["hidden_size"]),
+        "softmax_scale": None if scalar == values["kv_channels"] else scalar**-0.5,
+    }
+
+
+def gemma_config(arch: ArchConfig) -> dict[str, Any]:
+    """The inverse of `gemma_values`."""
+    scale = arch.upstream.get("softmax_scale")
+    scalar = kv_channels(arch) if scale is None else round(scale**-2)
+    if scale is not None and not math.isclose(scalar**-0.5, scale):
+        raise UnsupportedModel(f"softmax_scale is {scale}, and only 1 / sqrt of an integer can be written")
+    values = {**decoder.decoder_config(arch), "attention_bias": False, "query_pre_attn_scalar": scalar}
+    del values["hidden_act"]
+    # transformers' default pad_token_id may be outside a small vocabulary
+    return {**values, "hidden_activation": _ACTIVATION, "pad_token_id": None}
+
+
+def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    before = {"input_layernorm.weight": "input_layernorm", "pre_mlp_layernorm.weight": "pre_feedforward_layernorm"}
+    return {
+        **{ours + name: weights.replicated(f"{theirs}{norm}.weight", sizes.hidden) for name, norm in before.items()},
+        **decoder.attention_table(arch, sizes, ours, theirs),
+        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
+        **decoder.norm_after_table(sizes, ours, theirs),
+    }
+
+
+gemma_table = partial(decoder.decoder_table, layer=_layer)
