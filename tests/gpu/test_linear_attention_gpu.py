@@ -21,10 +21,10 @@ def packed(lengths):
 
 
 def agrees(function, tensors, bound):
-    """Values and gradients in bf16 against those in fp32, relative to the largest value."""
+    """Values and gradients in bf16 against those of the same inputs in fp32, relative to the largest value."""
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in tensors]
+        inputs = [tensor.bfloat16().to(dtype).detach().requires_grad_() for tensor in tensors]
         output = function(*inputs)
         weight = torch.linspace(-1, 1, output.numel(), device="cuda").reshape(output.shape)
         results.append([output, *torch.autograd.grad((output.float() * weight).sum(), inputs)])

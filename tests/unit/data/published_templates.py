@@ -74,8 +74,7 @@ QWEN2_5 = (
     + _QWEN_PROMPT
 )
 
-# Thoughts are shown only after the last question, where the last turn always has a block for them.
-QWEN3 = (
+_QWEN3_SYSTEM = (
     """\
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}\
 {%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
@@ -84,7 +83,13 @@ QWEN3 = (
     + "' + list + '"
     + _QWEN_CALLS
     + """' %}{% endif %}\
-{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}\
+{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}"""
+)
+
+# Thoughts are shown only after the last question, where the last turn always has a block for them.
+QWEN3 = (
+    _QWEN3_SYSTEM
+    + """\
 {%- set asked = namespace(last=messages|length - 1) %}\
 {%- for message in messages %}{% if message.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}\
 {%- for message in messages %}\
@@ -110,15 +115,8 @@ QWEN3 = (
 
 # Of Qwen3-Next and Qwen3 2507, without thoughts.
 QWEN3_INSTRUCT = (
-    """\
-{%- set system = messages[0].content if messages[0].role == 'system' else '' %}\
-{%- if tools %}{% set list %}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endset %}\
-{%- set system = (system + '\\n\\n' if messages[0].role == 'system' else '') + '"""
-    + _QWEN_TOOLS
-    + "' + list + '"
-    + _QWEN_CALLS
-    + """' %}{% endif %}\
-{%- if system %}{{ '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{% endif %}\
+    _QWEN3_SYSTEM
+    + """\
 {%- for message in messages %}\
 {%- if message.role == 'tool' %}"""
     + _QWEN_TOOL_ANSWER

@@ -129,6 +129,21 @@ def test_neighboring_elements_and_parameters_are_uncorrelated(arch):
     assert singular[-1] > 0.97 * (math.sqrt(COLUMNS) - math.sqrt(ROWS))
 
 
+def test_decays_of_linear_attention_are_uniform_and_split_by_heads(arch):
+    def decays(heads: int, tp: tuple[int, int] = (1, 0)) -> Tensor:
+        parameter = nn.Parameter(torch.full((heads,), torch.nan))
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
+        (values,) = filled(arch, layers={1: {"self_attention.A_log": parameter}}, tp=tp).values()
+        return values.exp()
+
+    whole = decays(2048)
+    assert (whole.min() >= 0.0099, whole.max() <= 16.001) == (True, True)
+    assert abs(whole.mean() - 8) < 4 * 16 / math.sqrt(12 * 2048)
+    assert torch.equal(whole, torch.cat([decays(1024, (2, rank)) for rank in range(2)]))
+    ones = {"self_attention.dt_bias": nn.Parameter(torch.empty(4)), "self_attention.norm_weight": matrix(1, 4)}
+    assert all((values == 1).all() for values in filled(arch, layers={1: ones}).values())
+
+
 def test_weights_depend_only_on_seed_and_global_name(arch):
     again = one_matrix(arch)
     assert torch.equal(one_matrix(arch), again)

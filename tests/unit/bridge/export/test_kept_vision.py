@@ -1,0 +1,26 @@
+"""What cannot be exported beside a vision encoder; tests/distributed/test_bridge.py exports what can."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_wrap.bridge.export.kept_vision import KeptVision
+from megatron_wrap.errors import ConfigError
+
+
+def hf_format(family: str, with_vision: Any) -> Any:
+    original = SimpleNamespace(family=SimpleNamespace(model_type="qwen3_5_text"), with_vision=with_vision)
+    return SimpleNamespace(original=original, family=SimpleNamespace(model_type=family))
+
+
+@pytest.mark.parametrize(
+    ("family", "with_vision", "message"),
+    [
+        ("qwen3_5_text", None, "a folder with a vision encoder"),
+        ("llama", {"model_type": "qwen3_5"}, "exports the qwen3_5_text of hf_path"),
+    ],
+)
+def test_a_folder_without_an_encoder_and_another_family_are_refused(family, with_vision, message):
+    with pytest.raises(ConfigError, match=message):
+        KeptVision.of(hf_format(family, with_vision))
