@@ -12,6 +12,7 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch, of_token_ids
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
 
@@ -28,7 +29,9 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
         """Logits gathered over tensor- and context-parallel ranks, without padding; [S, V] on the CPU."""
         if not micro_batch.counted:
             return None
-        logits = torch.cat(gather_tensors(output.detach(), parallel.tp.group), dim=-1)[..., :vocab_size].contiguous()
+        logits = torch.cat(gather_tensors(whole_logits(output.detach()), parallel.tp.group), dim=-1)[
+            ..., :vocab_size
+        ].contiguous()
         merged = context.merge(gather_tensors(logits, parallel.cp.group), 1)
         return merged[0, : micro_batch.width].cpu()
 

@@ -99,6 +99,7 @@ def normalized_loss(
         step_weights=step_weights,
         num_microbatches=num_microbatches,
         sums=sums,
+        factor_is_known=not state.config.dtype.fp16,
     )
 
 

@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
+from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
+from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits
 
 
 class BatchFirstGPTModel(GPTModel):
@@ -42,9 +48,15 @@ class BatchFirstGPTModel(GPTModel):
         window_rotary_base: float | None = None,
         embedding_multiplier: float | None = None,
         final_logit_softcapping: float | None = None,
+        defers_logits: bool = False,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self.defers_logits = defers_logits and self.post_process
+        """Without an inference context, the output is `DeferredLogits`."""
+        if self.defers_logits:
+            replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
+            self.output_layer = DeferringOutputLayer(replaced, self)
         if embedding_multiplier is not None and hasattr(self, "embedding"):
             self.embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
         if final_logit_softcapping is not None and self.post_process:
@@ -81,6 +93,10 @@ class BatchFirstGPTModel(GPTModel):
             # `_postprocess`, whose requirements for it differ between Megatron-Core versions.
             inputs["inference_context"] = None
             hidden_states = hidden_states[-1:] if self.post_process else hidden_states
+        elif self.defers_logits and labels is None:
+            weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            with self.output_layer.deferring():
+                return self.output_layer(hidden_states, weight=weight)[0]
         # with sequence parallelism, the output layer gathers the first dimension, which must be the sequence
         if labels is not None or not self.post_process or self.output_layer.sequence_parallel:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
@@ -105,6 +121,60 @@ def _capped(cap: float) -> Callable[..., Any]:
         return cap * torch.tanh(logits / cap), bias
 
     return limit
+
+
+class DeferringOutputLayer(ColumnParallelLinear):
+    """The output layer of a model, whose product is computed where the logits are used. It is called as a module, so
+    that the hooks before its forward pass see it: they wait for gathered parameters (`overlap_param_gather`).
+
+    Args:
+        replaced: the layer whose weight it takes.
+        model: that contains it.
+    """
+
+    def __init__(self, replaced: ColumnParallelLinear, model: GPTModel) -> None:
+        super().__init__(
+            model.config.hidden_size,
+            model.vocab_size,
+            config=model.config,
+            init_method=model.config.init_method,
+            bias=False,
+            gather_output=not model.parallel_output,
+            skip_weight_param_allocation=True,
+            embedding_activation_buffer=replaced.embedding_activation_buffer,
+            grad_output_buffer=replaced.grad_output_buffer,
+            tp_group=replaced.tp_group,
+        )
+        self.weight = replaced.weight
+        self.unpadded = self.output_size_per_partition
+        """Columns of this rank that are not padding of the vocabulary."""
+        self._deferring = False
+        self._reported: set[str] = set()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """A block in which the output is deferred."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, *arguments: Any, **named: Any) -> Any:
+        """[S, B, H], or [S/tp, B, H] with sequence parallelism, to logits [S, B, V/tp]; deferred [B, S, V/tp]. And no
+        bias."""
+        if not self._deferring:
+            return super().forward(input_, weight, *arguments, **named)
+        if self.sequence_parallel:  # the gradient is reduced and scattered once for all chunks
+            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        fused = self.gradient_accumulation_fusion and hidden.is_cuda
+        add_gradient = WeightGradients.add if fused else add_weight_gradient
+        projection = OutputProjection(
+            self.weight if weight is None else weight, self.unpadded, add_gradient, self._reported
+        )
+        return deferred_logits(hidden.transpose(0, 1).contiguous(), projection), None
 
 
 @contextmanager

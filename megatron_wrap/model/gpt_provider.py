@@ -13,6 +13,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer_config import parameter_dtype
 from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.ops.deferred_logits import is_deferred
 
 if TYPE_CHECKING:
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel
@@ -26,7 +27,9 @@ def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
 
     tied = not request.config.arch.untie_embeddings_and_output_weights
-    model = BatchFirstGPTModel(**_gpt_arguments(request), share_embeddings_and_output_weights=tied)
+    model = BatchFirstGPTModel(
+        **_gpt_arguments(request), share_embeddings_and_output_weights=tied, defers_logits=request.defers_logits
+    )
     if request.post_process:
         _mask_padded_vocabulary(model, request)
     return model
@@ -237,9 +240,13 @@ def _mask_padded_vocabulary(model: BatchFirstGPTModel, request: ModelRequest) ->
     first_padded = max(0, request.vocab_size - tp.rank * columns)
     if first_padded >= columns:
         return
+    if model.defers_logits:
+        model.output_layer.unpadded = first_padded
 
     def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         logits, bias = outputs
+        if is_deferred(logits):
+            return outputs
         logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
         return logits, bias
 

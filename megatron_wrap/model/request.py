@@ -33,3 +33,5 @@ class ModelRequest:
     """Whether the chunk contains the output layer."""
     virtual_stage: int | None
     """Index of the chunk on this pipeline stage; None: the pipeline is not interleaved."""
+    defers_logits: bool = False
+    """With `linear_cross_entropy`: the output is `DeferredLogits`, which the provider supports."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wrap.errors import FlowError
+from megatron_wrap.ops.chunks import chunked
 from megatron_wrap.ops.ranking import TopK
 from megatron_wrap.ops.top_k_divergence import top_k_divergence
 from megatron_wrap.ops.vocabulary import (
@@ -31,6 +32,7 @@ DivergenceKind = Literal["forward", "reverse", "jensen_shannon"]
 _BUFFERS = 4  # temporary tensors [tokens, V/tp]: log-probabilities of both and of the mixture, one product
 
 
+@chunked
 def kl_divergence(
     student_logits: Tensor,
     teacher: Tensor | TopK,

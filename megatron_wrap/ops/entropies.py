@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wrap.ops.chunks import chunked
 from megatron_wrap.ops.vocabulary import (
     block_log_probs,
     check_logits,
@@ -21,6 +22,7 @@ from megatron_wrap.parallel.state import tensor_parallel_group
 _BUFFERS = 2  # temporary tensors [tokens, V/tp]
 
 
+@chunked
 def entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """-sum over the vocabulary of p log p, in nats; fp32 (float64 for float64 logits).
 
@@ -66,6 +68,7 @@ class _Entropy(torch.autograd.Function):
         return grad, None
 
 
+@chunked
 def collision_entropy(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Renyi entropy of order 2 of each token's distribution, -log sum p^2, without a gradient.
 

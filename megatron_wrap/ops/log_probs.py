@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wrap.ops.chunks import chunked, log_probs_of_loss
+from megatron_wrap.ops.deferred_logits import DeferredLogits, is_deferred
 from megatron_wrap.ops.vocabulary import (
     CHUNK_BYTES,
     clamp_log_probs,
@@ -33,7 +35,9 @@ from megatron_wrap.parallel.state import tensor_parallel_group
 _CACHE_BYTES = 2**20  # of a block that stays in a CPU's cache, which is three times as fast
 
 
-def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def token_log_probs(
+    logits: Tensor, ids: Tensor, group: ProcessGroup | None = None, loss_gradient: Tensor | None = None
+) -> Tensor:
     """Log-probability of one id per token, fp32 (float64 for float64 logits).
 
     Args:
@@ -41,13 +45,24 @@ def token_log_probs(logits: Tensor, ids: Tensor, group: ProcessGroup | None = No
         ids: [B, S], global ids, equal on all tensor-parallel ranks. An id outside the vocabulary (such as -100) gives a
             finite but meaningless result, which must be masked.
         group: the tensor-parallel group; default: the current layout's.
+        loss_gradient: [B, S], the derivative of the flow's `loss_sum` with respect to the result, if it is known
+            beforehand: with logits that are not stored their gradient is then computed in the forward pass, which saves
+            computing them again in the backward pass. Another upstream gradient is correct, too, and slower.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.
     """
-    return _TokenLogProbs.apply(logits, ids, group or tensor_parallel_group(), False)
+    group = group or tensor_parallel_group()
+    if isinstance(logits, DeferredLogits) and is_deferred(logits):
+
+        def of_chunk(chunk: Tensor, chunk_ids: Tensor) -> Tensor:
+            return _TokenLogProbs.apply(chunk, chunk_ids, group, False, True)
+
+        return log_probs_of_loss(of_chunk, logits, ids, loss_gradient)
+    return _TokenLogProbs.apply(logits, ids, group, False, False)
 
 
+@chunked
 def log_probs_and_entropy(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
     """`token_log_probs`, and the entropy -sum p log p of each token's distribution in nats, for a metric: from the same
     pass over the logits, without a gradient. For a loss of the entropy see `entropy`.
@@ -55,10 +70,11 @@ def log_probs_and_entropy(logits: Tensor, ids: Tensor, group: ProcessGroup | Non
     Returns:
         [B, S] each, equal on every tensor-parallel rank.
     """
-    log_probs, entropies = _TokenLogProbs.apply(logits, ids, group or tensor_parallel_group(), True)
+    log_probs, entropies = _TokenLogProbs.apply(logits, ids, group or tensor_parallel_group(), True, False)
     return log_probs, entropies
 
 
+@chunked
 def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Largest logit of each token over the whole vocabulary: [B, S, V/tp] -> [B, S], equal on every TP rank.
 
@@ -68,9 +84,11 @@ def vocabulary_max(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 class _TokenLogProbs(torch.autograd.Function):
+    """`overwrite`: the backward may write the gradient over the logits."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup, with_entropy: bool
+        ctx: Any, logits: Tensor, ids: Tensor, group: ProcessGroup, with_entropy: bool, overwrite: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         columns = logits.shape[-1]
         local_ids = ids.long() - group.rank() * columns
@@ -106,7 +124,7 @@ class _TokenLogProbs(torch.autograd.Function):
         log_total = sums[0].log()
         log_normalizer = highest_anywhere + log_total
         ctx.save_for_backward(logits, local_ids, highest, log_normalizer)
-        ctx.kept = kept
+        ctx.kept, ctx.overwrite = kept, overwrite
         if weighted is None:
             return sums[1] - log_normalizer
         entropies = log_total - sums[2] / sums[0]
@@ -115,19 +133,20 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, local_ids, highest, log_normalizer = ctx.saved_tensors
         grad_out = grad_outputs[0].to(log_normalizer.dtype)
         kernels = _kernels(logits)
         if kernels:
             flat = logits.detach().view(-1, logits.shape[-1])
             rows = (tensor.reshape(-1).contiguous() for tensor in (local_ids, log_normalizer, grad_out))
-            return kernels.log_prob_gradient(flat, *rows).view(logits.shape), None, None, None
+            grad = kernels.log_prob_gradient(flat, *rows, grad=flat if ctx.overwrite else None)
+            return grad.view(logits.shape), None, None, None, None
         kept, ctx.kept = ctx.kept, None  # a second backward through the same graph recomputes it
         factor = (highest - log_normalizer).exp_().mul_(-grad_out)
         if kept is not None:
-            return _add_one_hot(kept.mul_(factor.unsqueeze(-1)), local_ids, grad_out), None, None, None
-        return _log_prob_gradient(logits, local_ids, highest, factor, grad_out), None, None, None
+            return _add_one_hot(kept.mul_(factor.unsqueeze(-1)), local_ids, grad_out), None, None, None, None
+        return _log_prob_gradient(logits, local_ids, highest, factor, grad_out), None, None, None, None
 
 
 def _kernels(logits: Tensor) -> Any:

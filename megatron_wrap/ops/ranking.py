@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wrap.errors import FlowError
+from megatron_wrap.ops.chunks import chunked
 from megatron_wrap.ops.vocabulary import check_logits, compute_dtype, local_indices, token_blocks
 from megatron_wrap.parallel.collectives import ProcessGroup, gather_tensors
 from megatron_wrap.parallel.state import tensor_parallel_group
@@ -25,6 +26,7 @@ class TopK(NamedTuple):
     """[B, S, k] global ids, distinct within a token."""
 
 
+@chunked
 def top_k(logits: Tensor, k: int, group: ProcessGroup | None = None) -> TopK:
     """The k largest logits of each token over the whole vocabulary, in descending order, and their ids.
 

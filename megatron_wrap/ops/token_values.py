@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wrap.ops.chunks import chunked
 from megatron_wrap.ops.ranking import TopK, top_k
 from megatron_wrap.ops.vocabulary import (
     Block,
@@ -38,6 +39,7 @@ class TokenTerms(NamedTuple):
     """Logarithm of the sum of exp(logit) over the vocabulary."""
 
 
+@chunked
 def logsumexp(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """log of the sum of exp(logit) over the whole vocabulary, fp32 (float64 for float64 logits); the coefficient of a
     z-loss multiplies its square.
@@ -56,6 +58,7 @@ def logsumexp(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _Terms.apply(logits, None, group or tensor_parallel_group(), False, False)[2]
 
 
+@chunked
 def mean_log_probs(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Mean of the log-probabilities over the vocabulary, for label smoothing; arguments and errors as for `logsumexp`.
     Columns of padding and of -inf are not part of the mean.
@@ -67,6 +70,7 @@ def mean_log_probs(logits: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return _Terms.apply(logits, None, group or tensor_parallel_group(), True, True)[1]
 
 
+@chunked
 def log_probs_and_logsumexp(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
     """`token_log_probs` and `logsumexp` together, [B, S] each; arguments as for `token_terms`."""
     check_logits("logits", logits, ("ids", ids.unsqueeze(-1)))
@@ -74,6 +78,7 @@ def log_probs_and_logsumexp(logits: Tensor, ids: Tensor, group: ProcessGroup | N
     return log_probs.squeeze(-1), total
 
 
+@chunked
 def token_terms(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> TokenTerms:
     """`token_log_probs`, `mean_log_probs` and `logsumexp` together; their backward allocates one gradient.
 
@@ -88,6 +93,7 @@ def token_terms(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) 
     return TokenTerms(log_probs.squeeze(-1), mean, total)
 
 
+@chunked
 def gather_logits(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Logits of K ids per token, fp32 (float64 for float64 logits).
 
@@ -107,6 +113,7 @@ def gather_logits(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = 
     return _Terms.apply(logits, id_sets, group or tensor_parallel_group(), False, False)[0]
 
 
+@chunked
 def gather_log_probs(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Log-probabilities of K ids per token; arguments, result and errors as for `gather_logits`."""
     check_logits("logits", logits, ("id_sets", id_sets))

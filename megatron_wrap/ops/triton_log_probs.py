@@ -79,10 +79,16 @@ def normalizer_parts(
     return highest, total, picked, weighted
 
 
-def log_prob_gradient(logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor) -> Tensor:
-    """Gradient of the log-probabilities with respect to the logits, [N, V/tp] in their dtype."""
+def log_prob_gradient(
+    logits: Tensor, local_ids: Tensor, log_normalizer: Tensor, grad_out: Tensor, grad: Tensor | None = None
+) -> Tensor:
+    """Gradient of the log-probabilities with respect to the logits, [N, V/tp] in their dtype.
+
+    Args:
+        grad: to which it is written; may be the logits, of which a program reads each element before it writes it.
+    """
     rows, columns = logits.shape
-    grad = torch.empty_like(logits)
+    grad = torch.empty_like(logits) if grad is None else grad
     grid = (rows, triton.cdiv(columns, BLOCK))
     _gradient_kernel[grid](logits, local_ids, log_normalizer, grad_out, grad, columns, block=BLOCK, num_warps=8)
     return grad

@@ -275,6 +275,9 @@ class ProviderConfig:
     (torch.load with weights_only)."""
     verify_hf: bool = False
     """Compare the loaded model with transformers before training, and refuse to train on a difference."""
+    linear_cross_entropy: Literal["auto"] | bool = "auto"
+    """Compute the output layer and the loss together, chunk by chunk of tokens, so that the logits are never stored
+    (docs/performance.md). auto: if the logits of a micro-batch take more than 2% of the device's memory."""
     options: Mapping[str, Any]
     """The provider's own keys."""
 

@@ -27,6 +27,7 @@ from megatron_wrap.flow.contract.base import STEP_PREFIX
 from megatron_wrap.flow.contract.collated import DEFAULT_TERM
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import LOSS, phase
+from megatron_wrap.ops.deferred_logits import one_token_logits, with_loss_factor
 
 CalculateLoss = Callable[[dict[str, Tensor], Tensor], Any]
 """(loss inputs, output of the model) -> what a flow's `calculate_loss` returns."""
@@ -61,6 +62,8 @@ class NormalizedLoss:
     num_microbatches: int
     """Number of micro-batches of one replica."""
     sums: MetricSums
+    factor_is_known: bool = False
+    """No dynamic loss scale multiplies the loss."""
 
     def __call__(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
         """The scalar to differentiate for one micro-batch, on the last pipeline stage."""
@@ -70,6 +73,7 @@ class NormalizedLoss:
     def _scaled(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
         if not micro_batch.counted:
             return _zero_loss(output)
+        output = with_loss_factor(output, self._loss_factor(micro_batch))
         try:
             returned = self.calculate_loss(micro_batch.loss_inputs, output)
         except KeyError as error:
@@ -88,6 +92,15 @@ class NormalizedLoss:
                 total = scaled if total is None else total + scaled
         self.sums.add(metrics, weight=next(iter(terms.values())).weight)
         return _zero_loss(output) if total is None else total
+
+    def _loss_factor(self, micro_batch: MicroBatch) -> float | None:
+        """What multiplies the flow's only `loss_sum` in the scalar that the schedule differentiates, after the division
+        by the number of micro-batches; None if that is not known before the forward pass."""
+        only_term = micro_batch.has_explicit_weight and micro_batch.weights.keys() == {DEFAULT_TERM}
+        if not (self.factor_is_known and only_term and self.step_weights[DEFAULT_TERM]):
+            return None
+        coefficient = self.flow.get_loss_coefficients().get(DEFAULT_TERM, 1.0)
+        return self.dp_size * self.cp_size * coefficient / self.step_weights[DEFAULT_TERM]
 
     def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"
@@ -156,7 +169,7 @@ def _scalar(name: str, loss_sum: Any, term: str) -> Tensor:
 
 def _zero_loss(output: Tensor) -> Tensor:
     """A zero that depends on the model's output, so that a rank without any loss takes part in the backward pass."""
-    return output.flatten()[:1].float().sum() * 0.0
+    return one_token_logits(output).flatten()[:1].float().sum() * 0.0
 
 
 def take_objective(metrics: dict[str, float | None], coefficients: Mapping[str, float]) -> float:

@@ -21,6 +21,7 @@ from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.ops.deferred_logits import whole_logits
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -195,7 +196,7 @@ def with_reference_outputs(
 
     def compute(micro_batch: MicroBatch, output: Tensor) -> dict[str, Tensor]:
         named = flow.calculate_reference_outputs(micro_batch.loss_inputs, output)
-        return {f"{models.role}_{name}": tensor for name, tensor in named.items()}
+        return {f"{models.role}_{name}": whole_logits(tensor) for name, tensor in named.items()}
 
     left_out = {ROUTED_EXPERTS}  # it has its own routing
     if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts

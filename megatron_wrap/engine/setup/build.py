@@ -33,6 +33,7 @@ from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
+from megatron_wrap.engine.setup.linear_cross_entropy import defers_logits
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.setup.token_rows import with_tied_rows
 from megatron_wrap.engine.state.state import TrainingState
@@ -77,7 +78,10 @@ def build_training_state(
     model_config = transformer_config(config, platform, training)
     # a checkpoint of an adapter does not contain the base
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
-    bare = build_chunks(config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder)
+    deferred = defers_logits(config, platform, parallel, vocab_size)
+    bare = build_chunks(
+        config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder, defer_logits=deferred
+    )
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
     if training:
@@ -209,12 +213,14 @@ def build_chunks(
     vocab_size: int,
     new_weights: bool = True,
     weight_folder: WeightFolder | None = None,
+    defer_logits: bool = False,
 ) -> list[torch.nn.Module]:
     """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module.
 
     Args:
         new_weights: set initial weights; False leaves the weights unset.
         weight_folder: a Hugging Face folder, whose weights are loaded instead of the initial ones.
+        defer_logits: see `ModelRequest.defers_logits`.
     """
     from megatron.core.transformer.module import Float16Module
 
@@ -235,6 +241,7 @@ def build_chunks(
             pre_process=parallel.pp.rank == 0 and stage == 0,
             post_process=parallel.is_last_stage and stage == last_stage,
             virtual_stage=virtual_stage,
+            defers_logits=defer_logits,
         )
         chunk = _built(config, provider, request)
         chunk.to(platform.device)

@@ -44,7 +44,7 @@ def cross_entropy(
         log_probs, normalizer = log_probs_and_logsumexp(logits, labels)
         per_token = -log_probs
     else:
-        return -token_log_probs(logits, labels), {}
+        return -token_log_probs(logits, labels, loss_gradient=-mask), {}
     metrics: dict[str, Metric] = {"nll_loss": (flow.token_mean(-log_probs.detach(), mask), mask.sum())}
     if coefficient:
         squares = normalizer.square()

@@ -27,6 +27,14 @@ class WeightGradients:
             torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
 
     @staticmethod
+    def add(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        """`wgrad_gemm_accum_fp32` or `wgrad_gemm_accum_fp16`, whichever suits the buffer."""
+        if main_grad.dtype == torch.float32:
+            WeightGradients.wgrad_gemm_accum_fp32(inputs, grad_output, main_grad)
+        else:
+            WeightGradients.wgrad_gemm_accum_fp16(inputs, grad_output, main_grad)
+
+    @staticmethod
     def wgrad_gemm_accum_fp16(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         """The same with a gradient buffer in the inputs' dtype."""
         main_grad.addmm_(grad_output.reshape(-1, grad_output.shape[-1]).t(), inputs.reshape(-1, inputs.shape[-1]))

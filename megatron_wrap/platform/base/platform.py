@@ -162,6 +162,10 @@ class Platform(ABC):
         """This process's memory in GiB (2**30 bytes): memory_allocated, memory_reserved, memory_max (peak)."""
 
     @abstractmethod
+    def total_memory_bytes(self) -> int:
+        """Memory of this process's device."""
+
+    @abstractmethod
     def transformer_config_settings(
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
     ) -> dict[str, Any]:

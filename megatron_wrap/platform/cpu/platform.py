@@ -96,6 +96,12 @@ class CpuPlatform(Platform):
         peak = _peak_bytes() / GIB
         return {"memory_allocated": now, "memory_reserved": now, "memory_max": max(peak, now)}
 
+    def total_memory_bytes(self) -> int:
+        """Memory of the host, which its processes share."""
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
     def transformer_config_settings(
         self, pipeline_size: int, virtual_size: int | None, transformer_engine: bool
     ) -> dict[str, Any]:

@@ -86,6 +86,10 @@ class CudaPlatform(Platform):
             "memory_max": torch.cuda.max_memory_allocated(self.device) / GIB,
         }
 
+    def total_memory_bytes(self) -> int:
+        """Memory of this process's GPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory
+
     def missing_for_fp8(self, recipe: str) -> str | None:
         """See `Platform.missing_for_fp8`."""
         if not self.has_transformer_engine:

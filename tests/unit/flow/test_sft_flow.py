@@ -124,7 +124,7 @@ class OneRank:
 def one_rank(monkeypatch):
     """The operations of the loss without a process group."""
     for module in (cross_entropy_module, next_token_module):
-        monkeypatch.setattr(module, "token_log_probs", lambda logits, ids: token_log_probs(logits, ids, OneRank()))
+        monkeypatch.setattr(module, "token_log_probs", lambda logits, ids, **_: token_log_probs(logits, ids, OneRank()))
     for function in (token_terms, log_probs_and_logsumexp):
         alone = partial(lambda operation, logits, ids: operation(logits, ids, OneRank()), function)
         monkeypatch.setattr(cross_entropy_module, function.__name__, alone)
@@ -185,7 +185,7 @@ def test_loss_is_the_cross_entropy_of_the_masked_tokens(one_rank):
 
 def test_a_weight_of_2_is_the_sample_twice(monkeypatch):
     """Of loss and loss weight; weight 0 removes a sample, even one whose loss is not finite."""
-    monkeypatch.setattr(cross_entropy_module, "token_log_probs", lambda logits, ids: logits)
+    monkeypatch.setattr(cross_entropy_module, "token_log_probs", lambda logits, ids, **_: logits)
     made = flow(seq_length=8, micro_batch_size=4)
     first, second, third = token_sample(9), token_sample(5), token_sample(7)
     log_probs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

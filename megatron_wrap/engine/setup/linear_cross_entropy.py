@@ -1,0 +1,60 @@
+"""Decides whether the output layer and the loss are computed together, without storing the logits."""
+
+from __future__ import annotations
+
+from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.model.provider import padded_vocab_size
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base.platform import Platform
+from megatron_wrap.utils.dist_logger import logger
+
+MEMORY_SHARE = 0.02
+"""Share of the device's memory above which `auto` does not store the logits of a micro-batch: below it the memory that
+is saved, twice that with the gradient, is not worth a loss in chunks."""
+KEY = f"{SECTION_PATHS['model_provider']}.linear_cross_entropy"
+
+
+def defers_logits(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> bool:
+    """Whether the model's output is deferred logits; logs what `auto` chooses, where there is a choice.
+
+    Raises:
+        ConfigError: linear_cross_entropy is true for a model without a plain output layer.
+    """
+    wanted = config.model_provider.linear_cross_entropy
+    obstacle = _obstacle(config)
+    if obstacle is not None:
+        if wanted is True:
+            raise ConfigError(f"{config.located(KEY)}: true, but {obstacle}; write auto or false")
+        return False
+    if wanted != "auto":
+        return bool(wanted)
+    size = logits_bytes(config, parallel, vocab_size)
+    total = platform.total_memory_bytes()
+    chosen = size > MEMORY_SHARE * total
+    if chosen:
+        logger.info_rank_0(
+            f"linear_cross_entropy: auto computes the loss without storing the logits: those of a micro-batch are "
+            f"{size / 2**30:.3g} GiB, {100 * size / total:.2g}% of the device's memory"
+        )
+    return chosen
+
+
+def logits_bytes(config: RunConfig, parallel: ParallelState, vocab_size: int) -> int:
+    """Size of the logits of a full micro-batch on one process, in the model's type."""
+    train = config.train
+    tokens = train.max_tokens_per_micro_batch or train.micro_batch_size * train.seq_length
+    padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
+    itemsize = 2 if config.dtype.bf16 or config.dtype.fp16 else 4
+    return tokens // parallel.cp.size * (padded // parallel.tp.size) * itemsize
+
+
+def _obstacle(config: RunConfig) -> str | None:
+    """Why the logits of this run's model cannot be deferred."""
+    if config.model_provider.provider_key != "gpt_model":
+        return f"the provider {config.model_provider.provider_key} builds its own output layer"
+    if config.adapter.adapter_type != "none" and config.adapter.trainable_token_indices:
+        return "trainable_token_indices replaces columns of the logits"
+    if config.arch.final_logit_softcapping is not None:
+        return "final_logit_softcapping caps the logits"
+    return None

@@ -1,0 +1,282 @@
+"""Operations on deferred logits, chunk by chunk of tokens: a linear layer and a loss without the logits between them.
+
+Forward, each chunk of tokens is multiplied by the output weight, the operation reads these logits, and they are freed.
+Backward, they are computed again, the operation's own backward gives their gradient, and that is multiplied into the
+gradients of the hidden states and of the weight. Where the derivative of the loss is known before the forward pass,
+as that of a cross-entropy is, both gradients are computed in the forward chunk instead, without a second product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatron_wrap.ops.deferred_logits import (
+    CHUNK_BYTES,
+    MIN_CHUNK_TOKENS,
+    DeferredLogits,
+    OutputProjection,
+    is_deferred,
+    whole_logits,
+)
+
+_SAME = 1e-6
+"""Largest relative difference of an upstream gradient from the known one, a few roundings in fp32."""
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+
+def chunked(operation: Operation) -> Operation:
+    """Make an operation on logits [B, S, V/tp] accept deferred ones. Its tensors have the leading dimensions [B, S],
+    arguments and results; a result of a token depends on that token's arguments only."""
+
+    @functools.wraps(operation)
+    def chunk_by_chunk(*args: Any, **named: Any) -> Any:
+        if not any(is_deferred(value) for value in (*args, *named.values())):
+            return operation(*args, **named)
+        return _in_chunks(operation, args, named)
+
+    return chunk_by_chunk  # type: ignore[return-value]
+
+
+def log_probs_of_loss(
+    log_probs: Callable[[Tensor, Tensor], Tensor], logits: DeferredLogits, ids: Tensor, loss_gradient: Tensor | None
+) -> Tensor:
+    """[B, S] log-probabilities, whose gradients are computed in the forward pass if `logits.loss_factor` is known.
+
+    Args:
+        log_probs: (logits, ids) -> log-probabilities [B, S]; its backward may overwrite the logits.
+        loss_gradient: [B, S], the derivative of the flow's `loss_sum`; None: not known. Another upstream gradient is
+            correct, too: the difference is passed back by computing the logits again.
+    """
+    known = None
+    if torch.is_grad_enabled() and loss_gradient is not None and logits.loss_factor is not None:
+        known = loss_gradient.detach().to(torch.promote_types(logits.dtype, torch.float32)) * logits.loss_factor
+    return _in_chunks(log_probs, (logits, ids), {}, known)
+
+
+@dataclass
+class _Call:
+    """An operation with its arguments: which of them are deferred logits, and which have a row for each token."""
+
+    operation: Callable[..., Any]
+    leaves: list[Any]
+    """The arguments without the tensors that have a row for each token."""
+    tree: TreeSpec
+    projections: list[OutputProjection]
+    deferred: list[int]
+    """Indices of the deferred logits among the leaves."""
+    of_tokens: list[int]
+    """Indices of the tensors with a row for each token."""
+    shape: tuple[int, ...]
+    """[B, S]"""
+    known: Tensor | None = None
+    """[B, S], the gradient that the only result is expected to get."""
+    result_tree: TreeSpec | None = field(default=None)
+    constants: list[Any] = field(default_factory=list)
+    """Results that are no tensors."""
+
+    def chunks(self) -> Iterator[slice]:
+        """Of all tokens, equal but for the last one, so that no chunk is much smaller than the others."""
+        tokens = 1
+        for size in self.shape:
+            tokens *= size
+        row = sum(p.weight.shape[0] * p.weight.element_size() for p in self.projections)
+        count = max(1, -(-tokens // max(MIN_CHUNK_TOKENS, CHUNK_BYTES // row)))
+        step = max(1, -(-tokens // count))
+        for start in range(0, max(1, tokens), step):
+            yield slice(start, min(start + step, tokens))
+
+    def __call__(self, logits: Sequence[Tensor], of_tokens: Sequence[Tensor]) -> list[Tensor]:
+        """The results [1, n, ...] for a chunk of n tokens, in the order of the flattened result."""
+        leaves = list(self.leaves)
+        for index, value in zip((*self.deferred, *self.of_tokens), (*logits, *of_tokens), strict=True):
+            leaves[index] = value.unsqueeze(0)
+        args, named = tree_unflatten(leaves, self.tree)
+        results, self.result_tree = tree_flatten(self.operation(*args, **named))
+        return results
+
+
+def _in_chunks(
+    operation: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], known: Tensor | None = None
+) -> Any:
+    leaves, tree = tree_flatten((args, named))
+    deferred = [index for index, leaf in enumerate(leaves) if is_deferred(leaf)]
+    shape = tuple(leaves[deferred[0]].shape[:-1])
+    others = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and index not in deferred]
+    if any(leaves[index].shape[: len(shape)] != shape for index in (*deferred, *others)):
+        whole_args, whole_named = tree_unflatten([whole_logits(leaf) for leaf in leaves], tree)
+        return operation(*whole_args, **whole_named)  # raises its error about the shapes
+    projections = [leaves[index].projection for index in deferred]
+    hidden = [leaves[index].hidden for index in deferred]
+    of_tokens = [leaves[index] for index in others]
+    for index in (*deferred, *others):
+        leaves[index] = None
+    if not projections[0].has_buffer and projections[0].weight.requires_grad:
+        known = None  # there would be a buffer for each micro-batch
+    call = _Call(operation, leaves, tree, projections, deferred, others, shape, known)
+    flat = _InChunks.apply(call, *hidden, *(projection.weight for projection in projections), *of_tokens)
+    assert call.result_tree is not None
+    return tree_unflatten(list(flat), call.result_tree)
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(call.projections)
+        needed = ctx.needs_input_grad[1:]
+        hidden = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors[:count]]
+        of_tokens = [_rows(tensor, call.shape) for tensor in tensors[2 * count :]]
+        known = call.known if any(needed) else None
+        early = None if known is None else (torch.empty_like(hidden[0]) if needed[0] else None, known.reshape(-1))
+        chunks = list(call.chunks())
+        parts: list[list[Tensor]] = []
+        differentiable: list[bool] = []
+        for chunk in chunks:
+            logits = [projection.logits(h[chunk]) for projection, h in zip(call.projections, hidden, strict=True)]
+            rows = [tensor[chunk] for tensor in of_tokens]
+            if early is not None:
+                results = _with_known_gradient(call, logits[0], rows, hidden[0], chunk, early, needed[count])
+                differentiable = [True]
+            elif any(needed) and chunk is chunks[-1]:  # with a graph, which shows the results that have a gradient
+                with torch.enable_grad():
+                    results = call([part.requires_grad_() for part in logits], rows)
+                differentiable = [result.requires_grad for result in results]
+            else:
+                results = call(logits, rows)
+            parts.append([result.detach() for result in results])
+            del logits, rows, results  # free the memory before the next chunk
+        merged = tuple(torch.cat(of_result, dim=1) for of_result in zip(*parts, strict=True))
+        merged = tuple(result.reshape(*call.shape, *result.shape[2:]) for result in merged)
+        ctx.mark_non_differentiable(
+            *(result for result, has_gradient in zip(merged, differentiable, strict=False) if not has_gradient)
+        )
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.early = call, early
+        ctx.save_for_backward(*tensors)
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, needed, tensors = ctx.call, ctx.needs_input_grad[1:], ctx.saved_tensors
+        count = len(call.projections)
+        upstream = [None if grad is None else _rows(grad, call.shape) for grad in grad_outputs]
+        early, ctx.early = ctx.early, None  # a second backward through the same graph computes all of it
+        if early is not None:
+            of_hidden, known = early
+            upstream, as_expected = _difference(upstream[0], known)
+            if as_expected:
+                weight_gradients = _returned(call, needed, [call.projections[0].gradient_buffer])
+                shaped = None if of_hidden is None else of_hidden.view(tensors[0].shape)
+                return None, shaped, *weight_gradients, *(None for _ in tensors[2:])
+        gradients, buffers = _recomputed(call, tensors, upstream, needed)
+        if early is not None and early[0] is not None:
+            gradients[0] = early[0].view(tensors[0].shape).add_(gradients[0])
+        weight_gradients = _returned(call, needed, [functools.partial(_same, buffer) for buffer in buffers])
+        return None, *gradients[:count], *weight_gradients, *gradients[count:]
+
+
+def _with_known_gradient(
+    call: _Call,
+    logits: Tensor,
+    rows: list[Tensor],
+    hidden: Tensor,
+    chunk: slice,
+    early: tuple[Tensor | None, Tensor],
+    weight_needed: bool,
+) -> list[Tensor]:
+    """The result for a chunk, whose gradients are added to the weight's buffer and written to early[0]."""
+    projection, (of_hidden, known) = call.projections[0], early
+    with torch.enable_grad():
+        results = call([logits.requires_grad_()], rows)
+    (grad,) = torch.autograd.grad(results[0], logits, known[chunk].view(results[0].shape))
+    buffer = projection.gradient_buffer() if weight_needed else None
+    product = projection.add_product(hidden[chunk], grad, buffer)
+    if of_hidden is not None:
+        of_hidden[chunk] = product
+    return results
+
+
+def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | None], bool]:
+    """What is still to be passed back beside the known gradient, and whether it is nothing. The device is waited for:
+    the comparison decides what is computed."""
+    if upstream is None:
+        return [-known], False
+    difference = upstream - known
+    return [difference], bool((difference.abs() <= _SAME * known.abs()).all())
+
+
+def _recomputed(
+    call: _Call, tensors: Sequence[Tensor], upstream: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of the hidden states and of the tensors with a row for each token; and the buffers with those of the
+    weights."""
+    count = len(call.projections)
+    hidden = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors[:count]]
+    of_tokens = [_rows(tensor, call.shape) for tensor in tensors[2 * count :]]
+    inputs, are_needed = [*hidden, *of_tokens], [*needed[:count], *needed[2 * count :]]
+    gradients = [torch.empty_like(t) if need else None for t, need in zip(inputs, are_needed, strict=True)]
+    buffers = [
+        projection.gradient_buffer() if need else None
+        for projection, need in zip(call.projections, needed[count : 2 * count], strict=True)
+    ]
+    for chunk in call.chunks():
+        logits = [
+            projection.logits(h[chunk]).requires_grad_() for projection, h in zip(call.projections, hidden, strict=True)
+        ]
+        rows = [
+            tensor[chunk].detach().requires_grad_(need)
+            for tensor, need in zip(of_tokens, are_needed[count:], strict=True)
+        ]
+        with torch.enable_grad():
+            results = call(logits, rows)
+        pairs = [
+            (result, grad[chunk].unsqueeze(0))
+            for result, grad in zip(results, upstream, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        sources = [*logits, *(row for row in rows if row.requires_grad)]
+        of_sources = iter(
+            torch.autograd.grad([p[0] for p in pairs], sources, [p[1] for p in pairs], materialize_grads=True)
+            if pairs
+            else [torch.zeros_like(source) for source in sources]
+        )
+        del results, pairs, sources
+        for index, projection in enumerate(call.projections):
+            grad = next(of_sources)
+            product = projection.add_product(hidden[index][chunk], grad, buffers[index])
+            of_hidden = gradients[index]
+            if of_hidden is not None:
+                of_hidden[chunk] = product
+            del grad, product
+        for of_rows in gradients[count:]:
+            if of_rows is not None:
+                of_rows[chunk] = next(of_sources)
+        del logits, rows, of_sources  # free the memory before the next chunk
+    shapes = [tensor.shape for tensor in (*tensors[:count], *tensors[2 * count :])]
+    return [None if g is None else g.view(shape) for g, shape in zip(gradients, shapes, strict=True)], buffers
+
+
+def _returned(call: _Call, needed: Sequence[bool], buffers: Sequence[Callable[[], Tensor]]) -> list[Tensor | None]:
+    count = len(call.projections)
+    return [
+        projection.returned_gradient(buffer()) if need else None
+        for projection, need, buffer in zip(call.projections, needed[count : 2 * count], buffers, strict=True)
+    ]
+
+
+def _same(buffer: Any) -> Any:
+    return buffer
+
+
+def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[B, S, ...] -> [B * S, ...]"""
+    return tensor.reshape(-1, *tensor.shape[len(shape) :])
