@@ -38,6 +38,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "trainable_token_indices": {"embed_tokens": [3, 17, 200, 39], "lm_head": [17, 250]}},
     ),
     "tied-rows": ("qwen2-tied", {**PLAIN, "trainable_token_indices": [39, 3, 200, 17]}),
+    "scaled-rows": ("gemma2", {**PLAIN, "trainable_token_indices": [39, 3, 200, 17]}),
     "gpt2-rows": ("gpt2", {**PLAIN, "target_modules": ["c_attn"], "trainable_token_indices": [300, 12, 5]}),
     "tied-whole": ("qwen2-tied", {**PLAIN, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "dora": (

@@ -256,6 +256,11 @@ def _not_in_the_bare_loop(arch: ArchConfig) -> str:
         "moe_router_score_function": "softmax",
         "moe_layer_freq": 1,
         "window_size": None,
+        "norm_placement": "before",
+        "qk_layernorm_type": "per_head",
+        "embedding_multiplier": None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "attention_output_gate": False,
         "experimental_attention_variant": None,
     }
