@@ -12,6 +12,7 @@ import pytest
 from megatron_wrap.bridge.export.export_format import export_format, obstacle
 from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
 from megatron_wrap.config import RunConfig, load_run_config
+from megatron_wrap.config.config_json_types import check_types
 from megatron_wrap.config.reading.tree import shipped_root
 from megatron_wrap.errors import UnsupportedModel
 
@@ -165,14 +166,40 @@ GPT_OSS_20B: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
     },
 }
+_LINEAR: dict[str, Any] = {
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "full_attention_interval": 4, "head_dim": 256, "max_position_embeddings": 262144},
+    **{"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02},
+    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "partial_rotary_factor": 0.25},
+}
+QWEN3_NEXT_80B: dict[str, Any] = {
+    **{**_LINEAR, "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48},
+    **{"num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32, "vocab_size": 151936},
+    **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+    **{"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_scaling": None},
+    **{"rope_theta": 10000000, "router_aux_loss_coef": 0.001, "output_router_logits": False},
+}
+QWEN3_5_27B: dict[str, Any] = {
+    **{**_LINEAR, "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408},
+    **{"num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
+    **{"vocab_size": 248320, "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"},
+        **{"rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    },
+}
+PUBLISHED_CONFIGS = {"gpt-oss-20b": GPT_OSS_20B, "qwen3-next-80b-a3b": QWEN3_NEXT_80B, "qwen3.5-27b": QWEN3_5_27B}
 """Of the published config.json, what describes the architecture."""
 
 
-def test_the_shipped_gpt_oss_is_that_of_the_published_config_json(run):
-    exported = export_format(run("gpt-oss-20b"))
-    assert exported.family.model_type == "gpt_oss"
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_the_shipped_architecture_is_that_of_the_published_config_json(name, run):
+    exported, published = export_format(run(name)), PUBLISHED_CONFIGS[name]
+    assert exported.family.model_type == published["model_type"]
+    check_types(published)
     ours = {**vars(exported.arch), **exported.arch.upstream}
-    read = exported.family.arch_values(GPT_OSS_20B)
+    read = exported.family.arch_values(published)
     assert {key: ours.get(key) for key in read} == {key: _as_decoded(value) for key, value in read.items()}
 
 
