@@ -25,6 +25,7 @@ from megatron_wrap.errors import ConfigError, DataError, FlowError, did_you_mean
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
 
@@ -142,7 +143,8 @@ def _outputs(
         return []
     seqdims = micro_batch.seqdims
     columns: dict[str, Tensor] = {}
-    for name, tensor in flow.calculate_outputs(micro_batch.loss_inputs, output).items():
+    for name, returned in flow.calculate_outputs(micro_batch.loss_inputs, output).items():
+        tensor = whole_logits(returned)
         if tensor.dim() == 0 or tensor.shape[0] != micro_batch.num_samples:
             raise FlowError(
                 f"{type(flow).__name__}.calculate_outputs: {name!r} has shape {tuple(tensor.shape)}; return one "

@@ -24,7 +24,7 @@ from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
-from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits
+from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits, is_deferred
 
 
 class BatchFirstGPTModel(GPTModel):
@@ -56,7 +56,7 @@ class BatchFirstGPTModel(GPTModel):
         """Without an inference context, the output is `DeferredLogits`."""
         if self.defers_logits:
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
-            self.output_layer = DeferringOutputLayer(replaced, self)
+            self.output_layer = DeferringOutputLayer(replaced, self, final_logit_softcapping)
         if embedding_multiplier is not None and hasattr(self, "embedding"):
             self.embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
         if final_logit_softcapping is not None and self.post_process:
@@ -118,6 +118,8 @@ def _capped(cap: float) -> Callable[..., Any]:
 
     def limit(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         logits, bias = output
+        if is_deferred(logits):  # the projection has the cap
+            return output
         return cap * torch.tanh(logits / cap), bias
 
     return limit
@@ -130,9 +132,10 @@ class DeferringOutputLayer(ColumnParallelLinear):
     Args:
         replaced: the layer whose weight it takes.
         model: that contains it.
+        softcap: see `OutputProjection`; logits that are not deferred are capped by a hook.
     """
 
-    def __init__(self, replaced: ColumnParallelLinear, model: GPTModel) -> None:
+    def __init__(self, replaced: ColumnParallelLinear, model: GPTModel, softcap: float | None) -> None:
         super().__init__(
             model.config.hidden_size,
             model.vocab_size,
@@ -148,6 +151,7 @@ class DeferringOutputLayer(ColumnParallelLinear):
         self.weight = replaced.weight
         self.unpadded = self.output_size_per_partition
         """Columns of this rank that are not padding of the vocabulary."""
+        self._softcap = softcap
         self._deferring = False
         self._reported: set[str] = set()
 
@@ -172,7 +176,7 @@ class DeferringOutputLayer(ColumnParallelLinear):
         fused = self.gradient_accumulation_fusion and hidden.is_cuda
         add_gradient = WeightGradients.add if fused else add_weight_gradient
         projection = OutputProjection(
-            self.weight if weight is None else weight, self.unpadded, add_gradient, self._reported
+            self.weight if weight is None else weight, self.unpadded, add_gradient, self._softcap, self._reported
         )
         return deferred_logits(hidden.transpose(0, 1).contiguous(), projection), None
 

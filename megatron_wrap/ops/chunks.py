@@ -52,7 +52,8 @@ def log_probs_of_loss(
     """[B, S] log-probabilities, whose gradients are computed in the forward pass if `logits.loss_factor` is known.
 
     Args:
-        log_probs: (logits, ids) -> log-probabilities [B, S]; its backward may overwrite the logits.
+        log_probs: (logits, ids) -> log-probabilities [B, S]; its backward may overwrite the logits
+            where they have no soft cap.
         loss_gradient: [B, S], the derivative of the flow's `loss_sum`; None: not known. Another upstream gradient is
             correct, too: the difference is passed back by computing the logits again.
     """
@@ -199,7 +200,7 @@ def _with_known_gradient(
         results = call([logits.requires_grad_()], rows)
     (grad,) = torch.autograd.grad(results[0], logits, known[chunk].view(results[0].shape))
     buffer = projection.gradient_buffer() if weight_needed else None
-    product = projection.add_product(hidden[chunk], grad, buffer)
+    product = projection.add_product(hidden[chunk], logits, grad, buffer)
     if of_hidden is not None:
         of_hidden[chunk] = product
     return results
@@ -252,7 +253,7 @@ def _recomputed(
         del results, pairs, sources
         for index, projection in enumerate(call.projections):
             grad = next(of_sources)
-            product = projection.add_product(hidden[index][chunk], grad, buffers[index])
+            product = projection.add_product(hidden[index][chunk], logits[index], grad, buffers[index])
             of_hidden = gradients[index]
             if of_hidden is not None:
                 of_hidden[chunk] = product

@@ -51,6 +51,8 @@ class OutputProjection:
     """Columns of this rank that are not padding of the vocabulary; the others get probability 0."""
     add_gradient: Callable[[Tensor, Tensor, Tensor], None] = add_weight_gradient
     """As `add_weight_gradient`, which is the default."""
+    softcap: float | None = None
+    """Logits x become softcap * tanh(x / softcap)."""
     reported: set[str] = field(default_factory=set)
     """Lines that have been named in a warning."""
 
@@ -58,13 +60,17 @@ class OutputProjection:
         """[..., H] -> [..., V/tp], without a graph."""
         with torch.no_grad():
             result = torch.matmul(hidden, self.weight.t())
+            if self.softcap is not None:
+                result.div_(self.softcap).tanh_().mul_(self.softcap)
             if self.unpadded < result.shape[-1]:
                 result[..., self.unpadded :] = torch.finfo(result.dtype).min / 2
         return result
 
-    def add_product(self, hidden: Tensor, grad: Tensor, weight_gradient: Tensor | None) -> Tensor:
-        """Gradient [n, H] of hidden states [n, H] from that of their logits [n, V/tp], whose padding is set to 0; and
-        add the weight's to `weight_gradient`."""
+    def add_product(self, hidden: Tensor, logits: Tensor, grad: Tensor, weight_gradient: Tensor | None) -> Tensor:
+        """Gradient [n, H] of hidden states [n, H] from that of their logits [n, V/tp], which is overwritten; and add
+        the weight's to `weight_gradient`. `logits` are read only where there is a soft cap."""
+        if self.softcap is not None:
+            grad.mul_(1 - (logits.detach() / self.softcap).square_())
         grad[:, self.unpadded :] = 0.0
         if weight_gradient is not None:
             self.add_gradient(hidden, grad, weight_gradient)
@@ -182,7 +188,9 @@ class _Deferred(torch.autograd.Function):
         projection = ctx.projection
         buffer = projection.gradient_buffer() if ctx.needs_input_grad[1] else None
         grad = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1]).clone()
-        grad_hidden = projection.add_product(hidden.reshape(-1, hidden.shape[-1]), grad, buffer)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = grad if projection.softcap is None else projection.logits(rows)
+        grad_hidden = projection.add_product(rows, logits, grad, buffer)
         grad_weight = None if buffer is None else projection.returned_gradient(buffer)
         return grad_hidden.view(hidden.shape), grad_weight, None, None
 

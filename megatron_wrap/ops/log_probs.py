@@ -54,9 +54,10 @@ def token_log_probs(
     """
     group = group or tensor_parallel_group()
     if isinstance(logits, DeferredLogits) and is_deferred(logits):
+        overwrite = logits.projection.softcap is None  # else the gradient of the cap reads them
 
         def of_chunk(chunk: Tensor, chunk_ids: Tensor) -> Tensor:
-            return _TokenLogProbs.apply(chunk, chunk_ids, group, False, True)
+            return _TokenLogProbs.apply(chunk, chunk_ids, group, False, overwrite)
 
         return log_probs_of_loss(of_chunk, logits, ids, loss_gradient)
     return _TokenLogProbs.apply(logits, ids, group, False, False)

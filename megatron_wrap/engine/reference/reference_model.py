@@ -51,6 +51,11 @@ class ReferenceModel:
         return self.config.models.reference_or_teacher
 
     @property
+    def stays_on_device(self) -> bool:
+        """Whether the chunks have this model's weights on the device outside `on_device`, too."""
+        return not self.settings.offload
+
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The weights of all chunks."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -162,6 +167,11 @@ class BaseOfPolicy(ReferenceModel):
     adapter: str | None = None
     """Name of the frozen adapter."""
 
+    @property
+    def stays_on_device(self) -> bool:
+        """No: outside `on_device` the chunks are the policy."""
+        return False
+
     @contextmanager
     def on_device(self, changed: bool = False) -> Iterator[None]:
         """The chunks compute the reference within the context."""
@@ -196,7 +206,9 @@ def with_reference_outputs(
 
     def compute(micro_batch: MicroBatch, output: Tensor) -> dict[str, Tensor]:
         named = flow.calculate_reference_outputs(micro_batch.loss_inputs, output)
-        return {f"{models.role}_{name}": whole_logits(tensor) for name, tensor in named.items()}
+        # the logits of a teacher are computed where the loss uses them, if its weights are still there
+        kept = named if reference.stays_on_device else {name: whole_logits(value) for name, value in named.items()}
+        return {f"{models.role}_{name}": tensor for name, tensor in kept.items()}
 
     left_out = {ROUTED_EXPERTS}  # it has its own routing
     if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts

@@ -9,6 +9,7 @@ from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.reference.reference_model import BaseOfPolicy, ReferenceModel
 from megatron_wrap.engine.setup.build import build_chunks
+from megatron_wrap.engine.setup.linear_cross_entropy import defers_logits
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.transformer_config import transformer_config
 from megatron_wrap.parallel.agreement import on_rank_0
@@ -31,7 +32,8 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     config = with_split(config, vocab_size, on_rank_0(lambda: platform.device_name))
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
-    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder)
+    deferred = defers_logits(config, platform, parallel, vocab_size, trained=False)
+    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder, deferred)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     half = config.dtype.bf16 or config.dtype.fp16

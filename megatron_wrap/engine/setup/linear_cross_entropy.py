@@ -15,16 +15,19 @@ is saved, twice that with the gradient, is not worth a loss in chunks."""
 KEY = f"{SECTION_PATHS['model_provider']}.linear_cross_entropy"
 
 
-def defers_logits(config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int) -> bool:
-    """Whether the model's output is deferred logits; logs what `auto` chooses, where there is a choice.
+def defers_logits(
+    config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int, trained: bool = True
+) -> bool:
+    """Whether the model's output is deferred logits. For the model that is trained, logs what `auto` chooses, where
+    there is a choice.
 
     Raises:
-        ConfigError: linear_cross_entropy is true for a model without a plain output layer.
+        ConfigError: linear_cross_entropy is true for a trained model without a plain output layer.
     """
     wanted = config.model_provider.linear_cross_entropy
     obstacle = _obstacle(config)
     if obstacle is not None:
-        if wanted is True:
+        if wanted is True and trained:
             raise ConfigError(f"{config.located(KEY)}: true, but {obstacle}; write auto or false")
         return False
     if wanted != "auto":
@@ -32,7 +35,7 @@ def defers_logits(config: RunConfig, platform: Platform, parallel: ParallelState
     size = logits_bytes(config, parallel, vocab_size)
     total = platform.total_memory_bytes()
     chosen = size > MEMORY_SHARE * total
-    if chosen:
+    if chosen and trained:
         logger.info_rank_0(
             f"linear_cross_entropy: auto computes the loss without storing the logits: those of a micro-batch are "
             f"{size / 2**30:.3g} GiB, {100 * size / total:.2g}% of the device's memory"
@@ -55,6 +58,4 @@ def _obstacle(config: RunConfig) -> str | None:
         return f"the provider {config.model_provider.provider_key} builds its own output layer"
     if config.adapter.adapter_type != "none" and config.adapter.trainable_token_indices:
         return "trainable_token_indices replaces columns of the logits"
-    if config.arch.final_logit_softcapping is not None:
-        return "final_logit_softcapping caps the logits"
     return None

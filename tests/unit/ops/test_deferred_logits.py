@@ -77,14 +77,17 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Model:
     """Hidden states and an output layer with padding of the vocabulary."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, softcap: float | None = None) -> None:
+        self.softcap = softcap
         generator = torch.Generator().manual_seed(seed)
         self.hidden = torch.randn(B, S, H, generator=generator, requires_grad=True)
         self.weight = torch.nn.Parameter(torch.randn(V, H, generator=generator))
-        self.projection = OutputProjection(self.weight, UNPADDED)
+        self.projection = OutputProjection(self.weight, UNPADDED, softcap=softcap)
 
     def stored(self) -> Tensor:
         logits = torch.nn.functional.linear(self.hidden, self.weight)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         padding = torch.full((B, S, V - UNPADDED), torch.finfo(torch.float32).min / 2)
         return torch.cat([logits[..., :UNPADDED], padding], dim=-1)
 
@@ -102,9 +105,11 @@ class Model:
         return [*tensors, *torch.autograd.grad(sum(weighted, torch.zeros(())), [self.hidden, self.weight])]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_equals_that_on_stored_logits(name: str, warnings: list[str]) -> None:
-    model, operation = Model(), OPERATIONS[name]
+@pytest.mark.parametrize(
+    ("name", "softcap"), [*((name, None) for name in OPERATIONS), ("token_log_probs", 2.0), ("entropy", 2.0)]
+)
+def test_an_operation_equals_that_on_stored_logits(name: str, softcap: float | None, warnings: list[str]) -> None:
+    model, operation = Model(softcap=softcap), OPERATIONS[name]
     returned = operation(model.deferred())
     expected = operation(model.stored())
     assert type(returned) is type(expected)
