@@ -38,10 +38,10 @@ class GatedDeltaNetSubmodules:
 class GatedDeltaNet(MegatronModule):
     """Short convolution of queries, keys and values, the gated delta rule, and a norm gated by the input.
 
-    Megatron-Core's class of this name (ssm/gated_delta_net.py) needs the package flash-linear-attention even on a CPU,
-    and has neither packed rows nor generation. Here tensor-parallel ranks have a share of the heads; context-parallel
-    ranks exchange their share of each sequence for whole sequences with a share of the heads, so that the state passes
-    through whole sequences.
+    Megatron-Core's class of this name (ssm/gated_delta_net) needs the package flash-linear-attention even on a CPU, has
+    no generation, and in 0.16 neither packed rows nor context parallelism. Here tensor-parallel ranks have a share of
+    the heads; context-parallel ranks exchange their share of each sequence for whole sequences with a share of the
+    heads, so that the state passes through whole sequences.
 
     The rows of `in_proj` and the channels of the convolution are ordered by key head, so a shard of either is a range:
     the query, the key, the values of the head, their betas, their decays, and their gates, which the convolution and
