@@ -40,12 +40,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SHIPPED = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "kimi_k2", "llama"),
     *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "phi3"),
-    *("gemma2", "gemma3_text", "minimax_m2", "olmo2", "olmo3"),
+    *("gemma", "gemma2", "gemma3_text", "minimax_m2", "olmo2", "olmo3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     *("seed_oss", "smollm3"),
 )
 
-_GEMMA = "the embedding's output is scaled by sqrt(hidden_size), and the MLP is a gated GELU"
 _HYPER = "several residual streams are mixed by learned hyper-connections"
 _INDEXER = "an indexer chooses the keys that a query attends (sparse attention)"
 _LARGE4 = (
@@ -53,7 +52,6 @@ _LARGE4 = (
     "logits are capped by tanh"
 )
 UNSUPPORTED: Mapping[str, str] = {
-    "gemma": _GEMMA,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": f"{_HYPER}; attention is compressed, and {_INDEXER}; scores of experts are the root of softplus",
     "glm_moe_dsa": _INDEXER,

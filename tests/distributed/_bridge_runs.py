@@ -295,6 +295,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 10, "tie_word_embeddings": True}),
     "gemma2": (
         "Gemma2ForCausalLM",
         {
@@ -311,7 +312,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
 
 
-ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma2")
+ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma2", "gemma")
 """Their norms are stored as weight - 1."""
 OTHER_TYPES = {"kimi-k2": "kimi_k2"}
 """Name -> model_type that replaces transformers' in config.json."""
@@ -356,7 +357,7 @@ EXPERTS = (
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo2", "olmo3", "minimax-m2", "gemma3", "gemma2"),
+    *("olmo2", "olmo3", "minimax-m2", "gemma3", "gemma2", "gemma"),
 )
 """Trained in `test_family_steps.py`."""
 VARIANTS = (

@@ -1,5 +1,6 @@
-"""What Gemma 2 and Gemma 3 share: norms before and after attention and MLP, stored zero-centered, a scaled embedding
-that is tied to the output layer, a gated MLP with GELU, and a scale of attention scores of their own."""
+"""What the Gemma families share: norms before and after attention and MLP, stored zero-centered, a scaled embedding
+that is tied to the output layer, a gated MLP with GELU, and a scale of attention scores of their own. Gemma 1 has norms
+before them alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron_wrap.config.schema.derived import kv_channels
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
-_ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION = "gelu_pytorch_tanh"
 _DEFAULTS: Mapping[str, Any] = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256},
@@ -32,8 +33,8 @@ def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     config = {**_DEFAULTS, **defaults, **config}
     refuse_unless(config, attention_bias=False, use_bidirectional_attention=(False, None))
     # transformers reads hidden_activation; files of the first release also have hidden_act, which it ignores
-    config["hidden_act"] = config.get("hidden_activation") or _ACTIVATION
-    values = decoder.decoder_values(config, tied=True, act=(_ACTIVATION,))
+    config["hidden_act"] = config.get("hidden_activation") or ACTIVATION
+    values = decoder.decoder_values(config, tied=True, act=(ACTIVATION,))
     scalar = need(config, "query_pre_attn_scalar")
     return {
         **values,
@@ -55,7 +56,7 @@ def gemma_config(arch: ArchConfig) -> dict[str, Any]:
     values = {**decoder.decoder_config(arch), "attention_bias": False, "query_pre_attn_scalar": scalar}
     del values["hidden_act"]
     # transformers' default pad_token_id may be outside a small vocabulary
-    return {**values, "hidden_activation": _ACTIVATION, "pad_token_id": None}
+    return {**values, "hidden_activation": ACTIVATION, "pad_token_id": None}
 
 
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:

@@ -134,7 +134,7 @@ def test_what_cannot_be_built_is_refused(run, changes, message):
     assert message in result
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "deepseek_v4", "glm5_next", "qwen4_exp", "mistral_large4"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "glm5_next", "qwen4_exp", "mistral_large4"])
 def test_a_family_that_cannot_be_built_exactly_is_refused_with_the_reason(run, model_type):
     message = refusal(run, model_type=model_type)
     assert f"model/config.json: model_type {model_type} cannot be built exactly: " in message

@@ -85,6 +85,8 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "olmo-2-32b": ("olmo2", 32_234_279_936),
     "olmo-3-7b": ("olmo3", 7_298_011_136),
     "olmo-3-32b": ("olmo3", 32_233_522_176),
+    "gemma-2b": ("gemma", 2_506_172_416),
+    "gemma-7b": ("gemma", 8_537_680_896),
     "gemma-2-2b": ("gemma2", 2_614_341_888),
     "gemma-2-9b": ("gemma2", 9_241_705_984),
     "gemma-2-27b": ("gemma2", 27_227_128_320),
