@@ -12,7 +12,7 @@ import _bridge_runs as bridge
 import _saved_runs as saved_runs
 import numpy
 import pytest
-from _covering import covering, quick
+from _covering import quick
 
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -137,7 +137,17 @@ def on_one_rank(ranks, folder_of, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", covering(ADAPTERS))
+COMPARED = quick(
+    ADAPTERS,
+    [
+        *("llama", "patterns", "whole", "tied-rows", "gpt2-dora", "pissa", "deepseek-v3-olora", "qwen3-moe-experts"),
+        *("deepseek-v3-shared", "gpt-oss-experts", "qwen3-next"),
+    ],
+)
+"""Each kind of adapter, on models of each kind; names of other families only select other modules."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
 def test_it_trains_as_peft_does(name, on_one_rank):
     folder, adapter, (steps, initial, factors, logits, base, unchanged), _ = on_one_rank(name)
     assert unchanged
@@ -155,7 +165,7 @@ def test_it_trains_as_peft_does(name, on_one_rank):
     assert numpy.abs(logits - runs.peft_logits(peft)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", covering(ADAPTERS))
+@pytest.mark.parametrize("name", COMPARED)
 def test_files_are_peft_s(name, on_one_rank):
     """peft loads what we write, and merges to what we merge."""
     import torch
@@ -272,7 +282,6 @@ QUICK = (
     ("llama", "tp2-sp-recompute"),
     ("whole", "dp2-distributed-overlap"),
     ("gpt2-dora", "tp2-sp-pp2"),
-    ("query-value", "tp2-sp"),
     ("phi3", "tp2-sp"),
     ("deepseek-v3-olora", "tp2-sp"),
     ("mixtral-experts", "ep2-expert-tp2"),
@@ -309,7 +318,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(list(RESUMED), ["pissa", "tied-rows"]))
+@pytest.mark.parametrize("name", quick(list(RESUMED), ["pissa"]))
 def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(name, folder_of, ranks, tmp_path):
     """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
     folder, adapter = str(folder_of(RESUMED[name][0])[0]), runs.overrides_of(RESUMED[name][1])
@@ -330,7 +339,7 @@ def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_check
         )
 
 
-@pytest.mark.parametrize("name", quick(["patterns", "whole", "pissa", "tied-rows"], ["whole", "pissa"]))
+@pytest.mark.parametrize("name", quick(["patterns", "whole", "pissa", "tied-rows"], ["pissa"]))
 def test_an_adapter_of_peft_is_loaded_on_a_layout(name, on_one_rank, ranks, tmp_path):
     """The factors are peft's bit for bit, and the logits those of its model."""
     folder, adapter, (_, _, factors, logits, _, _), _ = on_one_rank(name)

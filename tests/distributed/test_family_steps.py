@@ -10,7 +10,6 @@ import _bridge_runs as runs
 import _generate_runs
 import numpy
 import pytest
-from _covering import covering, family_and_axes
 from _hf_training_runs import train_ours, train_transformers
 
 STEPS = 5
@@ -40,7 +39,23 @@ def theirs(tmp_path_factory):
     return runs.made_once(tmp_path_factory, expected)
 
 
-@pytest.mark.parametrize(("family", "layout"), covering(CASES, family_and_axes))
+QUICK = {
+    ("smollm3", "cp2-packed"),
+    ("glm4-moe-lite", "tp2-pp2"),
+    ("gpt-oss", "cp2"),
+    ("mistral4", "ep2"),
+    ("qwen3.5", "tp2-packed"),
+    ("minimax-m2", "tp2-packed"),
+    ("qwen3-next", "ep2-packed"),
+    ("olmo3", "tp2-pp2"),
+}
+"""Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
+)
 def test_five_steps_and_greedy_completions_are_those_of_transformers(family, layout, ranks, theirs, tmp_path):
     folder, (steps, completions) = theirs(family)
     processes, overrides = LAYOUTS[layout]

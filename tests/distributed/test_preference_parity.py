@@ -86,19 +86,13 @@ def report_of(ranks: Any, case: tuple[str, dict[str, Any], tuple[str, ...]], lay
     return result
 
 
-FEW = ("dp2-dopt", "pp2", "cp2", "packed")
-
-
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    # every run has kto, with statistics of the step and a reference; each flow is compared with trl on some layouts,
-    # and test_preference_losses.py cuts the batch in several ways
+    # without the marker each flow is compared with trl on some layouts, and test_preference_losses.py cuts the batch in
+    # several ways
     [
-        pytest.param("kto", FEW, id="kto on few layouts"),
-        *(
-            pytest.param(name, each_axis_and_some(LAYOUTS, number, 4), id=name, marks=pytest.mark.matrix)
-            for number, name in enumerate(FLOWS)
-        ),
+        pytest.param(name, each_axis_and_some(LAYOUTS, number, 4), id=name, marks=pytest.mark.matrix)
+        for number, name in enumerate(FLOWS)
     ],
 )
 def test_layouts_agree(ranks, name, layouts):

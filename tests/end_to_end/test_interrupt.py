@@ -15,8 +15,6 @@ from _launcher import Launcher, wait_for
 
 def test_signals_save_and_the_run_continues(tmp_path: Path) -> None:
     run = Launcher(tmp_path)
-    refused = run.refused()
-    assert refused.startswith("error: outputs/tiny-llama-mock is in use by another run, process "), refused
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
     code, lines = run.end()
     resumes = "the same command resumes from it"
@@ -41,8 +39,10 @@ def test_signals_save_and_the_run_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_a_run_ends_with_its_launcher_and_a_stopped_process_is_named(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_a_run_ends_with_its_launcher_and_a_stopped_process_is_named(tmp_path: Path) -> None:
     run = Launcher(tmp_path)
+    refused = run.refused()
+    assert refused.startswith("error: outputs/tiny-llama-mock is in use by another run, process "), refused
     os.kill(run.process.pid, signal.SIGKILL)
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in run.ranks), 60)
     assert not any(Path(f"/proc/{rank}").exists() for rank in run.ranks)
