@@ -34,7 +34,9 @@ def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> 
     "overrides",
     [
         (f"{RATE}.lr_decay_iters=6",),
-        (f"{RATE}.lr_decay_style=constant",),  # its length is train_iters, which has no effect
+        pytest.param(  # its length is train_iters, which has no effect
+            (f"{RATE}.lr_decay_style=constant",), marks=pytest.mark.matrix
+        ),
         pytest.param(  # from a value to the same value
             (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"), marks=pytest.mark.matrix
         ),
@@ -51,10 +53,11 @@ def test_more_iterations_with_the_same_schedule_continue(overrides: tuple[str, .
 @pytest.mark.parametrize(
     ("overrides", "key", "values"),
     [
-        (
+        pytest.param(
             (),
             "learning-rate.lr_decay_iters (null: megatron_lm.train.common.train_iters)",
             "was 4 (16 samples) and is 8",
+            marks=pytest.mark.matrix,
         ),
         (
             (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.end_weight_decay=0.2"),
