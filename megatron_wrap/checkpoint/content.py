@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.state.muon import MOMENTUM, Muon
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import CheckpointError
@@ -126,7 +127,7 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def optimizer_kind(config: RunConfig) -> tuple[str, str]:
-    """Format of a run's optimizer state: (distributed | half precision | fp32, adam | sgd)."""
+    """Format of a run's optimizer state: (distributed | half precision | fp32, adam | sgd | muon)."""
     if config.optimizer.use_distributed_optimizer:
         kind = "distributed"
     else:
@@ -140,6 +141,8 @@ def saved_optimizer_kind(tensor_names: set[str]) -> tuple[str, str] | None:
     if not kinds:
         return None
     kind = "distributed" if "param" in kinds else "half precision" if "fp32_param" in kinds else "fp32"
+    if MOMENTUM in kinds:
+        return kind, "muon"
     return kind, "adam" if "exp_avg" in kinds else "sgd"
 
 
@@ -264,6 +267,9 @@ def _allocate_state(part: Any) -> None:
     allocated state (optimizer/optimizer.py)."""
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
+        return
+    if isinstance(part.optimizer, Muon):
+        part.optimizer.allocate_state()
         return
     for group in part.optimizer.param_groups:  # SGD, for which Megatron-Core defines no init_state_fn
         for parameter in group["params"]:

@@ -206,11 +206,13 @@ def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[bool
     fp8 = fp8_settings(config)
     if config.optimizer.optimizer == "sgd":
         return False, "Megatron-Core's distributed optimizer supports adam, not sgd", True
+    if config.optimizer.optimizer == "muon":
+        return False, "it cuts matrices at any element, and muon needs them whole", True
     if config.ddp.overlap_param_gather:
         return True, "overlap_param_gather needs it", True
     if fp8 is not None and fp8.param_gather:
         return True, "fp8_param_gather needs it", True
-    if config.optimizer.upstream.get("use_precision_aware_optimizer"):
+    if config.optimizer.use_precision_aware_optimizer:
         return True, "use_precision_aware_optimizer needs it", True
     if machine.platform == "cpu":
         return False, "on the CPU it saves no time", False

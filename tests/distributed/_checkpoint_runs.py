@@ -25,6 +25,7 @@ OVERLAP = ("megatron_lm.misc.ddp.overlap_grad_reduce=true", "megatron_lm.misc.dd
 BF16 = ("megatron_lm.train.dtype.__select__=bf16",)
 FP16 = ("megatron_lm.train.dtype.__select__=fp16", "megatron_lm.train.dtype.initial_loss_scale=65536")
 SGD = (f"{OPTIMIZER}.__select__=sgd",)
+MUON = (f"{OPTIMIZER}.__select__=muon",)
 EXPERTS = (
     *(f"{ARCH}.num_experts=4", f"{ARCH}.moe_ffn_hidden_size=64", f"{ARCH}.moe_layer_freq=[0,1,1,1]"),
     *(f"{ARCH}.moe_router_score_function=sigmoid", f"{ARCH}.moe_router_enable_expert_bias=true"),

@@ -20,6 +20,7 @@ from _checkpoint_runs import (
     GPT_OSS,
     LINEAR,
     MLA,
+    MUON,
     OLMO,
     ONLY_EP2,
     OVERLAP,
@@ -38,12 +39,15 @@ from megatron_wrap.config import load_resolved
 
 SEQUENTIAL = ("megatron_lm.model.arch.experts_impl=sequential",)
 """The other side computes the experts in grouped products."""
+MUON_FP32 = ("megatron_lm.train.optimizer.muon_ns_dtype=fp32",)
 SAME_LAYOUT = {
     "one-rank": (1, ()),
     "one-rank-fp16": (1, FP16),
     "tp2-sp": (2, TP2),
     "dp2": (2, ()),
     "dp2-sgd": (2, SGD),
+    "dp2-muon-experts-bf16": (2, (*MUON, *EXPERTS, *BF16)),
+    "pp2-vpp2-muon": (2, (*PP2_VPP2, *MUON)),
     "dp2-distributed": (2, DISTRIBUTED),
     "dp2-distributed-overlap": (2, (*DISTRIBUTED, *OVERLAP)),
     "dp2-distributed-bf16": (2, (*DISTRIBUTED, *BF16)),
@@ -64,6 +68,10 @@ OTHER_LAYOUT = {
     "tied-pp2-to-tp2": ((2, (*PP2, *TIED)), (2, (*TP2, *TIED))),
     "frozen-tied-pp2-to-tp2": ((2, (*PP2, *TIED, *FROZEN, *DISTRIBUTED)), (2, (*TP2, *TIED, *FROZEN, *DISTRIBUTED))),
     "sgd-tp2-to-dp2": ((2, (*TP2, *SGD)), (2, SGD)),
+    "muon-tp2-ep2-to-pp2": (
+        (2, (*TP2, *EP2, *ETP1, *MUON, *MUON_FP32)),
+        (2, (*PP2, *EXPERTS, *MUON, *MUON_FP32)),
+    ),
     "ep2-to-sequential-1": ((2, EP2), (1, (*EXPERTS, *SEQUENTIAL))),
     "sequential-1-to-ep2": ((1, (*EXPERTS, *SEQUENTIAL)), (2, EP2)),
     "ep2-distributed-to-1": ((2, (*EP2, *DISTRIBUTED)), (1, (*EXPERTS, *DISTRIBUTED))),

@@ -38,6 +38,8 @@ _INDEXED_ONLY = (
     *("split", "mock_data", "eod_token", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
     "index_samples",
 )
+_MUON = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr_fn", "muon_split_qkv", "muon_ns_dtype")
+_DTYPES_OF_ADAM = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
 
 NEEDS = (
     Need("bad_steps.on_bad_step", "train.check_for_nan_in_loss_and_grad", (True,)),
@@ -73,6 +75,13 @@ NEEDS = (
     Need("learning_rate.lr_wsd_decay_iters", "learning_rate.lr_decay_style", ("WSD",)),
     Need("learning_rate.lr_wsd_decay_samples", "learning_rate.lr_decay_style", ("WSD",)),
     Need("optimizer.use_distributed_optimizer", "optimizer.optimizer", ("adam",)),
+    *(Need(f"optimizer.{name}", "optimizer.optimizer", ("muon",)) for name in _MUON),
+    Need("optimizer.use_precision_aware_optimizer", "optimizer.optimizer", ("adam",)),
+    Need("optimizer.use_precision_aware_optimizer", "optimizer.use_distributed_optimizer", (None, True)),
+    Need("optimizer.use_precision_aware_optimizer", "init.platform", ("auto", "cuda")),
+    *(Need(f"optimizer.{name}", "optimizer.use_precision_aware_optimizer", (True,)) for name in _DTYPES_OF_ADAM),
+    Need("optimizer.main_grads_dtype", "ddp.accumulate_allreduce_grads_in_fp32", (False,)),
+    Need("optimizer.main_params_dtype", "dtype.bf16", (True,)),
     Need("ddp.overlap_param_gather", "optimizer.optimizer", ("adam",)),
     Need("ddp.overlap_param_gather", "optimizer.use_distributed_optimizer", (None, True)),
     Need("ddp.overlap_param_gather", "ddp.overlap_grad_reduce", (None, True)),

@@ -9,6 +9,14 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import did_you_mean
 
+_OTHER_MUON = {
+    **dict.fromkeys(("muon_scale_mode", "muon_extra_scale_factor"), "muon_adjust_lr_fn"),
+    "muon_use_nesterov": "muon_nesterov",
+    "muon_fp32_matmul_prec": "muon_ns_dtype",
+    **dict.fromkeys(("muon_tp_mode", "muon_coefficient_type", "muon_scalar_optimizer"), "muon_num_ns_steps"),
+}
+"""Keys of Megatron-Core's Muon -> the closest key of this one."""
+
 
 def check_training(config: RunConfig) -> None:
     """Check `megatron_lm.train`, with what it requires of data and checkpoints.
@@ -92,9 +100,19 @@ def _check_optimizer(config: RunConfig) -> None:
     if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
         refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
     _check_offload(config)
+    _check_muon(config)
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         rule = "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; delete one"
         refuse(config, ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"], rule)
+
+
+def _check_muon(config: RunConfig) -> None:
+    """Refuse what Megatron-Core's own Muon reads, which this one does not."""
+    path = SECTION_PATHS["optimizer"]
+    for name, key in _OTHER_MUON.items():
+        if name in config.optimizer.upstream:
+            rule = f"it is of Megatron-Core's Muon, which needs emerging_optimizers; delete it, or set {path}.{key}"
+            refuse(config, [f"optimizer.{name}"], rule)
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -103,7 +121,7 @@ def _check_offload(config: RunConfig) -> None:
         return
     # Megatron-LM's arguments.py; otherwise Megatron-Core fails, or offloads nothing
     needed = {
-        "use_precision_aware_optimizer": bool(upstream.get("use_precision_aware_optimizer")),
+        "use_precision_aware_optimizer": config.optimizer.use_precision_aware_optimizer,
         "use_distributed_optimizer": config.optimizer.use_distributed_optimizer is not False,
         "optimizer_offload_fraction": upstream.get("optimizer_offload_fraction", 0.0) > 0,
     }

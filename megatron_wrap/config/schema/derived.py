@@ -11,6 +11,7 @@ from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.model import ArchConfig, ParallelConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.training import OptimConfig
 
 VALUE_PROVIDER = "gpt_value_model"
 """Key of the provider whose model has a scalar head instead of the output layer."""
@@ -410,3 +411,8 @@ def tensorboard_dir(config: RunConfig) -> str | None:
     if config.logger.tensorboard_dir is not None:
         return config.logger.tensorboard_dir
     return os.path.join(output_dir(config), "tensorboard") if config.logger.enable_tensorboard else None
+
+
+def optimizer_settings(optimizer: OptimConfig) -> dict[str, Any]:
+    """Fields of Megatron-Core's OptimizerConfig that the user sets and a platform may lack."""
+    return {**optimizer.upstream, "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer}

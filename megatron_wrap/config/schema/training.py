@@ -126,8 +126,9 @@ class LearningRateConfig:
 class OptimConfig:
     """`megatron_lm.train.optimizer`: the optimizer and its weight-decay schedule."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam: AdamW (decoupled weight decay); sgd: stochastic gradient descent with momentum."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam: AdamW (decoupled weight decay); sgd: stochastic gradient descent with momentum; muon: Muon for the matrices
+    of the layers, AdamW for embedding, output layer, norms and biases."""
     weight_decay: float = key(0.01, at_least=0)
     """Weight decay of matrices; biases and norm weights have none."""
     start_weight_decay: float | None = key(None, at_least=0)
@@ -146,6 +147,30 @@ class OptimConfig:
     """Added to Adam's denominator."""
     sgd_momentum: float = key(0.9, at_least=0, below=1)
     """Momentum of sgd."""
+    muon_momentum: float = key(0.95, at_least=0, below=1)
+    """Momentum of muon."""
+    muon_nesterov: bool = True
+    """Nesterov's momentum in muon."""
+    muon_num_ns_steps: int = key(5, at_least=1, below=100)
+    """Steps of muon's Newton-Schulz iteration."""
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of muon's learning rate for a matrix [A, B], as in torch.optim.Muon: original: sqrt(max(1, A / B));
+    match_rms_adamw: 0.2 sqrt(max(A, B)), so that lr and weight_decay of AdamW are right for muon, too."""
+    muon_split_qkv: bool = True
+    """Orthogonalize the projections of queries, keys and values each on its own; false: as one matrix."""
+    muon_ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of muon's iteration; torch.optim.Muon has bf16."""
+    use_precision_aware_optimizer: bool = False
+    """Keep moments, gradients and main weights in the dtypes below; needs Transformer Engine's Adam and
+    use_distributed_optimizer."""
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Dtype of Adam's first moment."""
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Dtype of Adam's second moment."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the gradients that Adam reads; bf16 needs ddp.accumulate_allreduce_grads_in_fp32 false."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Dtype of the main weights; fp16 with a scale for each tensor."""
     use_distributed_optimizer: bool | None = None
     """Shard optimizer states over the data- and context-parallel processes (ZeRO-1); null: on GPUs with several
     of them."""

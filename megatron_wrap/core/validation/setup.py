@@ -52,6 +52,7 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
         PlatformError: the platform lacks what the configuration requires, or Megatron-Core rejects it. ConfigError: an
             unknown model provider or metric logger.
     """
+    from megatron_wrap.config.schema import derived
     from megatron_wrap.model.provider import MegatronModelProviderEntry
     from megatron_wrap.model.transformer_config import transformer_config, use_transformer_engine
     from megatron_wrap.plan.pipeline_split import with_split
@@ -71,7 +72,7 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
         provider = config.model_provider.provider_key
         MegatronModelProviderEntry.get_provider(provider)
         transformer_config(with_split(config, candidate.vocab_size, platform.machine.device), platform)
-        platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
+        platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
         layers = "Transformer Engine" if use_transformer_engine(config, platform) else "torch"
     finally:
         platform.uninstall()

@@ -89,8 +89,8 @@ def build_training_state(
         freeze_parameters(config, bare, parallel, vocab_size)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:
-        platform.refuse_unsafe(config.optimizer.upstream, platform.has_transformer_engine)
-    optimizer = build_optimizer(config, model_config, chunks) if training else None
+        platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
+    optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = model_shape(config, vocab_size)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(

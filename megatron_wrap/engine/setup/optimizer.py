@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,14 +10,24 @@ import torch
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.engine.setup.muon import left_out, muon_layouts
 from megatron_wrap.model.transformer_config import parameter_dtype, same_named
+from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.megatron_core.adam import another_sgd
 from megatron_wrap.platform.megatron_core.versions import accepts
 
 if TYPE_CHECKING:
     from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
+    from megatron_wrap.engine.state.muon import MatrixLayout
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""As in Megatron-LM's arguments.py; Transformer Engine keeps FP8 in bytes."""
+_OF_DTYPE = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
 
 
-def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.Module]) -> CheckedOptimizer:
+def build_optimizer(
+    config: RunConfig, model_config: Any, chunks: list[torch.nn.Module], parallel: ParallelState
+) -> CheckedOptimizer:
     """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -32,12 +43,50 @@ def build_optimizer(config: RunConfig, model_config: Any, chunks: list[torch.nn.
         "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
         "params_dtype": parameter_dtype(config),
         **optim.upstream,
+        **{name: _DTYPES[getattr(optim, name)] for name in _OF_DTYPE},
     }
     optimizer_config = OptimizerConfig(**accepts(OptimizerConfig, settings))
     overrides = _loraplus(config, optimizer_config)
-    optimizer = CheckedOptimizer(get_megatron_optimizer(optimizer_config, chunks, **overrides))
+    if optim.optimizer == "muon":
+        parts = _with_muon(config, optimizer_config, chunks, parallel, overrides)
+    else:
+        parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
+    optimizer = CheckedOptimizer(parts)
     model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
     return optimizer
+
+
+def _with_muon(
+    config: RunConfig,
+    optimizer_config: Any,
+    chunks: list[torch.nn.Module],
+    parallel: ParallelState,
+    overrides: Mapping[str, Any],
+) -> list[Any]:
+    """Megatron-Core's optimizers with AdamW and with Muon, each for its parameters; those of which no process has any
+    are left out. Sets `optimizer_config.optimizer`, which all of them share."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from megatron_wrap.engine.state.muon import Muon
+
+    optim, of_muon = config.optimizer, muon_layouts(config, chunks, parallel)
+    trained = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    optimizer_config.optimizer = "adam"
+    with left_out(of_muon):
+        parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
+    layouts: dict[torch.Tensor, MatrixLayout] = {}
+
+    def muon(params: Any, lr: float, weight_decay: float, momentum: float) -> Muon:
+        adjustment, dtype = optim.muon_adjust_lr_fn, _DTYPES[optim.muon_ns_dtype]
+        of_iteration = (optim.muon_momentum, optim.muon_nesterov, optim.muon_num_ns_steps, adjustment, dtype)
+        return Muon(params, lr, weight_decay, *of_iteration, layouts)
+
+    optimizer_config.optimizer = "sgd"  # its place is Muon's
+    with left_out([parameter for parameter in trained if parameter not in of_muon]), another_sgd(muon):
+        parts += get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
+    # in half precision the optimizer updates an fp32 copy
+    layouts.update({getattr(parameter, "main_param", parameter): layout for parameter, layout in of_muon.items()})
+    return [part for part in parts if part.optimizer is not None]
 
 
 def _loraplus(config: RunConfig, optimizer_config: Any) -> dict[str, Any]:

@@ -25,11 +25,11 @@ class CheckedOptimizer(ChainedOptimizer):
     the same on every rank, so all ranks decide alike without another collective.
 
     Args:
-        optimizer: from `get_megatron_optimizer`; this object takes over its parts.
+        parts: of what `get_megatron_optimizer` returns; this object takes them over.
     """
 
-    def __init__(self, optimizer: ChainedOptimizer) -> None:
-        super().__init__(optimizer.chained_optimizers)
+    def __init__(self, parts: list[Any]) -> None:
+        super().__init__(parts)
         self._scaler_states: list[Any] = []
         self._overflow = False
         self._grad_norm = 0.0

@@ -6,8 +6,9 @@ KeyError 'step'), also on a GPU. With FusedAdam's layout, checkpoints move betwe
 directions.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from megatron_wrap.errors import PlatformError
-
-if TYPE_CHECKING:
-    from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.replacements import Replacements
 
 # The foreach update allocates a temporary copy of the parameters it updates; this bounds the copy to 256 MiB in fp32.
 _MAX_CHUNK_ELEMENTS = 1 << 26
@@ -122,7 +121,21 @@ def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
-def use_in_megatron(replacements: "Replacements") -> bool:
+@contextlib.contextmanager
+def another_sgd(build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
+    """In the block Megatron-Core builds this optimizer where its configuration has sgd.
+
+    Args:
+        build: takes the parameter groups, and `lr`, `weight_decay` and `momentum` by name.
+    """
+    import megatron.core.optimizer as optimizers
+
+    with Replacements() as replacements:
+        replacements.set(optimizers, "SGD", build)
+        yield
+
+
+def use_in_megatron(replacements: Replacements) -> bool:
     """Replace Megatron-Core's fallback to torch's Adam by `GroupStepAdam`. Imports Megatron-Core's optimizers.
 
     Returns:

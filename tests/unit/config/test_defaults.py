@@ -53,6 +53,7 @@ def data_parallel(config: RunConfig, machine: Machine, shards: int, **further: A
         ((f"{PARALLEL}.pipeline_model_parallel_size=2",), GPU, 4, (True, True, True)),
         (("megatron_lm.train.dtype.__select__=fp16",), GPU, 4, (True, True, True)),
         ((f"{OPTIMIZER}.__select__=sgd",), GPU, 8, (False, True, False)),
+        ((f"{OPTIMIZER}.__select__=muon",), GPU, 8, (False, True, False)),
         ((f"{OPTIMIZER}.use_distributed_optimizer=false",), GPU, 8, (False, True, False)),
         ((f"{OPTIMIZER}.use_distributed_optimizer=true",), CPU, 8, (True, False, False)),
         ((f"{DDP}.overlap_grad_reduce=false",), GPU, 8, (True, False, False)),

@@ -250,6 +250,24 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             "Megatron-Core's distributed optimizer takes adam, not sgd; write false or select adam",
         ),
         (
+            ["optimizer.__select__=muon", "optimizer.use_distributed_optimizer=true"],
+            "use_distributed_optimizer true needs optimizer adam, which is muon",
+        ),
+        (["optimizer.muon_momentum=0.9"], "muon_momentum 0.9 needs optimizer muon, which is adam"),
+        (["optimizer.__select__=muon", "optimizer.muon_scale_mode=spectral"], "muon_adjust_lr_fn"),
+        (
+            ["optimizer.exp_avg_dtype=bf16"],
+            "exp_avg_dtype bf16 needs use_precision_aware_optimizer true, which is false",
+        ),
+        (
+            ["optimizer.use_precision_aware_optimizer=true", "optimizer.use_distributed_optimizer=false"],
+            "use_precision_aware_optimizer true needs use_distributed_optimizer",
+        ),
+        (
+            ["optimizer.use_precision_aware_optimizer=true", "optimizer.main_grads_dtype=bf16"],
+            "main_grads_dtype bf16 needs megatron_lm.misc.ddp.accumulate_allreduce_grads_in_fp32 false, which is true",
+        ),
+        (
             [
                 "optimizer.weight_decay_incr_style=linear",
                 "optimizer.start_weight_decay=0.1",
