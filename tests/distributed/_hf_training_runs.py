@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _bridge_runs as runs
 import numpy
@@ -60,28 +61,40 @@ def their_loss(model: Any, batch: list[dict[str, list[int]]]) -> Any:
     ).loss
 
 
-def train_transformers(folder: Path, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of each step."""
+def train_transformers(folder: Path, steps: int, muon: bool = False) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of each step.
+
+    Args:
+        muon: torch's Muon for the matrices of the layers, with its iteration in fp32.
+    """
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
     model = runs.transformers_model(folder, attn_implementation="eager")
     # biases of stacked experts are matrices
     is_matrix = {p: p.dim() > 1 and "bias" not in name for name, p in model.named_parameters()}
-    matrices = [parameter for parameter, matrix in is_matrix.items() if matrix]
+    of_muon = [p for name, p in model.named_parameters() if muon and p.dim() == 2 and ".layers." in name]
+    matrices = [
+        parameter for parameter, matrix in is_matrix.items() if matrix and not any(parameter is p for p in of_muon)
+    ]
     vectors = [parameter for parameter, matrix in is_matrix.items() if not matrix]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)
-    schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, steps)
+    optimizers = [torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY)]
+    if muon:
+        options = {"weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(torch.optim.Muon(of_muon, lr=RATE, **options))
+    schedules = [get_cosine_schedule_with_warmup(optimizer, WARMUP, steps) for optimizer in optimizers]
     batches = samples(steps * BATCH, seed=31)
     actual = []
     for step in range(steps):
         loss = their_loss(model, batches[step * BATCH : (step + 1) * BATCH])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # where Muon rounds to bf16
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
         actual.append((loss.item(), norm.item()))
     return actual
 

@@ -20,6 +20,20 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+MUON = "megatron_lm.train.optimizer."
+
+
+def test_steps_of_muon_agree_with_torch_s_on_transformers_matrices(ranks, tmp_path):
+    """Fused, sharded matrices on four ranks; both sides iterate in fp32, because bf16 magnifies rounding."""
+    folder, steps = runs.make_folder("llama", tmp_path / "folder"), 20
+    expected = train_transformers(folder, steps, muon=True)
+    world_size, overrides = LAYOUTS["tp2-pp2"]
+    muon = (f"{MUON}__select__=muon", f"{MUON}muon_ns_dtype=fp32")
+    actual = ranks(world_size).run(train_ours, str(folder), (*overrides, *muon), str(tmp_path), steps)[0][0]
+    assert expected[-1][0] < 0.97 * expected[0][0]
+    numpy.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """theirs(family) -> the folder, and transformers' (loss, norm) of each step."""

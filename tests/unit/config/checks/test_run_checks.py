@@ -254,7 +254,7 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             "use_distributed_optimizer true needs optimizer adam, which is muon",
         ),
         (["optimizer.muon_momentum=0.9"], "muon_momentum 0.9 needs optimizer muon, which is adam"),
-        (["optimizer.__select__=muon", "optimizer.muon_scale_mode=spectral"], "muon_adjust_lr_fn"),
+        (["optimizer.__select__=muon", "optimizer.muon_scale_mode=spectral"], "needs emerging_optimizers"),
         (
             ["optimizer.exp_avg_dtype=bf16"],
             "exp_avg_dtype bf16 needs use_precision_aware_optimizer true, which is false",

@@ -45,7 +45,7 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
         f"{nest}/megatron_lm/model/arch/language-model-base.yaml:4 (inherited by tiny-llama)",
         f"{nest}/megatron_lm/model/arch/tiny-llama.yaml:3 (selected)",
     ]
-    assert leaves["megatron_lm.train.optimizer.optimizer"][-1].endswith("adam.yaml:3 (default selection)")
+    assert leaves["megatron_lm.train.optimizer.optimizer"][-1].endswith("adam.yaml:5 (default selection)")
     for path, origins in tree.leaves().items():  # the value that confignest composed is that of the last origin
         value = tree.values
         for part in path.split("."):
