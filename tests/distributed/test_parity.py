@@ -62,24 +62,31 @@ def test_frozen_parameters_agree_on_every_layout(patterns, layouts, samples, ran
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
 
 
-MUON = "megatron_lm.train.optimizer."
+MUON = ("megatron_lm.train.optimizer.__select__=muon", "megatron_lm.train.optimizer.muon_ns_dtype=fp32")
+EXPERTS = ("megatron_lm.model.arch.num_experts=4", "megatron_lm.model.arch.moe_ffn_hidden_size=32")
+LORA = (
+    "megatron_wrap.adapter.__select__=lora",
+    "megatron_wrap.adapter.r=4",
+    "megatron_wrap.adapter.loraplus_lr_ratio=2",
+)
 
 
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
         pytest.param((), ["tp2-sp-pp2", "cp2-dp2"], id="dense"),
-        pytest.param(("num_experts=4", "moe_ffn_hidden_size=32"), ["tp2-sp-ep2", "pp2-ep2"], id="experts"),
+        pytest.param(EXPERTS, ["tp2-sp-ep2", "pp2-ep2"], id="experts"),
+        pytest.param(
+            (*EXPERTS, "megatron_lm.model.arch.qk_layernorm=true", *LORA),
+            ["tp2-sp-pp2", "pp2-ep2"],
+            id="adapter",
+            marks=pytest.mark.matrix,
+        ),
     ],
 )
 def test_muon_agrees_on_every_layout(options, layouts, samples, ranks):
     """A second step starts from weights that Muon has updated; its iteration in bf16 would magnify rounding."""
-    overrides = [
-        f"{MUON}__select__=muon",
-        f"{MUON}muon_ns_dtype=fp32",
-        *(f"megatron_lm.model.arch.{key}" for key in options),
-    ]
-    report = check_parity(CONFIG, overrides, samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    report = check_parity(CONFIG, [*MUON, *options], samples=samples, layouts=layouts, steps=2, ranks=ranks)
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
 
 

@@ -39,6 +39,7 @@ from megatron_wrap.config import load_resolved
 
 SEQUENTIAL = ("megatron_lm.model.arch.experts_impl=sequential",)
 """The other side computes the experts in grouped products."""
+LORA = ("megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter.r=4")
 MUON_FP32 = ("megatron_lm.train.optimizer.muon_ns_dtype=fp32",)
 SAME_LAYOUT = {
     "one-rank": (1, ()),
@@ -72,6 +73,7 @@ OTHER_LAYOUT = {
         (2, (*TP2, *EP2, *ETP1, *MUON, *MUON_FP32)),
         (2, (*PP2, *EXPERTS, *MUON, *MUON_FP32)),
     ),
+    "muon-adapter-pp2-to-tp2": ((2, (*PP2, *MUON, *MUON_FP32, *LORA)), (2, (*TP2, *MUON, *MUON_FP32, *LORA))),
     "ep2-to-sequential-1": ((2, EP2), (1, (*EXPERTS, *SEQUENTIAL))),
     "sequential-1-to-ep2": ((1, (*EXPERTS, *SEQUENTIAL)), (2, EP2)),
     "ep2-distributed-to-1": ((2, (*EP2, *DISTRIBUTED)), (1, (*EXPERTS, *DISTRIBUTED))),

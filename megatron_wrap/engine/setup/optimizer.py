@@ -43,6 +43,7 @@ def build_optimizer(
         "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
         "params_dtype": parameter_dtype(config),
         **optim.upstream,
+        "optimizer": "sgd" if optim.optimizer == "sgd" else "adam",  # beside Muon
         **{name: _DTYPES[getattr(optim, name)] for name in _OF_DTYPE},
     }
     optimizer_config = OptimizerConfig(**accepts(OptimizerConfig, settings))
@@ -64,14 +65,13 @@ def _with_muon(
     overrides: Mapping[str, Any],
 ) -> list[Any]:
     """Megatron-Core's optimizers with AdamW and with Muon, each for its parameters; those of which no process has any
-    are left out. Sets `optimizer_config.optimizer`, which all of them share."""
+    are left out."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     from megatron_wrap.engine.state.muon import Muon
 
     optim, of_muon = config.optimizer, muon_layouts(config, chunks, parallel)
     trained = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
-    optimizer_config.optimizer = "adam"
     with left_out(of_muon):
         parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
     layouts: dict[torch.Tensor, MatrixLayout] = {}
@@ -81,8 +81,10 @@ def _with_muon(
         of_iteration = (optim.muon_momentum, optim.muon_nesterov, optim.muon_num_ns_steps, adjustment, dtype)
         return Muon(params, lr, weight_decay, *of_iteration, layouts)
 
-    optimizer_config.optimizer = "sgd"  # its place is Muon's
-    with left_out([parameter for parameter in trained if parameter not in of_muon]), another_sgd(muon):
+    with (
+        left_out([parameter for parameter in trained if parameter not in of_muon]),
+        another_sgd(optimizer_config, muon),
+    ):
         parts += get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
     # in half precision the optimizer updates an fp32 copy
     layouts.update({getattr(parameter, "main_param", parameter): layout for parameter, layout in of_muon.items()})

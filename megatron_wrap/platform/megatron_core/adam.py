@@ -122,16 +122,19 @@ def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def another_sgd(build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
-    """In the block Megatron-Core builds this optimizer where its configuration has sgd.
+def another_sgd(config: Any, build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
+    """In the block Megatron-Core builds this optimizer from a configuration, as it builds sgd.
 
     Args:
+        config: Megatron-Core's OptimizerConfig. All parts of a chained optimizer must share it, so it is changed in the
+            block.
         build: takes the parameter groups, and `lr`, `weight_decay` and `momentum` by name.
     """
     import megatron.core.optimizer as optimizers
 
     with Replacements() as replacements:
         replacements.set(optimizers, "SGD", build)
+        replacements.set(config, "optimizer", "sgd")
         yield
 
 
