@@ -183,8 +183,8 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
             "model.arch.attention_backend: must be one of flash, fused, unfused, local, auto, not the string 'flush'",
         ),
         (
-            "model.arch.autocast_dtype=bf16",
-            "model.arch.autocast_dtype: Megatron-Core's field has the type torch.dtype, which a YAML",
+            "model.arch.embedding_init_method=normal",
+            "model.arch.embedding_init_method: Megatron-Core's field has the type Optional[Callable], which a YAML",
         ),
     ],
 )
