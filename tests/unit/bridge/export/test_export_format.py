@@ -119,11 +119,34 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_shipped_architecture_has_a_published_size():
     files = {path.stem for path in (shipped_root() / "megatron_lm" / "model" / "arch").glob("*.yaml")}
-    others = {name for name in files if name.endswith("-base") or name.startswith("tiny-")} | {"hugging-face"}
+    others = {name for name in files if name.endswith("-base")} | set(TINY) | {"hugging-face"}
     others |= {
         name for name in files if name.startswith("gpt3-")
     }  # tests/unit/config/test_pretraining_runs.py has them
     assert files - others == set(PUBLISHED)
+
+
+TINY = {
+    **{"tiny-gpt2": "gpt2", "tiny-llama": "llama", "tiny-mixtral": "mixtral", "tiny-deepseek-v3": "deepseek_v3"},
+    **{"tiny-smollm3": "smollm3", "tiny-seed-oss": "seed_oss", "tiny-glm4-moe": "glm4_moe", "tiny-gpt-oss": "gpt_oss"},
+    **{"tiny-glm-4.7-flash": "glm4_moe_lite", "tiny-phi-4-mini": "phi3", "tiny-ministral": "ministral"},
+    **{"tiny-ministral-3": "ministral3", "tiny-mistral-small-4": "mistral4", "tiny-olmo3": "olmo3"},
+    **{"tiny-minimax-m2": "minimax_m2", "tiny-gemma2": "gemma2", "tiny-gemma3": "gemma3_text"},
+    **{"tiny-qwen3-next": "qwen3_next", "tiny-qwen3.5": "qwen3_5_text"},
+}
+"""Architecture -> model_type."""
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_architecture_is_of_its_family(name, run):
+    import torch
+    import transformers
+
+    exported = export_format(run(name, "megatron_lm.model.arch.vocab_size=640"), model_type=TINY[name])
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**exported.config_json("float32"))
+        model = getattr(transformers, exported.family.architecture)(config)
+    assert 1e6 < model.num_parameters() < 2e7
 
 
 SMALLEST = {family: name for name, (family, _) in sorted(PUBLISHED.items(), key=lambda item: -item[1][1])}
