@@ -56,6 +56,16 @@ def test_ray_is_chosen_by_the_option_or_the_key(capsys: pytest.CaptureFixture[st
     assert "must be one of local, ray" in capsys.readouterr().out
 
 
+def test_with_ray_a_mistake_is_found_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a process beside the import of Ray."""
+    words = ["--launcher", "ray", "--gpus-per-node", "2", "megatron_wrap.init.platform=cpu"]
+    assert main(["train", CONFIG, *words, "megatron_lm.model.parallel.tensor_model_parallel_size=4"]) == 2
+    assert "TP 4 x PP 1 x CP 1 = 4 processes each" in capsys.readouterr().err
+    import ray
+
+    assert not ray.is_initialized()
+
+
 def test_precompute_and_profile_have_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--launcher", "ray", "--gpus-per-node", "2", "--dry-run"]
     assert main(["profile", CONFIG, "--steps", "1", *options]) == 0
