@@ -7,7 +7,7 @@ shard is described by its position in the unsharded tensor, so a checkpoint can 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -133,6 +133,16 @@ def optimizer_kind(config: RunConfig) -> tuple[str, str]:
     else:
         kind = "half precision" if config.dtype.bf16 or config.dtype.fp16 else "fp32"
     return kind, config.optimizer.optimizer
+
+
+def keeps_remainders(optimizer: Mapping[str, Any], dtype: Mapping[str, Any]) -> bool:
+    """Whether an optimizer keeps, and saves, the 16 bits that the bf16 weights lack instead of fp32 weights.
+
+    Args:
+        optimizer, dtype: sections of a configuration.
+    """
+    aware = bool(optimizer.get("use_precision_aware_optimizer")) and bool(dtype.get("bf16"))
+    return aware and optimizer.get("main_params_dtype", "fp32") == "fp32"
 
 
 def saved_optimizer_kind(tensor_names: set[str]) -> tuple[str, str] | None:
@@ -262,9 +272,21 @@ def _align_steps(optimizer: Any) -> None:
             group["step"] = step
 
 
+def _allocate_low_precision(adam: Any) -> None:
+    """Allocate the state of Transformer Engine's FusedAdam as its first step does; Megatron-Core's init_state_fn calls
+    `initialize_state` without its second argument."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
+                adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
+
+
 def _allocate_state(part: Any) -> None:
     """Allocate the optimizer state of every parameter, zeros before the first step: Megatron-Core saves and loads only
     allocated state (optimizer/optimizer.py)."""
+    if getattr(part.optimizer, "exp_avg_dtype", None) is not None and part.config.use_precision_aware_optimizer:
+        _allocate_low_precision(part.optimizer)
+        return
     if part.init_state_fn is not None:
         part.init_state_fn(part.optimizer, part.config)
         return

@@ -26,6 +26,7 @@ from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.schema.derived import saves_adapter_alone
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -131,6 +132,7 @@ def load_checkpoint(
         kind = content.optimizer_kind(state.config)
         _check_optimizer(saved, kind)
         _check_frozen(saved, state.config)
+        _check_remainders(saved, state.config)
         request["optimizer"] = _optimizer_entry(state, models, is_loading=True)
     with_rng = with_rng and not weights_only
     if with_rng and (other_layout or saved.layout is None or not saved.has_rng):
@@ -304,6 +306,8 @@ class SavedContent:
     has_optimizer: bool
     frozen: tuple[str, ...] | None
     """`train.freeze` of the run that saved it; None: not recorded."""
+    remainders: bool | None
+    """`content.keeps_remainders` of the run that saved it; None: not recorded."""
     base: dict[str, Any] | None
     """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
 
@@ -359,12 +363,13 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
     tracked = CheckpointStore(folder).tracked()
     if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
         logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or incomplete; loading {path}")
-    frozen = None
+    frozen = remainders = None
     if (path / RESOLVED).is_file():
         resolved = load_resolved(path / RESOLVED)
         compare_models(resolved, config)
         compare_adapters(path, section_of(resolved, "adapter"), config)
         frozen = tuple(section_of(resolved, "train").get("freeze", ()))
+        remainders = content.keeps_remainders(section_of(resolved, "optimizer"), section_of(resolved, "dtype"))
     facts = check_saved_vocabulary(path, vocab_size)
     entries = dist_checkpointing.serialization.load_sharded_metadata(str(path)).values()
     common = dist_checkpointing.load_common_state_dict(str(path))
@@ -375,6 +380,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         objects={entry.unique_key for entry in entries if not isinstance(entry, ShardedTensor)},
         layout=facts.get("layout"),
         has_optimizer="optimizer" in common,
+        remainders=remainders,
         base=facts.get("base"),
         others=facts.get("other_adapters", {}),
         frozen=frozen,
@@ -391,6 +397,17 @@ def _check_optimizer(saved: SavedContent, kind: tuple[str, str]) -> None:
             f"{saved.path} contains the state of a {' '.join(saved_kind)} optimizer, but this run has a "
             f"{' '.join(kind)} one; use the precision, optimizer and use_distributed_optimizer that it was saved with, "
             + hint
+        )
+
+
+def _check_remainders(saved: SavedContent, config: RunConfig) -> None:
+    here = content.keeps_remainders(vars(config.optimizer), vars(config.dtype))
+    if saved.remainders is not None and saved.remainders != here:
+        contains = "the 16 bits that bf16 weights lack" if saved.remainders else "the fp32 weights"
+        raise CheckpointError(
+            f"{saved.path} contains {contains}, and this run would read the other of both; set "
+            f"{SECTION_PATHS['optimizer']}.use_precision_aware_optimizer and main_params_dtype as they were, "
+            "or megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
         )
 
 

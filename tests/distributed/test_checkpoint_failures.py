@@ -14,7 +14,7 @@ from typing import Any
 
 import _checkpoint_runs as runs
 import pytest
-from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
+from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, MUON, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
 
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 
@@ -187,6 +187,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, ranks) -> Path:
         (TIED, ["output_layer.weight"]),
         (DISTRIBUTED, ["fp32 adam", "distributed adam", "no_load_optim"]),
         (SGD, ["fp32 adam", "fp32 sgd"]),
+        (MUON, ["fp32 adam", "fp32 muon"]),
         (BF16, ["fp32 adam", "half precision adam"]),
         ((f"{TRAIN}.train_iters=20",), ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]),
     ],
