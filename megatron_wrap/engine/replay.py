@@ -231,7 +231,7 @@ def _values(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> li
     watch = NonFiniteWatch(state.chunks, tied, (state.parallel.pp.size, state.parallel.pp.rank))
     sums = MetricSums(state.platform.device)
     loss: Callable[[MicroBatch, Tensor], Tensor] = normalized_loss(
-        state, step.weights.weights, step.weights.num_microbatches, sums
+        state, step.weights.weights, step.weights.num_microbatches, sums, gradients_early=False
     )
     share = len(local) / step.weights.num_microbatches
     with watch.attached(), deferred_reduction(state.chunks, state.transformer_config, share):

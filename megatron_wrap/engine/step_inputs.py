@@ -88,9 +88,17 @@ def local_groups(
 
 
 def normalized_loss(
-    state: TrainingState, step_weights: Mapping[str, float], num_microbatches: int, sums: MetricSums
+    state: TrainingState,
+    step_weights: Mapping[str, float],
+    num_microbatches: int,
+    sums: MetricSums,
+    gradients_early: bool = True,
 ) -> NormalizedLoss:
-    """The loss function of a step or an evaluation; arguments as the fields of `NormalizedLoss`."""
+    """The loss function of a step or an evaluation; arguments as the fields of `NormalizedLoss`.
+
+    Args:
+        gradients_early: the gradients of deferred logits may be computed in the forward pass.
+    """
     return NormalizedLoss(
         flow=state.flow,
         calculate_loss=state.calculate_loss,
@@ -99,7 +107,7 @@ def normalized_loss(
         step_weights=step_weights,
         num_microbatches=num_microbatches,
         sums=sums,
-        factor_is_known=not state.config.dtype.fp16,
+        factor_is_known=gradients_early and not state.config.dtype.fp16,
     )
 
 

@@ -169,16 +169,17 @@ class DeferringOutputLayer(ColumnParallelLinear):
         bias."""
         if not self._deferring:
             return super().forward(input_, weight, *arguments, **named)
-        if self.sequence_parallel:  # the gradient is reduced and scattered once for all chunks
-            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        # the gradient is reduced once for all chunks
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group).transpose(0, 1).contiguous()
+        else:  # transposed before: Megatron-Core reduces only a contiguous gradient in place (mappings.py, _reduce)
+            hidden = copy_to_tensor_model_parallel_region(input_.transpose(0, 1).contiguous(), group=self.tp_group)
         fused = self.gradient_accumulation_fusion and hidden.is_cuda
         add_gradient = WeightGradients.add if fused else add_weight_gradient
         projection = OutputProjection(
             self.weight if weight is None else weight, self.unpadded, add_gradient, self._softcap, self._reported
         )
-        return deferred_logits(hidden.transpose(0, 1).contiguous(), projection), None
+        return deferred_logits(hidden, projection), None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ names the line; values and gradients are those of stored logits.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,15 @@ def deferred_logits(hidden: Tensor, projection: OutputProjection, loss_factor: f
 
 
 def is_deferred(value: Any) -> bool:
-    """Whether a value is logits that have not been stored."""
-    return isinstance(value, DeferredLogits) and not value.stored
+    """Whether a value is deferred logits that no operation changed in place, themselves or through a view. Whether they
+    are stored by now does not matter: code of one rank may print them, and all ranks must take the same path."""
+    return isinstance(value, DeferredLogits) and value._version == 0
+
+
+def chunks_of(logits: DeferredLogits) -> Iterator[Tensor]:
+    """All logits [n, V/tp] in parts, one at a time, without a graph and without communication."""
+    for part in logits.hidden.detach().flatten(0, -2).split(MIN_CHUNK_TOKENS):
+        yield logits.projection.logits(part)
 
 
 def with_loss_factor(logits: Tensor, factor: float | None) -> Tensor:
@@ -218,7 +225,7 @@ def whole_logits(logits: Tensor) -> Tensor:
     if not isinstance(logits, DeferredLogits):
         return logits
     if logits.stored:
-        return logits.stored[0]
+        return logits.view(logits.shape)
     return _Deferred.apply(logits.hidden, logits.projection.weight, logits.projection, False)
 
 

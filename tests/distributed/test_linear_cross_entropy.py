@@ -91,7 +91,8 @@ FLOWS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("flow", FLOWS)
 def test_other_flows_compute_the_logits_again(flow: str, ranks, tmp_path):
     samples, overrides = FLOWS[flow]
-    overrides = (f"{FLOW}__select__={flow.partition('-')[0]}", *overrides, *TP2_SP)
+    layout = _layout(tp=2, sp=False) if flow == "gpt_dpo" else TP2_SP
+    overrides = (f"{FLOW}__select__={flow.partition('-')[0]}", *overrides, *layout)
     results = ranks(2).run(runs.both, str(_model_runs.CONFIG), overrides, str(tmp_path), samples or None)
     assert_equal(results[0])
     assert all(of_rank["counts"][0] > 0 and of_rank["counts"][1] == 0 for of_rank in results)

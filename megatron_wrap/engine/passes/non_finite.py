@@ -15,6 +15,7 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names
 from megatron_wrap.model.module_names import global_module_names
+from megatron_wrap.ops.deferred_logits import DeferredLogits, chunks_of
 
 _FORWARD, _LOSS, _BACKWARD, _WEIGHTS = range(4)
 """Parts of a micro-batch's pass, in their order."""
@@ -52,6 +53,8 @@ class NonFinite:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite, without a temporary of the tensor's size; waits for the device."""
+    if isinstance(tensor, DeferredLogits):
+        return all(map(is_finite, chunks_of(tensor)))
     tensor = tensor.detach()
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
@@ -179,6 +182,10 @@ class _ChunkWatch:
             for tensor in _tensors(outputs):
                 self._check(_FORWARD, micro_batch, name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
+                    if isinstance(tensor, DeferredLogits):
+                        if not is_whole:  # both are outputs of the same hidden states
+                            continue
+                        tensor = tensor.hidden  # the loss does not reach the logits
                     if is_whole:
                         tensor.register_hook(lambda gradient: self._backward_begins(micro_batch))
                     tensor.register_hook(lambda gradient: self._arrived(micro_batch, name, gradient))
