@@ -26,6 +26,7 @@ _FIRST_PARAMETER: dict[str, str] = {
     "position_embedding_type": "embedding.position_embeddings.weight",
     "max_position_embeddings": "embedding.position_embeddings.weight",
     "num_layers": "decoder.layers",
+    "mtp_num_layers": "mtp_block.layers",
     "normalization": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "apply_layernorm_1p": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "num_attention_heads": "decoder.layers.self_attention.linear_qkv.weight",

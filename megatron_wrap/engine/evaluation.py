@@ -56,7 +56,7 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
             step_weights = dict.fromkeys(micro_batches.training[0].weights, 1.0)
             loss = normalized_loss(state, step_weights, len(micro_batches.training), sums)
             for run in loss_micro_batches(state, micro_batches, len(batch), equal_rows=True):
-                state.pipeline_schedule.forward(state.chunks, run, loss)
+                state.pipeline_schedule.forward(state.chunks, run, loss, with_predictions=True)
     reduced = state.reduction.reduce(sums, f"evaluate({name})")
     return {"loss": reduced.loss, **reduced.flow_metrics}
 

@@ -99,7 +99,9 @@ def unchanged_expert_load(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
+    """Those of the decoder; the layers for multi-token prediction have no number in it."""
     from megatron_wrap.nn.experts.router import Router
 
     for chunk in chunks:
-        yield from (module for module in chunk.modules() if isinstance(module, Router))
+        routers = (module for module in chunk.modules() if isinstance(module, Router))
+        yield from (router for router in routers if router.layer_number is not None)

@@ -32,6 +32,7 @@ class MegatronWrapGPTModelPretrainFlow(MegatronWrapGPTModelFlow):
         """Keys of `megatron_wrap.flow`."""
 
     supports_packing = True
+    supports_multi_token_prediction = True
     reports_perplexity = True
 
     def prepare_sample(self, sample: Any) -> Any:

@@ -25,6 +25,7 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelNextTokenFlow):
         """Keys of `megatron_wrap.flow`."""
 
     supports_packing = True
+    supports_multi_token_prediction = True
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the sum of cross-entropies over the tokens with `loss_mask`."""

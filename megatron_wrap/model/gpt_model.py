@@ -6,11 +6,13 @@ architecture.md has what a change would need). Import it only after the platform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -18,13 +20,27 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.multi_token_prediction import tie_word_embeddings_state_dict
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
+from megatron_wrap.nn.multi_token_prediction import PredictionBlock
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits, is_deferred
+
+
+@dataclass(frozen=True)
+class PredictionLayers:
+    """The layers for multi-token prediction of a model."""
+
+    num_layers: int
+    layer_spec: Any
+    """Of the transformer layer in each."""
+    norm: type
+    trained: bool
 
 
 class BatchFirstGPTModel(GPTModel):
@@ -37,7 +53,8 @@ class BatchFirstGPTModel(GPTModel):
     Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's, `window_rotary_base`
     is the base of those of layers with a window. The embedding's output is multiplied by `embedding_multiplier`, and
     logits are capped by `final_logit_softcapping`. With an inference context it returns the logits of the last position
-    only, [B, 1, V/tp].
+    only, [B, 1, V/tp]. With `prediction` the last chunk has layers for multi-token prediction (`mtp_block`), and if
+    these are trained a copy of the embedding, unless it has the embedding itself.
     """
 
     rotary_pos_emb: Any
@@ -49,9 +66,13 @@ class BatchFirstGPTModel(GPTModel):
         embedding_multiplier: float | None = None,
         final_logit_softcapping: float | None = None,
         defers_logits: bool = False,
+        prediction: PredictionLayers | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self._copies_embedding = False
+        if prediction is not None:
+            self._add_prediction(prediction, arguments)
         self.defers_logits = defers_logits and self.post_process
         """Without an inference context, the output is `DeferredLogits`."""
         if self.defers_logits:
@@ -75,12 +96,113 @@ class BatchFirstGPTModel(GPTModel):
             window = RotaryEmbedding(rotary_base=window_rotary_base, **rotary)
             self.rotary_pos_emb = RotaryByWindow(self.rotary_pos_emb, window)
 
-    def forward(self, *arguments: Any, embedding_noise: EmbeddingNoise | None = None, **named: Any) -> Any:
-        """As in the base class; `embedding_noise` is added to the word embeddings in training mode."""
-        if embedding_noise is None or not (self.training and self.pre_process):
+    def _add_prediction(self, prediction: PredictionLayers, arguments: Mapping[str, Any]) -> None:
+        """Build the layers and the copy of the embedding on the last chunk, and mark both embeddings, as
+        `setup_embeddings_and_output_layer` does for Megatron-Core's own layers: the copy does not count in the gradient
+        norm, and the distributed optimizer splits both alike (distributed/param_and_grad_buffer.py)."""
+        if self.post_process:
+            self.mtp_block = PredictionBlock(
+                self.config,
+                prediction.layer_spec,
+                prediction.norm,
+                prediction.num_layers,
+                arguments["vp_stage"],
+                self.pg_collection,
+            )
+        if not prediction.trained or self.pre_process == self.post_process:
+            return
+        if self.post_process:
+            self.embedding = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=self.vocab_size,
+                max_sequence_length=self.max_sequence_length,
+                position_embedding_type=arguments["position_embedding_type"],
+                tp_group=self.pg_collection.tp,
+            )
+        self._copies_embedding = True
+        weight = self.embedding.word_embeddings.weight
+        weight.is_embedding_or_output_parameter = weight.shared_embedding = True
+        weight.shared = self.post_process
+
+    @property
+    def copied_embedding(self) -> torch.nn.Parameter | None:
+        """The embedding's weight, if the first and the last pipeline stage have it for multi-token prediction: the sum
+        of their gradients is that of each."""
+        return self.embedding.word_embeddings.weight if self._copies_embedding else None
+
+    def forward(
+        self,
+        *arguments: Any,
+        embedding_noise: EmbeddingNoise | None = None,
+        mtp_input_ids: Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        """As in the base class; `embedding_noise` is added to the word embeddings in training mode.
+
+        Args:
+            mtp_input_ids: [B, D, S/cp], the tokens ahead of each position for each layer of multi-token prediction;
+                None: these layers are not computed.
+
+        Returns:
+            What the base class returns; with `mtp_input_ids` on the last chunk a tuple: the logits, then those of each
+            layer for multi-token prediction, each [B, S/cp, V/tp].
+        """
+        noise: Any = nullcontext()
+        if embedding_noise is not None and self.training and self.pre_process:
+            noise = noise_added(self.embedding.word_embeddings, embedding_noise)
+        if mtp_input_ids is not None and hasattr(self, "mtp_block"):
+            return self._with_predictions(mtp_input_ids, noise, **named)
+        with noise:
             return super().forward(*arguments, **named)
-        with noise_added(self.embedding.word_embeddings, embedding_noise):
-            return super().forward(*arguments, **named)
+
+    def _with_predictions(
+        self,
+        mtp_input_ids: Tensor,
+        noise: AbstractContextManager[None],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSequences | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The steps of `GPTModel.forward` in training, with the layers for multi-token prediction after the decoder.
+        The noise is added to the decoder's embeddings alone."""
+        with noise:
+            prepared = self._preprocess(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                packed_seq_params=packed_seq_params,
+                padding_mask=padding_mask,
+            )
+        inputs = {
+            **dict(zip(("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"), prepared[1:4], strict=True)),
+            "attention_mask": attention_mask,
+            "packed_seq_params": packed_seq_params,
+            "padding_mask": prepared[5],
+        }
+        hidden_states = self.decoder(hidden_states=prepared[0], **inputs)
+        predicted = self.mtp_block(mtp_input_ids, position_ids, hidden_states, self.embedding, **inputs)
+        unused = dict.fromkeys(("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
+        return tuple(
+            self._postprocess(hidden_states=states, input_ids=input_ids, position_ids=position_ids, **unused)
+            for states in (hidden_states, *predicted)
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As in the base class; a copy of the embedding is one more replica of it."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if hasattr(self, "embedding") and not self.pre_process:
+            tie_word_embeddings_state_dict(
+                state,
+                self.embedding.word_embeddings.weight,
+                f"{prefix}embedding.word_embeddings.weight",
+                tp_group=self.pg_collection.tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+        return state
 
     def _preprocess(self, *arguments: Any, packed_seq_params: PackedSequences | None = None, **named: Any) -> Any:
         rotary = getattr(self, "rotary_pos_emb", None)

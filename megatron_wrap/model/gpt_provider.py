@@ -16,7 +16,7 @@ from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.ops.deferred_logits import is_deferred
 
 if TYPE_CHECKING:
-    from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 
 
 def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
@@ -28,7 +28,10 @@ def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
 
     tied = not request.config.arch.untie_embeddings_and_output_weights
     model = BatchFirstGPTModel(
-        **_gpt_arguments(request), share_embeddings_and_output_weights=tied, defers_logits=request.defers_logits
+        **_gpt_arguments(request),
+        share_embeddings_and_output_weights=tied,
+        defers_logits=request.defers_logits,
+        prediction=_prediction_layers(request),
     )
     if request.post_process:
         _mask_padded_vocabulary(model, request)
@@ -88,6 +91,18 @@ def _block_spec(request: ModelRequest) -> Any:
         if is_linear:
             _use_linear_attention(spec, _norm(request), request.transformer_engine)
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(request))
+
+
+def _prediction_layers(request: ModelRequest) -> PredictionLayers | None:
+    """The layers for multi-token prediction, each of the kind of the decoder's last layer."""
+    from megatron_wrap.model.gpt_model import PredictionLayers
+
+    arch = request.config.arch
+    if arch.mtp_num_layers is None:
+        return None
+    spec = _layer_spec(request, with_experts=bool(derived.moe_layer_pattern(arch)[-1]))
+    trained = derived.trained_prediction_layers(arch) > 0
+    return PredictionLayers(arch.mtp_num_layers, spec, _norm(request), trained)
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,17 +88,34 @@ class GlobalParameter(NamedTuple):
         return values if self.position is None else values[self.position]
 
 
+LAYER = re.compile(r"(decoder\.layers\.\d+|mtp_block\.layers\.\d+\.transformer_layer)\.(.*)")
+"""Local name of what is in a transformer layer: that of the layer, and the rest."""
+
+
+def named_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, Any]]:
+    """Local name of each transformer layer of a bare chunk -> its global name, and the layer: those of the decoder,
+    then those for multi-token prediction."""
+    named = {
+        f"decoder.layers.{index}": (f"decoder.layers.{layer.layer_number - 1}", layer)
+        for index, layer in enumerate(getattr(chunk.decoder, "layers", ()))
+    }
+    for index, layer in enumerate(getattr(getattr(chunk, "mtp_block", None), "layers", ())):
+        name = f"mtp_block.layers.{index}.transformer_layer"
+        named[name] = name, layer.transformer_layer
+    return named
+
+
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[GlobalParameter]:
     """The parameters of a chunk with their global names: global layer numbers, global expert numbers however experts
     are stored (`mlp.experts.5.linear_fc1.weight`), and the embedding's name for a tied output layer. The head of a
     value model is never tied."""
-    layers = list(getattr(chunk.decoder, "layers", ()))
+    layers = named_layers(chunk)
     for name, parameter in chunk.named_parameters():
-        match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        match = LAYER.match(name)
         if match:
-            layer = layers[int(match[1])]
+            prefix, layer = layers[match[1]]
             for local_name, index in _with_global_experts(match[2], layer):
-                yield GlobalParameter(f"decoder.layers.{layer.layer_number - 1}.{local_name}", parameter, index)
+                yield GlobalParameter(f"{prefix}.{local_name}", parameter, index)
             continue
         if tied and name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", True):
             name = "embedding.word_embeddings.weight"

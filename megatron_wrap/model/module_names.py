@@ -6,21 +6,22 @@ import re
 
 from torch import nn
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)(\..*)?")
+from megatron_wrap.model.initial_weights import named_layers
+
+_LAYER = re.compile(r"(decoder\.layers\.\d+|mtp_block\.layers\.\d+\.transformer_layer)(\..*)?")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)(.*)")
 
 
 def global_module_names(chunk: nn.Module) -> dict[nn.Module, str]:
     """Module -> name in the whole model, for the chunk and all modules in it: global numbers of layers and of experts
     (`decoder.layers.7.mlp.experts.5.linear_fc1`), as in `global_names`. The chunk itself is `the model`."""
-    decoder = getattr(chunk, "decoder", None)
-    layers = list(getattr(decoder, "layers", ()))
+    layers = named_layers(chunk) if hasattr(chunk, "decoder") else {}
     names: dict[nn.Module, str] = {}
     for name, module in chunk.named_modules():
         match = _LAYER.fullmatch(name)
         if match:
-            layer = layers[int(match[1])]
-            name = f"decoder.layers.{layer.layer_number - 1}{_with_global_expert(match[2] or '', layer)}"
+            prefix, layer = layers[match[1]]
+            name = prefix + _with_global_expert(match[2] or "", layer)
         names[module] = name or "the model"
     return names
 

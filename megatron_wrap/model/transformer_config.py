@@ -194,6 +194,8 @@ def _architecture(arch: ArchConfig, config_class: type) -> dict[str, Any]:
     same = same_named(arch, config_class)
     linear = derived.linear_layer_pattern(arch)
     same.pop("transformer_impl", None)  # selects the layer spec; Megatron-Core's field has other values
+    for name in ("mtp_num_layers", "mtp_loss_scaling_factor"):  # the layers are not Megatron-Core's own
+        del same[name]
     return {
         **{name: value for name, value in same.items() if not name.startswith("moe_")},
         "ffn_hidden_size": derived.ffn_hidden_size(arch),

@@ -57,11 +57,11 @@ class ExportFormat:
             values = {key: value for key, value in self.original.values.items() if key not in OF_THE_WEIGHTS}
             if "vocab_size" in values:
                 values["vocab_size"] = self.arch.vocab_size  # it may have grown
-            return {**values, **self.family.exported_values, **head}
+            return {**values, **self.family.exported_values(self.arch), **head}
         # transformers' default ids may be outside a small vocabulary
         special = dict.fromkeys(("bos_token_id", "eos_token_id"))
-        values = self.family.config_values(self.arch)
-        return {**head, "model_type": self.family.model_type, **special, **values, **self.family.exported_values}
+        values = {**self.family.config_values(self.arch), **self.family.exported_values(self.arch)}
+        return {**head, "model_type": self.family.model_type, **special, **values}
 
 
 def export_format(config: RunConfig, vocab_size: int | None = None, model_type: str | None = None) -> ExportFormat:
@@ -108,6 +108,8 @@ def obstacle(family: Family, arch: ArchConfig) -> str | None:
         returned = family.arch_values(family.config_values(arch))
     except UnsupportedModel as error:
         return str(error)
+    if arch.mtp_num_layers and not family.has_prediction_layers:
+        return f"it has no layers for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
     values: dict[str, Any] = {**{f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}, **arch.upstream}
     for key, value in returned.items():
         if key not in TRAINING_KEYS and not _same(values.get(key), value):

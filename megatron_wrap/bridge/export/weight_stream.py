@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +255,7 @@ def _model_dtype(kinds: set[torch.dtype]) -> torch.dtype:
 
 
 def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dtype: torch.dtype) -> list[WholeTensor]:
-    """Every tensor of the architecture with its parts, in model order.
+    """Every tensor of the architecture with its parts, in model order, and copies at the end.
 
     Raises:
         CheckpointError: a part is missing on all ranks, or parts overlap.
@@ -278,4 +278,5 @@ def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dt
                 f"{tensor.name} cannot be gathered: the ranks have {gathered} of its {tensor.numel} elements; check "
                 "that the model provider builds the model of the configuration"
             )
-    return list(whole.values())
+    copies = [replace(whole[original], name=copy) for copy, original in family.copies(arch).items()]
+    return [*whole.values(), *copies]

@@ -274,12 +274,12 @@ def decoder_config(arch: ArchConfig) -> dict[str, Any]:
     return values
 
 
-def decoder_table(arch: ArchConfig, layer: Callable[[ArchConfig, Sizes, str, str], Table]) -> Table:
-    """The table of a Llama-like model: embedding, layers, final norm, and the output layer unless it is tied.
+LayerTable = Callable[[ArchConfig, Sizes, str, str], Table]
+"""(arch, sizes, Megatron-Core's prefix, Hugging Face's prefix) -> one layer's table."""
 
-    Args:
-        layer: (arch, sizes, Megatron-Core's prefix, Hugging Face's prefix) -> one layer's table.
-    """
+
+def decoder_table(arch: ArchConfig, layer: LayerTable) -> Table:
+    """The table of a Llama-like model: embedding, layers, final norm, and the output layer unless it is tied."""
     sizes = Sizes.of(arch)
     table: Table = {
         "embedding.word_embeddings.weight": weights.vocabulary("model.embed_tokens.weight", sizes.vocab, sizes.hidden)
@@ -366,9 +366,10 @@ def experts_table(
 
 
 def mlp_of_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, shared: str = "shared_expert") -> Table:
-    """The MLP of the layer with the prefixes `ours` and `theirs`, dense or MoE; `shared` as for `experts_table`."""
+    """The MLP of the layer with the prefixes `ours` and `theirs`, dense or MoE; `shared` as for `experts_table`.
+    Layers for multi-token prediction are like the decoder's last."""
     ours_mlp, theirs_mlp = ours + "mlp.", theirs + "mlp."
-    if moe_layer_pattern(arch)[int(ours.split(".")[2])]:
+    if moe_layer_pattern(arch)[int(ours.split(".")[2]) if ours.startswith("decoder.") else -1]:
         return experts_table(arch, sizes, ours_mlp, theirs_mlp, shared=shared)
     return mlp_table(sizes.ffn, arch, sizes, ours_mlp, theirs_mlp)
 

@@ -1,18 +1,18 @@
-"""DeepSeek V3: V2 with sigmoid scores and an expert bias for load balancing (transformers/models/deepseek_v3).
-
-The layers for multi-token prediction are not loaded.
-"""
+"""DeepSeek V3: V2 with sigmoid scores and an expert bias for load balancing (transformers/models/deepseek_v3)."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import refuse_unless
+from megatron_wrap.bridge.families.decoder import Table, refuse_unless
 from megatron_wrap.bridge.families.deepseek_experts import (
-    prediction_layers,
+    prediction_config,
+    prediction_copies,
+    prediction_layers_left_out,
+    prediction_table,
     sigmoid_router_config,
     sigmoid_router_values,
 )
-from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_table, latent_values
+from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_table, latent_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -26,12 +26,18 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {**latent_config(arch), **sigmoid_router_config(arch), "rope_interleave": True}
 
 
+def _parameters(arch: ArchConfig) -> Table:
+    return {**latent_table(arch), **prediction_table(arch, latent_layer)}
+
+
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
-    parameters=latent_table,
-    left_out=prediction_layers,
-    exported_values={"num_nextn_predict_layers": 0},
+    parameters=_parameters,
+    left_out=prediction_layers_left_out,
+    exported_values=prediction_config,
+    copies=prediction_copies,
+    has_prediction_layers=True,
 )

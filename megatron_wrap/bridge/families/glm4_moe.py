@@ -1,11 +1,8 @@
 """GLM-4.5, 4.6 and 4.7: attention with partly rotated heads, biases and optional norms of queries and keys, and
 DeepSeek V3's experts (transformers/models/glm4_moe).
-
-The layers for multi-token prediction are not loaded.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
@@ -13,7 +10,10 @@ from megatron_wrap.bridge.families.decoder import Sizes, Table
 from megatron_wrap.bridge.families.deepseek_experts import (
     expert_config,
     expert_values,
-    prediction_layers,
+    prediction_config,
+    prediction_copies,
+    prediction_layers_left_out,
+    prediction_table,
     sigmoid_router_config,
     sigmoid_router_values,
 )
@@ -51,12 +51,18 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     }
 
 
+def _parameters(arch: ArchConfig) -> Table:
+    return {**decoder.decoder_table(arch, _layer), **prediction_table(arch, _layer)}
+
+
 FAMILY = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
-    parameters=partial(decoder.decoder_table, layer=_layer),
-    left_out=prediction_layers,
-    exported_values={"num_nextn_predict_layers": 0},
+    parameters=_parameters,
+    left_out=prediction_layers_left_out,
+    exported_values=prediction_config,
+    copies=prediction_copies,
+    has_prediction_layers=True,
 )

@@ -1,7 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek V3 with a list of the dense layers (transformers/models/glm4_moe_lite).
-
-The layers for multi-token prediction are not loaded.
-"""
+"""GLM-4.7-Flash: DeepSeek V3 with a list of the dense layers (transformers/models/glm4_moe_lite)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

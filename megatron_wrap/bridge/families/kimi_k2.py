@@ -9,5 +9,5 @@ from megatron_wrap.bridge.families import deepseek_v3
 FAMILY = replace(
     deepseek_v3.FAMILY,
     model_type="kimi_k2",
-    exported_values={**deepseek_v3.FAMILY.exported_values, "model_type": "deepseek_v3"},
+    exported_values=lambda arch: {**deepseek_v3.FAMILY.exported_values(arch), "model_type": "deepseek_v3"},
 )

@@ -192,7 +192,8 @@ class WeightFolder:
                     f"{tensor.file}: {name} has dtype {tensor.dtype}; weights must be bf16, fp16 or fp32"
                 )
         tied = not arch.untie_embeddings_and_output_weights
-        ignored = (*family.ignored, *self._left_out(arch), *((r"lm_head\.weight",) if tied else ()))
+        copies = map(re.escape, family.copies(arch))
+        ignored = (*family.ignored, *copies, *self._left_out(arch), *((r"lm_head\.weight",) if tied else ()))
         unknown = [
             name
             for name in self.tensors

@@ -4,7 +4,7 @@ mapping of its weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
@@ -35,8 +35,12 @@ class Family:
     """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
     new_if_missing: tuple[str, ...] = ()
     """Tensors that a folder may lack; the model then keeps its initial weights of them."""
-    exported_values: Mapping[str, Any] = field(default_factory=dict)
+    exported_values: Callable[[ArchConfig], Mapping[str, Any]] = lambda arch: {}
     """Values of an exported config.json that replace those of the original."""
+    copies: Callable[[ArchConfig], Mapping[str, str]] = lambda arch: {}
+    """Name of a further tensor -> the tensor of which it is a copy: written beside it, and not read."""
+    has_prediction_layers: bool = False
+    """The table has the layers for multi-token prediction (`mtp_num_layers`)."""
 
     splits_stacks: bool = False
     """A folder may have the experts of a layer in one tensor; `parameters` names the tensors of each expert."""

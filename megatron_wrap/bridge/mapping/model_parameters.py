@@ -15,7 +15,7 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping, Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.model.initial_weights import global_names, is_expert
+from megatron_wrap.model.initial_weights import global_names, is_expert, named_layers
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
@@ -61,11 +61,11 @@ def mapped_parameters(
 
 
 def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for layer in getattr(chunk.decoder, "layers", ()):
+    for name, layer in named_layers(chunk).values():
         router: Any = getattr(layer.mlp, "router", None)
         if getattr(router, "expert_bias", None) is not None:
             router._maintain_float32_expert_bias()  # Megatron-Core calls it in its forward pass and its checkpoints
-            yield f"decoder.layers.{layer.layer_number - 1}.mlp.router.expert_bias", router.expert_bias
+            yield f"{name}.mlp.router.expert_bias", router.expert_bias
 
 
 def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: ParallelState) -> list[Piece]:

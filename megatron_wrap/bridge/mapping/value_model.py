@@ -15,6 +15,7 @@ SCORE = "score.weight"
 """Hugging Face's name of the head."""
 HEAD = "output_layer.weight"
 """Global name of the head."""
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose sequence classification model is the decoder with a linear head without bias (transformers'
 modeling_layers.py, GenericForSequenceClassification)."""
@@ -57,5 +58,5 @@ def with_scalar_head(family: Family) -> Family:
         parameters=parameters,
         ignored=(*family.ignored, r"lm_head\.weight"),
         new_if_missing=(SCORE,),
-        exported_values={**family.exported_values, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+        exported_values=lambda arch: {**family.exported_values(arch), **_ONE_LABEL},
     )

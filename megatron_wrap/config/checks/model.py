@@ -8,6 +8,7 @@ from megatron_wrap.config.checks.experts import check_experts
 from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
 from megatron_wrap.config.reading.pipeline_layout import parse_layout
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.metrics.number_format import counted
 
@@ -25,17 +26,9 @@ def check_model(config: RunConfig) -> None:
     """
     latent = [_check_latent_attention] if config.arch.multi_latent_attention else []
     linear = [_check_linear_attention] if config.arch.experimental_attention_variant is not None else []
-    checks = [
-        _check_output,
-        _check_attention,
-        *latent,
-        *linear,
-        _check_model,
-        check_experts,
-        _check_sharding,
-        _check_pipeline,
-    ]
-    check_each(config, checks)
+    ahead = [_check_multi_token_prediction] if config.arch.mtp_num_layers is not None else []
+    checks = [_check_output, _check_attention, *latent, *linear, *ahead, _check_model, check_experts]
+    check_each(config, [*checks, _check_sharding, _check_pipeline])
 
 
 def _check_output(config: RunConfig) -> None:
@@ -229,6 +222,26 @@ def _check_model(config: RunConfig) -> None:
     if arch.vocab_size is None and config.data.tokenizer is None and not derived.has_mock_tokens(config):
         rule = f"null means the tokenizer's size; set it, or {SECTION_PATHS['data']}.tokenizer"
         refuse(config, ["arch.vocab_size"], rule)
+
+
+def _check_multi_token_prediction(config: RunConfig) -> None:
+    arch, key = config.arch, "arch.mtp_num_layers"
+    _check_values(
+        config,
+        "mtp_num_layers",
+        ("untie_embeddings_and_output_weights", (True,)),
+        ("position_embedding_type", ("rope", "none")),
+        ("window_rotary_base", (None,)),
+    )
+    if isinstance(arch.window_attn_skip_freq, tuple) or isinstance(arch.upstream.get("no_rope_freq"), list | tuple):
+        rule = "these layers have no number in window_attn_skip_freq and no_rope_freq; write neither as a list, or null"
+        refuse(config, [key], rule)
+    if derived.has_value_head(config):
+        refuse(config, ["model_provider.provider_key", key], f"{config.model_provider.provider_key} predicts no tokens")
+    if config.adapter.adapter_type != "none":
+        refuse(config, [key, "adapter.adapter_type"], "an adapter does not train these layers; set it to null")
+    if fp8_settings(config) is not None:
+        refuse(config, [key, "dtype.fp8"], "these layers are not computed in FP8; set either to null")
 
 
 def _check_sharding(config: RunConfig) -> None:

@@ -57,6 +57,7 @@ NEEDS = (
     Need("arch.window_rotary_base", "arch.window_size"),
     Need("arch.qk_layernorm_type", "arch.qk_layernorm", (True,), when="per_layer"),
     Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
+    Need("arch.mtp_loss_scaling_factor", "arch.mtp_num_layers"),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
     Need("parallel.expert_model_parallel_size", "arch.num_experts"),

@@ -52,6 +52,11 @@ def is_gated(arch: ArchConfig) -> bool:
     return arch.swiglu or arch.geglu or arch.quick_geglu
 
 
+def trained_prediction_layers(arch: ArchConfig) -> int:
+    """Number of layers for multi-token prediction that are trained; those with loss coefficient 0 are only kept."""
+    return (arch.mtp_num_layers or 0) if arch.mtp_loss_scaling_factor else 0
+
+
 def has_plain_yarn(arch: ArchConfig) -> bool:
     """Whether queries and keys have YaRN's rotary embedding, outside of multi-latent attention."""
     return arch.rope_type == "yarn" and not arch.multi_latent_attention

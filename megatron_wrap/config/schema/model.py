@@ -213,6 +213,12 @@ class ArchConfig:
     """Coefficient of the auxiliary loss; 0: none. The metric load_balancing_loss excludes it."""
     moe_z_loss_coeff: float | None = key(None, at_least=0)
     """Coefficient of the router's z-loss; null: none. The metric z_loss excludes it."""
+    mtp_num_layers: int | None = key(None, at_least=1, at_most=100)
+    """Layers for multi-token prediction, each of which predicts one token further ahead; null: none, those of a folder
+    are not loaded. gpt_sft and gpt_pretrain train them; other flows keep them with mtp_loss_scaling_factor 0."""
+    mtp_loss_scaling_factor: float = key(0.1, at_least=0)
+    """Coefficient of the mean of these layers' losses, which are the metrics mtp_1_loss, mtp_2_loss, ...; 0: the layers
+    are neither computed nor trained, and are saved and exported unchanged."""
     experts_impl: Literal["auto", "grouped_mm", "transformer_engine", "sequential"] = "auto"
     """How the experts of a process are computed: in one grouped product of torch (on CPUs, too), by Transformer Engine
     (needed for FP8), or one after the other; auto: grouped_mm without FP8, from torch 2.11."""

@@ -112,6 +112,10 @@ SET_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
             init_method="init_method_std",
             output_layer_init_method="init_method_std",
         ),
+        **dict.fromkeys(
+            ("mtp_standalone", "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hybrid_override_pattern"),
+            f"has no effect, the layers of {_ARCH}.mtp_num_layers are not Megatron-Core's own; delete it",
+        ),
         "activation_func": f"choose it with {_ARCH}.swiglu, squared_relu or openai_gelu",
         "calculate_per_token_loss": RETIRED["calculate_per_token_loss"],
     },

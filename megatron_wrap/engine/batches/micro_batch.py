@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -22,6 +22,7 @@ from megatron_wrap.flow.contract.collated import (
     loss_weights,
     sequence_lengths,
 )
+from megatron_wrap.flow.contract.prediction import INPUT_IDS, LABELS, LOSS_MASK, SEQDIMS
 from megatron_wrap.flow.contract.routing import NOT_RECORDED, ROUTED_EXPERTS
 from megatron_wrap.parallel.collectives import ProcessGroup, all_reduce_values
 
@@ -62,6 +63,11 @@ class MicroBatch:
     def num_rows(self) -> int:
         """Batch dimension B of the collated tensors."""
         return 1 if self.segments else self.lengths.shape[0]
+
+    def without_model_inputs(self, names: Collection[str]) -> MicroBatch:
+        """The same with fewer inputs of the model."""
+        kept = {name: value for name, value in self.model_inputs.items() if name not in names}
+        return replace(self, model_inputs=kept)
 
 
 @dataclass(frozen=True)
@@ -132,10 +138,18 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         if routing is not None:
             inputs[ROUTED_EXPERTS] = routing
             seqdims, pad_values = {**seqdims, ROUTED_EXPERTS: 1}, {**pad_values, ROUTED_EXPERTS: NOT_RECORDED}
+    losses, weights = dict(loss_inputs), loss_weights(flow, 1.0 if weight is None else weight)
+    prediction = flow.context.prediction
+    if prediction is not None:
+        pad_id, name = pad_values.get("input_ids", 0), type(flow).__name__
+        shifted = prediction.shifted_inputs(model_inputs, loss_inputs, lengths, pad_id, name)
+        inputs[INPUT_IDS], losses[LABELS], losses[LOSS_MASK] = shifted
+        weights |= prediction.weights(losses[LOSS_MASK])
+        seqdims = {**seqdims, **SEQDIMS}
     return MicroBatch(
         model_inputs=inputs,
-        loss_inputs=dict(loss_inputs),
-        weights=loss_weights(flow, 1.0 if weight is None else weight),
+        loss_inputs=losses,
+        weights=weights,
         num_samples=len(samples),
         lengths=lengths,
         width=width,

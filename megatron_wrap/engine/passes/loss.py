@@ -13,7 +13,7 @@ differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,13 @@ from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import LossOutput, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.base import STEP_PREFIX
 from megatron_wrap.flow.contract.collated import DEFAULT_TERM
+from megatron_wrap.flow.shared.cross_entropy import prediction_losses
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import LOSS, phase
 from megatron_wrap.ops.deferred_logits import one_token_logits, with_loss_factor
 
+ModelOutput = Tensor | tuple[Tensor, ...]
+"""Of the last pipeline stage: the logits; with multi-token prediction also those of each layer for it, after them."""
 CalculateLoss = Callable[[dict[str, Tensor], Tensor], Any]
 """(loss inputs, output of the model) -> what a flow's `calculate_loss` returns."""
 OBJECTIVE = "objective/"
@@ -65,22 +68,26 @@ class NormalizedLoss:
     factor_is_known: bool = False
     """No dynamic loss scale multiplies the loss."""
 
-    def __call__(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    def __call__(self, micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
         """The scalar to differentiate for one micro-batch, on the last pipeline stage."""
         with phase(LOSS):
             return self._scaled(micro_batch, output)
 
-    def _scaled(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    def _scaled(self, micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
+        logits, *predictions = output if isinstance(output, tuple) else (output,)
         if not micro_batch.counted:
-            return _zero_loss(output)
-        output = with_loss_factor(output, self._loss_factor(micro_batch))
+            return _zero_loss(logits, *predictions)
+        logits = with_loss_factor(logits, self._loss_factor(micro_batch))
         try:
-            returned = self.calculate_loss(micro_batch.loss_inputs, output)
+            returned = self.calculate_loss(micro_batch.loss_inputs, logits)
         except KeyError as error:
             self._check_step_value(str(error.args[0]) if error.args else "")
             raise
         terms, metrics = self._terms(returned, micro_batch)
-        coefficients = self.flow.get_loss_coefficients()
+        weight = next(iter(terms.values())).weight
+        if predictions:
+            metrics = self._with_predictions(terms, metrics, micro_batch, predictions)
+        coefficients = loss_coefficients(self.flow)
         total: Tensor | None = None
         for name, term in terms.items():
             self.sums.add({OBJECTIVE + name: (term.loss_sum, term.weight / self.cp_size)}, weight=0.0)
@@ -90,8 +97,37 @@ class NormalizedLoss:
                 factor = self.num_microbatches * self.dp_size * self.cp_size / term.step_weight
                 scaled = term.loss_sum * (factor * coefficients.get(name, 1.0))
                 total = scaled if total is None else total + scaled
-        self.sums.add(metrics, weight=next(iter(terms.values())).weight)
-        return _zero_loss(output) if total is None else total
+        self.sums.add(metrics, weight=weight)
+        if total is None:
+            return _zero_loss(logits, *predictions)
+        without_weight = [
+            tensor
+            for tensor, term in zip(predictions, self._prediction_terms, strict=bool(predictions))
+            if not self.step_weights[term]
+        ]
+        # their layers take part in the backward pass, too, for its collectives
+        return total + _zero_loss(*without_weight) if without_weight else total
+
+    @property
+    def _prediction_terms(self) -> tuple[str, ...]:
+        prediction = self.flow.context.prediction
+        return () if prediction is None else prediction.terms
+
+    def _with_predictions(
+        self, terms: dict[str, _Term], metrics: Mapping[str, Any], micro_batch: MicroBatch, outputs: Sequence[Tensor]
+    ) -> Mapping[str, Any]:
+        """Add the terms of multi-token prediction, and return the metrics with those of them; `nll_loss` is then the
+        loss of the next token alone, unless the flow reports it."""
+        added: dict[str, Any] = {}
+        if len(terms) == 1:
+            (term,) = terms.values()
+            added["nll_loss"] = (term.loss_sum.detach(), term.weight / self.cp_size)
+        losses = prediction_losses(self.flow, micro_batch.loss_inputs, outputs)
+        for name, loss_sum in zip(self._prediction_terms, losses, strict=True):
+            weight = micro_batch.weights[name]
+            terms[name] = _Term(loss_sum, weight, self.step_weights[name])
+            added[f"{name}_loss"] = (loss_sum.detach(), weight / self.cp_size)
+        return {**added, **metrics}
 
     def _loss_factor(self, micro_batch: MicroBatch) -> float | None:
         """What multiplies the flow's only `loss_sum` in the scalar that the schedule differentiates, after the division
@@ -118,9 +154,10 @@ class NormalizedLoss:
             )
         returned_sum = returned.loss_sum
         loss_sums = dict(returned_sum) if isinstance(returned_sum, Mapping) else {DEFAULT_TERM: returned_sum}
-        if loss_sums.keys() != micro_batch.weights.keys():
+        weighted = micro_batch.weights.keys() - {*self._prediction_terms}
+        if loss_sums.keys() != weighted:
             raise FlowError(
-                f"{name} returns the terms {sorted(loss_sums)}, get_loss_weight {sorted(micro_batch.weights)}; use "
+                f"{name} returns the terms {sorted(loss_sums)}, get_loss_weight {sorted(weighted)}; use "
                 "the same names in both"
             )
         terms = {
@@ -167,9 +204,16 @@ def _scalar(name: str, loss_sum: Any, term: str) -> Tensor:
     return loss_sum.reshape(())
 
 
-def _zero_loss(output: Tensor) -> Tensor:
-    """A zero that depends on the model's output, so that a rank without any loss takes part in the backward pass."""
-    return one_token_logits(output).flatten()[:1].float().sum() * 0.0
+def _zero_loss(*outputs: Tensor) -> Tensor:
+    """A zero that depends on outputs of the model, so that a rank without any loss takes part in the backward pass."""
+    zeros = [one_token_logits(output).flatten()[:1].float().sum() * 0.0 for output in outputs]
+    return torch.stack(zeros).sum()
+
+
+def loss_coefficients(flow: MegatronWrapTrainingFlowBase) -> dict[str, float]:
+    """Coefficient of each term that has another one than 1: the flow's, and those of multi-token prediction."""
+    prediction = flow.context.prediction
+    return {**flow.get_loss_coefficients(), **({} if prediction is None else prediction.coefficients)}
 
 
 def take_objective(metrics: dict[str, float | None], coefficients: Mapping[str, float]) -> float:

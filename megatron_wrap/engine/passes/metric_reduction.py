@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.passes.loss import take_objective
+from megatron_wrap.engine.passes.loss import loss_coefficients, take_objective
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import MetricSums, read_reduced
@@ -73,7 +73,7 @@ class MetricReduction:
         read = self._read(numbers, extremes, copied)
         after = len(numbers) + len(extremes)
         values = read_reduced(known, read[:first], read[len(numbers) : after])
-        loss = take_objective(values, self._flow.get_loss_coefficients())
+        loss = take_objective(values, loss_coefficients(self._flow))
         values.pop("loss", None)  # older flows report the loss among their metrics; the objective replaces it
         return ReducedMetrics(
             loss=loss,

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.localize import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.engine.passes.routing import RoutingReplay
 from megatron_wrap.engine.passes.stragglers import ForwardClock
 from megatron_wrap.errors import DataError
+from megatron_wrap.flow.contract.prediction import INPUT_IDS
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
@@ -41,7 +43,7 @@ class PipelineSchedule:
     """Measures the forward passes of training."""
 
     def forward_backward(
-        self, chunks: list[Any], local: list[MicroBatch], loss: Callable[[MicroBatch, Tensor], Tensor]
+        self, chunks: list[Any], local: list[MicroBatch], loss: Callable[[MicroBatch, ModelOutput], Tensor]
     ) -> None:
         """Add the gradients of the micro-batches to the gradient buffers. Collective over the replica.
 
@@ -53,21 +55,30 @@ class PipelineSchedule:
         self._run(chunks, local, lambda micro_batch, output: (loss(micro_batch, output), None), forward_only=False)
 
     def forward(
-        self, chunks: list[Any], local: list[MicroBatch], compute: Callable[[MicroBatch, Tensor], Any]
+        self,
+        chunks: list[Any],
+        local: list[MicroBatch],
+        compute: Callable[[MicroBatch, Any], Any],
+        with_predictions: bool = False,
     ) -> list[Any]:
         """A forward pass without a graph. Collective over the replica.
 
         Args:
             chunks: this process's model chunks.
             compute: called with a micro-batch and the output of the last stage, on that stage.
+            with_predictions: also compute the layers for multi-token prediction, whose outputs are then in a tuple
+                after that of the model.
 
         Returns:
             What `compute` returned for each micro-batch, on the last pipeline stage; an empty list on other stages.
         """
 
-        def zero_loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Any]:
-            return output.new_zeros(()), compute(micro_batch, output)
+        def zero_loss(micro_batch: MicroBatch, output: ModelOutput) -> tuple[Tensor, Any]:
+            logits = output[0] if isinstance(output, tuple) else output
+            return logits.new_zeros(()), compute(micro_batch, output)
 
+        if not with_predictions:
+            local = [micro_batch.without_model_inputs((INPUT_IDS,)) for micro_batch in local]
         with torch.no_grad():
             return self._run(chunks, local, zero_loss, forward_only=True)
 
@@ -75,7 +86,7 @@ class PipelineSchedule:
         self,
         chunks: list[Any],
         local: list[MicroBatch],
-        loss_and_result: Callable[[MicroBatch, Tensor], tuple[Tensor, Any]],
+        loss_and_result: Callable[[MicroBatch, ModelOutput], tuple[Tensor, Any]],
         forward_only: bool,
     ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -85,7 +96,7 @@ class PipelineSchedule:
         options = {"fp32_output": False} if self.half_precision else {}
         measured = nullcontext if self.clock is None or forward_only else self.clock.measured
 
-        def three_values(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        def three_values(micro_batch: MicroBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Any]:
             with measured():
                 loss, result = loss_and_result(micro_batch, output)
             return loss, torch.ones((), dtype=torch.int), result  # a count of one token: the loss is normalized

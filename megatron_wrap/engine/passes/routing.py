@@ -42,7 +42,7 @@ class RoutingReplay:
             chunk: {
                 columns[module.layer_number - 1]: module.choice
                 for module in chunk.modules()
-                if isinstance(module, Router)
+                if isinstance(module, Router) and module.layer_number is not None
             }
             for chunk in chunks
         }

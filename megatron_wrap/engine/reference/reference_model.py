@@ -3,7 +3,7 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -213,17 +213,12 @@ def with_reference_outputs(
     left_out = {ROUTED_EXPERTS}  # it has its own routing
     if reference.config.arch.num_experts is None:  # it does not take the mask of a policy with experts
         left_out.add(PADDING_MASK)
-    inputs = [_without(micro_batch, left_out) for micro_batch in local]
+    inputs = [micro_batch.without_model_inputs(left_out) for micro_batch in local]
     with reference.on_device():
         outputs = schedule.forward(reference.chunks, inputs, compute)
     if not outputs:  # not the last pipeline stage
         return local
     return [_with_loss_inputs(micro_batch, named, models) for micro_batch, named in zip(local, outputs, strict=True)]
-
-
-def _without(micro_batch: MicroBatch, left_out: Set[str]) -> MicroBatch:
-    inputs = {name: value for name, value in micro_batch.model_inputs.items() if name not in left_out}
-    return replace(micro_batch, model_inputs=inputs)
 
 
 def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor], models: ModelsConfig) -> MicroBatch:

@@ -32,10 +32,10 @@ from megatron_wrap.engine.passes.stragglers import Stragglers
 from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base
 from megatron_wrap.engine.setup.flow import build_flow
-from megatron_wrap.engine.setup.freeze import check_noise, freeze_parameters
+from megatron_wrap.engine.setup.freeze import check_model_inputs, freeze_parameters
 from megatron_wrap.engine.setup.linear_cross_entropy import defers_logits
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
-from megatron_wrap.engine.setup.token_rows import with_tied_rows
+from megatron_wrap.engine.setup.tied_gradients import with_tied_gradients
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -85,7 +85,7 @@ def build_training_state(
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
     if training:
-        check_noise(config, bare)
+        check_model_inputs(config, bare)
         freeze_parameters(config, bare, parallel, vocab_size)
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     if training:
@@ -318,7 +318,7 @@ def wrap_chunks(
         for index, chunk in enumerate(chunks)
     ]
     single = len(wrapped) == 1
-    model_config.finalize_model_grads_func = with_tied_rows(finalize_model_grads, wrapped)
+    model_config.finalize_model_grads_func = with_tied_gradients(finalize_model_grads, wrapped)
     if ddp.overlap_grad_reduce:
         model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
         if not single and getattr(ddp_config, "align_param_gather", False):

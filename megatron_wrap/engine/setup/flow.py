@@ -6,8 +6,10 @@ from typing import Any
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.config import decode_flow_config
+from megatron_wrap.flow.contract.prediction import MultiTokenPrediction
 from megatron_wrap.flow.contract.routing import RoutingShape
 from megatron_wrap.parallel.collectives import average_detached, gather_sequence, sum_on_group
 from megatron_wrap.parallel.state import ParallelState
@@ -40,8 +42,14 @@ def build_flow(
         tokenizer=tokenizer,
         sources=tuple(source.name for source in config.data.train),
         routing=_routing_shape(config),
+        prediction=_prediction(config.arch),
     )
     return flow_class(decode_flow_config(flow_class, config), context)
+
+
+def _prediction(arch: ArchConfig) -> MultiTokenPrediction | None:
+    count = derived.trained_prediction_layers(arch)
+    return MultiTokenPrediction(count, arch.mtp_loss_scaling_factor) if count else None
 
 
 def _routing_shape(config: RunConfig) -> RoutingShape | None:

@@ -11,6 +11,7 @@ import torch
 from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
 from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
 from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.schema.derived import trained_prediction_layers
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import GlobalParameter, global_names, is_expert, split_dim
@@ -34,11 +35,16 @@ class _Named:
 def freeze_parameters(
     config: RunConfig, chunks: Sequence[torch.nn.Module], parallel: ParallelState, vocab_size: int
 ) -> None:
-    """Disable the gradients of the parameters that `train.freeze` names, and log how many remain. Collective.
+    """Disable the gradients of layers for multi-token prediction without a loss, and of the parameters that
+    `train.freeze` names; log how many of the latter remain. Collective.
 
     Raises:
         ConfigError: on every rank, if a pattern matches no parameter or only a part of one, or nothing remains.
     """
+    if not trained_prediction_layers(config.arch):
+        for model in map(bare_model, chunks):
+            if hasattr(model, "mtp_block"):
+                model.mtp_block.requires_grad_(False)
     patterns = config.train.freeze
     if not patterns:
         return
@@ -112,20 +118,24 @@ def keep_graph(chunk: Any) -> None:
         embedding.register_forward_hook(require_gradient)
 
 
-def check_noise(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse `neftune_noise_alpha` for a model that does not take it.
+def check_model_inputs(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse `neftune_noise_alpha` and `mtp_num_layers` for a model that does not take their inputs.
 
     Raises:
         ConfigError: the model provider builds another model than a `BatchFirstGPTModel`.
     """
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
 
-    if config.train.neftune_noise_alpha is not None:
-        others = [model for model in map(bare_model, chunks) if not isinstance(model, BatchFirstGPTModel)]
-        if others:
+    wanted = {
+        "train.neftune_noise_alpha": config.train.neftune_noise_alpha,
+        "arch.mtp_num_layers": config.arch.mtp_num_layers,
+    }
+    others = [model for model in map(bare_model, chunks) if not isinstance(model, BatchFirstGPTModel)]
+    for key, value in wanted.items():
+        if value is not None and others:
             refuse(
                 config,
-                ["train.neftune_noise_alpha"],
-                f"noise needs the embeddings of a GPT model of megatron_wrap, and provider_key "
-                f"{config.model_provider.provider_key} builds a {type(others[0]).__name__}; set it to null",
+                [key],
+                f"needs a GPT model of megatron_wrap, and provider_key {config.model_provider.provider_key} builds a "
+                f"{type(others[0]).__name__}; set it to null",
             )

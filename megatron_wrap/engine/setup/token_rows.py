@@ -1,9 +1,7 @@
-"""Adds the trained rows of `adapter.trainable_token_indices` to a model chunk, and the sum of the gradients of tied
-ones to the end of a step's backward pass."""
+"""Adds the trained rows of `adapter.trainable_token_indices` to a model chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, refuse_unknown_to
 from megatron_wrap.bridge.mapping.value_model import HEAD
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.parallel.state import ParallelState
 
 
@@ -60,26 +56,3 @@ def add_token_rows(chunk: Any, config: RunConfig, parallel: ParallelState, vocab
         of_output = rows(chunk.output_layer.weight, name, is_copy=tied)
         of_output.beside_output_layer(chunk.output_layer)
         chunk.add_module(f"output_layer{ADAPTER}", of_output)
-
-
-def with_tied_rows(finalize: Callable[..., Any], chunks: Sequence[torch.nn.Module]) -> Callable[..., Any]:
-    """Megatron-Core's function that completes the gradients of a step; if there are rows of tied weights on the first
-    and on the last pipeline stage, followed by the sum of their gradients over both."""
-    from megatron.core import parallel_state
-
-    from megatron_wrap.nn.adapters.token_rows import ROWS, token_rows_of
-
-    tied: list[Any] = [
-        rows.get_parameter(ROWS) for rows in token_rows_of([*map(bare_model, chunks)]) if rows.tied_over_stages
-    ]
-    if not tied:
-        return finalize
-    group = parallel_state.get_embedding_group()
-
-    def finalized(*arguments: Any, **named: Any) -> Any:
-        result = finalize(*arguments, **named)
-        for parameter in tied:
-            reduce_in_place(parameter.main_grad, "sum", group)
-        return result
-
-    return finalized

@@ -33,6 +33,7 @@ of the row's padding, in the order of the row. An unpacked micro-batch does not 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_wrap.flow.contract.prediction import MultiTokenPrediction
     from megatron_wrap.flow.contract.routing import RoutingShape
 
 
@@ -90,6 +91,8 @@ class FlowContext:
     """The collation in progress."""
     routing: RoutingShape | None = None
     """With `router_replay`: what a recorded routing of the model has."""
+    prediction: MultiTokenPrediction | None = None
+    """With `mtp_num_layers`: the layers whose losses are added to the flow's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,11 @@ class MegatronWrapTrainingFlowBase(ABC):
     row (`megatron_wrap.flow.packing`): [1, S/cp] instead of [B, S/cp]. A mean over tokens is correct; a sum over the
     tokens of each sequence is correct with `sum_per_sequence`. A declaration holds for the methods of its class and of
     the classes above it; a class that overrides one of the two methods declares it again."""
+
+    supports_multi_token_prediction: ClassVar[bool] = False
+    """Whether the losses of layers for multi-token prediction (`mtp_num_layers`) can be added: the loss is that of the
+    next token, with `input_ids`, `labels` and `loss_mask` [B, S] among the collated fields. The flow itself does not
+    compute them."""
 
     reports_perplexity: ClassVar[bool] = False
     """Whether the objective is the mean negative log-likelihood of a token, so that evaluations report its exponential,

@@ -76,6 +76,23 @@ def check_packing(flow_class: type[MegatronWrapTrainingFlowBase], where: str) ->
         )
 
 
+def check_multi_token_prediction(flow_class: type[MegatronWrapTrainingFlowBase], where: str) -> None:
+    """Validate that losses of multi-token prediction can be added to a flow's.
+
+    Args:
+        where: the key that requests them, with its file and line.
+
+    Raises:
+        ConfigError: it does not declare `supports_multi_token_prediction`.
+    """
+    if not flow_class.supports_multi_token_prediction:
+        raise ConfigError(
+            f"{where}: {flow_class.__name__} has no loss of the next token to which those of multi-token prediction "
+            "could be added; set megatron_lm.model.arch.mtp_loss_scaling_factor to 0, which keeps the layers without "
+            "training them, or mtp_num_layers to null"
+        )
+
+
 def _check_arguments(name: str, method: str, function: object, arguments: tuple[str, ...]) -> None:
     if not callable(function):
         raise FlowError(f"{name}.{method} is {function!r}; write it as a method")

@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from megatron_wrap.config.reading.yaml_nodes import describe
+from megatron_wrap.config.schema.derived import trained_prediction_layers
 from megatron_wrap.config.schema.familiar_names import unknown_key_hint
 from megatron_wrap.config.schema.keys import key_range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow.contract.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
-from megatron_wrap.flow.contract.class_checks import check_packing
+from megatron_wrap.flow.contract.class_checks import check_multi_token_prediction, check_packing
 
 _SECTION = SECTION_PATHS["flow"]
 ENGINE_KEYS = {field.name for field in dataclasses.fields(MegatronWrapFlowConfig)}
@@ -32,6 +33,8 @@ def decode_flow_config(
     """
     if config.flow.packing:
         check_packing(flow_class, _where(config, "packing"))
+    if trained_prediction_layers(config.arch):
+        check_multi_token_prediction(flow_class, config.located(f"{SECTION_PATHS['arch']}.mtp_num_layers"))
     options, declared = config.flow.options, flow_class.Config
     if declared is None:
         for key in options:

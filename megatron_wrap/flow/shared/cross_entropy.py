@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.contract.base import MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.prediction import LABELS, LOSS_MASK
 from megatron_wrap.metrics.metric import Metric
 from megatron_wrap.ops.log_probs import token_log_probs
 from megatron_wrap.ops.token_values import log_probs_and_logsumexp, token_terms
@@ -24,6 +25,21 @@ class CrossEntropyConfig(MegatronWrapFlowConfig):
     z_loss_coefficient: float = key(0.0, at_least=0)
     """Coefficient of the mean over tokens of logsumexp(logits)^2, which is added to the loss (PaLM, arXiv:2204.02311,
     section 5); 1e-4 is usual. The metric logits_z_loss is this mean."""
+
+
+def prediction_losses(
+    flow: MegatronWrapTrainingFlowBase, loss_inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """This rank's sum of the cross-entropies of each layer for multi-token prediction, in the order of the layers.
+
+    Args:
+        outputs: logits of each layer, [B, S/cp, V/tp].
+    """
+    labels, masks = loss_inputs[LABELS], loss_inputs[LOSS_MASK]
+    return [
+        flow.token_mean(-token_log_probs(logits, labels[:, layer].contiguous()), masks[:, layer])
+        for layer, logits in enumerate(outputs)
+    ]
 
 
 def cross_entropy(

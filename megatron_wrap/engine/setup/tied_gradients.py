@@ -1,0 +1,43 @@
+"""Adds the sum of the gradients of what the first and the last pipeline stage both have to the end of a step's backward
+pass. Megatron-Core does so for tied embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.parallel.collectives import reduce_in_place
+
+
+def with_tied_gradients(finalize: Callable[..., Any], chunks: Sequence[torch.nn.Module]) -> Callable[..., Any]:
+    """Megatron-Core's function that completes the gradients of a step; if there are copies of parameters on both
+    stages, followed by the sum of their gradients over both."""
+    from megatron.core import parallel_state
+
+    copied = list(_copied(chunks))
+    if not copied:
+        return finalize
+    group = parallel_state.get_embedding_group()
+
+    def finalized(*arguments: Any, **named: Any) -> Any:
+        result = finalize(*arguments, **named)
+        for parameter in copied:
+            reduce_in_place(parameter.main_grad, "sum", group)
+        return result
+
+    return finalized
+
+
+def _copied(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Trained rows of tied embeddings, and embeddings that layers for multi-token prediction use."""
+    from megatron_wrap.nn.adapters.token_rows import ROWS, token_rows_of
+
+    models = [*map(bare_model, chunks)]
+    yield from (rows.get_parameter(ROWS) for rows in token_rows_of(models) if rows.tied_over_stages)
+    for model in models:
+        weight = getattr(model, "copied_embedding", None)
+        if weight is not None and weight.requires_grad:
+            yield weight

@@ -1,0 +1,142 @@
+"""Layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 23).
+
+Layer k joins the hidden state of position t with the embedding of token t + k, and its transformer layer predicts token
+t + k + 1 through the model's own output layer. Megatron-Core's own layers (transformer/multi_token_prediction.py) shift
+tokens and labels inside the model, over ranks, and average the loss over the tokens of each rank; these take shifted
+tokens and return hidden states, so the loss of a step is normalized as every other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_wrap.nn.experts.router import Router
+
+
+class PredictionLayer(MegatronModule):
+    """One layer.
+
+    Args:
+        config: Megatron-Core's.
+        layer_spec: of the transformer layer.
+        norm: class of the norms, built with config, hidden_size and eps.
+        depth: k, from 1.
+        virtual_stage: of the chunk that contains it.
+        groups: Megatron-Core's process groups.
+    """
+
+    def __init__(
+        self, config: Any, layer_spec: Any, norm: type, depth: int, virtual_stage: int | None, groups: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.groups = groups
+        sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.enorm, self.hnorm = norm(**sizes), norm(**sizes)
+        self.eh_proj = ColumnParallelLinear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=False,
+            tp_group=groups.tp,
+        )
+        # the layer adds the number of layers before its chunk
+        before = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+        self.transformer_layer = build_module(
+            layer_spec,
+            config=config,
+            layer_number=config.num_layers + depth - before,
+            vp_stage=virtual_stage,
+            pg_collection=groups,
+        )
+        self.final_layernorm = norm(**sizes)
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.layer_number = None  # its losses count in gradients, not among the metrics of the decoder
+
+    def forward(self, embedded: Tensor, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        """Hidden states after the final norm, [S/cp, B, H], S/cp/tp with sequence parallelism, as both arguments.
+
+        Args:
+            embedded: of the tokens ahead.
+            hidden_states: of the layer before, after its final norm.
+            inputs: of the transformer layer besides hidden states.
+        """
+        compute = partial(self._compute, **inputs)
+        if self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled():
+            return tensor_parallel.checkpoint(
+                compute, self.config.distribute_saved_activations, embedded, hidden_states
+            )
+        return compute(embedded, hidden_states)
+
+    def _compute(self, embedded: Tensor, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        sequence_parallel = self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if sequence_parallel else nullcontext():
+            joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1))
+            joined = gather_from_tensor_model_parallel_region(joined, group=self.groups.tp)
+            if sequence_parallel:
+                joined = scatter_to_sequence_parallel_region(joined, group=self.groups.tp)
+            output, _ = self.transformer_layer(hidden_states=joined, **inputs)
+        normalized: Tensor = self.final_layernorm(output)
+        return normalized
+
+
+class PredictionBlock(MegatronModule):
+    """All layers, on the last pipeline stage. Arguments as `PredictionLayer`.
+
+    Args:
+        num_layers: D.
+    """
+
+    def __init__(
+        self, config: Any, layer_spec: Any, norm: type, num_layers: int, virtual_stage: int | None, groups: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layers = torch.nn.ModuleList(
+            PredictionLayer(config, layer_spec, norm, depth, virtual_stage, groups)
+            for depth in range(1, num_layers + 1)
+        )
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor, embedding: torch.nn.Module, **inputs: Any
+    ) -> Sequence[Tensor]:
+        """The hidden states of each layer, as `hidden_states`.
+
+        Args:
+            input_ids: [B, D, S/cp], the tokens ahead of each position, for each layer.
+            position_ids: [B, S/cp].
+            hidden_states: of the decoder, after its final norm.
+            embedding: the model's embedding.
+            inputs: of the transformer layers besides hidden states.
+        """
+        states = []
+        for layer, tokens in zip(self.layers, input_ids.unbind(dim=1), strict=True):
+            hidden_states = layer(embedding(input_ids=tokens, position_ids=position_ids), hidden_states, **inputs)
+            states.append(hidden_states)
+        return states
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The shards of each layer under its own name, `PREFIX.layers.N.`."""
+        state: dict[str, Any] = {}
+        for number, layer in enumerate(self.layers):
+            state |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
+        return state
