@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -230,7 +230,7 @@ def _values(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> li
     tied = not state.config.arch.untie_embeddings_and_output_weights
     watch = NonFiniteWatch(state.chunks, tied, (state.parallel.pp.size, state.parallel.pp.rank))
     sums = MetricSums(state.platform.device)
-    loss: Callable[[MicroBatch, Tensor], Tensor] = normalized_loss(
+    loss = normalized_loss(
         state, step.weights.weights, step.weights.num_microbatches, sums, gradients_early=False
     )
     share = len(local) / step.weights.num_microbatches

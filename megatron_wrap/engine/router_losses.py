@@ -73,6 +73,7 @@ def expert_load(chunks: Sequence[torch.nn.Module], arch: ArchConfig, world: Axis
     table = torch.zeros(len(pattern), (arch.num_experts or 0) + 3)
     for router in _routers(chunks):
         assert router.load is not None
+        assert router.layer_number is not None
         table = table.to(router.load.device)
         table[router.layer_number - 1] += router.load
     reduce_in_place(table, "sum", world.group)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.nn.multi_token_prediction import PredictionBlock
+from megatron_wrap.nn.multi_token_prediction import PredictionBlock, mark_copied_embedding
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits, is_deferred
@@ -97,9 +97,7 @@ class BatchFirstGPTModel(GPTModel):
             self.rotary_pos_emb = RotaryByWindow(self.rotary_pos_emb, window)
 
     def _add_prediction(self, prediction: PredictionLayers, arguments: Mapping[str, Any]) -> None:
-        """Build the layers and the copy of the embedding on the last chunk, and mark both embeddings, as
-        `setup_embeddings_and_output_layer` does for Megatron-Core's own layers: the copy does not count in the gradient
-        norm, and the distributed optimizer splits both alike (distributed/param_and_grad_buffer.py)."""
+        """Build the layers and the copy of the embedding on the last chunk."""
         if self.post_process:
             self.mtp_block = PredictionBlock(
                 self.config,
@@ -120,9 +118,7 @@ class BatchFirstGPTModel(GPTModel):
                 tp_group=self.pg_collection.tp,
             )
         self._copies_embedding = True
-        weight = self.embedding.word_embeddings.weight
-        weight.is_embedding_or_output_parameter = weight.shared_embedding = True
-        weight.shared = self.post_process
+        mark_copied_embedding(self.embedding.word_embeddings.weight, is_copy=self.post_process)
 
     @property
     def copied_embedding(self) -> torch.nn.Parameter | None:

@@ -8,10 +8,10 @@ tokens and return hidden states, so the loss of a step is normalized as every ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -69,7 +69,7 @@ class PredictionLayer(MegatronModule):
         self.final_layernorm = norm(**sizes)
         for module in self.modules():
             if isinstance(module, Router):
-                module.layer_number = None  # its losses count in gradients, not among the metrics of the decoder
+                module.leave_decoder()
 
     def forward(self, embedded: Tensor, hidden_states: Tensor, **inputs: Any) -> Tensor:
         """Hidden states after the final norm, [S/cp, B, H], S/cp/tp with sequence parallelism, as both arguments.
@@ -79,7 +79,7 @@ class PredictionLayer(MegatronModule):
             hidden_states: of the layer before, after its final norm.
             inputs: of the transformer layer besides hidden states.
         """
-        compute = partial(self._compute, **inputs)
+        compute: Callable[[Tensor, Tensor], Tensor] = partial(self._compute, **inputs)
         if self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled():
             return tensor_parallel.checkpoint(
                 compute, self.config.distribute_saved_activations, embedded, hidden_states
@@ -115,7 +115,7 @@ class PredictionBlock(MegatronModule):
         )
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor, embedding: torch.nn.Module, **inputs: Any
+        self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor, embedding: Any, **inputs: Any
     ) -> Sequence[Tensor]:
         """The hidden states of each layer, as `hidden_states`.
 
@@ -126,9 +126,10 @@ class PredictionBlock(MegatronModule):
             embedding: the model's embedding.
             inputs: of the transformer layers besides hidden states.
         """
-        states = []
-        for layer, tokens in zip(self.layers, input_ids.unbind(dim=1), strict=True):
-            hidden_states = layer(embedding(input_ids=tokens, position_ids=position_ids), hidden_states, **inputs)
+        states, layers = [], cast(Iterable[Any], self.layers)
+        for layer, tokens in zip(layers, input_ids.unbind(dim=1), strict=True):
+            embedded = embedding(input_ids=tokens, position_ids=position_ids)
+            hidden_states = layer(embedded, hidden_states, **inputs)
             states.append(hidden_states)
         return states
 
@@ -137,6 +138,14 @@ class PredictionBlock(MegatronModule):
     ) -> dict[str, Any]:
         """The shards of each layer under its own name, `PREFIX.layers.N.`."""
         state: dict[str, Any] = {}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(cast(Iterable[Any], self.layers)):
             state |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
         return state
+
+
+def mark_copied_embedding(weight: Any, is_copy: bool) -> None:
+    """Mark the embedding's weight on the first or on the last pipeline stage (`is_copy`), as Megatron-Core marks those
+    of its own layers (language_module.py, setup_embeddings_and_output_layer): the copy does not count in the gradient
+    norm, and the distributed optimizer splits both alike (distributed/param_and_grad_buffer.py)."""
+    weight.is_embedding_or_output_parameter = weight.shared_embedding = True
+    weight.shared = is_copy

@@ -17,6 +17,7 @@ from megatron_wrap.testing import check_parity
 CONFIG = Path(__file__).parent / "layouts.yaml"
 PARALLEL = bridge.PARALLEL
 PACKED = "megatron_wrap.flow.packing=true"
+DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
 VIRTUAL = (
     f"{PARALLEL}pipeline_model_parallel_size=2",
     f"{PARALLEL}virtual_pipeline_model_parallel_size=2",
@@ -120,7 +121,7 @@ def test_a_resumed_run_continues(before, after, tolerance, ranks, theirs, tmp_pa
     results = []
     for name, layout in (("whole", before), ("resumed", after)):
         processes, overrides = LAYOUTS[layout]
-        settings = (*runs.arch_overrides(family), *overrides)
+        settings = (*runs.arch_overrides(family), *overrides, DISTRIBUTED)
         stop = 2 if name == "whole" else None
         results.append(ranks(processes).run(runs.train_saving, str(folder), settings, str(tmp_path), stop)[0])
     whole, resumed = results

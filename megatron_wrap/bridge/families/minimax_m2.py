@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_wrap.bridge.families import decoder
 from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.deepseek_experts import prediction_layers
+from megatron_wrap.bridge.families.deepseek_experts import prediction_layers_left_out
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import kv_channels
@@ -74,6 +74,6 @@ FAMILY = Family(
     arch_values=_arch_values,
     config_values=_config_values,
     parameters=partial(decoder.decoder_table, layer=_layer),
-    left_out=prediction_layers,
-    exported_values={"use_mtp": False, "num_mtp_modules": 0},
+    left_out=prediction_layers_left_out,
+    exported_values=lambda arch: {"use_mtp": False, "num_mtp_modules": 0},
 )

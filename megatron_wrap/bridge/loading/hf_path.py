@@ -12,7 +12,7 @@ from megatron_wrap.bridge.mapping.value_model import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, UnsupportedModel
 
 
 def check_hugging_face(config: RunConfig) -> None:
@@ -41,6 +41,12 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
         return None
     of_folder = read_hugging_face_config(provider.hf_path)
     family = family_of_model(config, of_folder.family)
+    if config.arch.mtp_num_layers and not family.has_prediction_layers:
+        key = "megatron_lm.model.arch.mtp_num_layers"
+        raise UnsupportedModel(
+            f"{config.located(key)}: layers for multi-token prediction of {family.model_type} are not supported; set "
+            "it to null"
+        )
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
     folder = local_folder(provider.hf_path, patterns)
     try:

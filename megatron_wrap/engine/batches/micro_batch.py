@@ -138,18 +138,10 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         if routing is not None:
             inputs[ROUTED_EXPERTS] = routing
             seqdims, pad_values = {**seqdims, ROUTED_EXPERTS: 1}, {**pad_values, ROUTED_EXPERTS: NOT_RECORDED}
-    losses, weights = dict(loss_inputs), loss_weights(flow, 1.0 if weight is None else weight)
-    prediction = flow.context.prediction
-    if prediction is not None:
-        pad_id, name = pad_values.get("input_ids", 0), type(flow).__name__
-        shifted = prediction.shifted_inputs(model_inputs, loss_inputs, lengths, pad_id, name)
-        inputs[INPUT_IDS], losses[LABELS], losses[LOSS_MASK] = shifted
-        weights |= prediction.weights(losses[LOSS_MASK])
-        seqdims = {**seqdims, **SEQDIMS}
-    return MicroBatch(
+    collated_by_flow = MicroBatch(
         model_inputs=inputs,
-        loss_inputs=losses,
-        weights=weights,
+        loss_inputs=dict(loss_inputs),
+        weights=loss_weights(flow, 1.0 if weight is None else weight),
         num_samples=len(samples),
         lengths=lengths,
         width=width,
@@ -157,6 +149,28 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         pad_values=pad_values,
         has_explicit_weight=weight is not None,
         sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
+    )
+    return _with_predictions(flow, collated_by_flow)
+
+
+def _with_predictions(flow: MegatronWrapTrainingFlowBase, collated: MicroBatch) -> MicroBatch:
+    """With the inputs and the loss weights of multi-token prediction, if the model has layers for it."""
+    prediction = flow.context.prediction
+    if prediction is None:
+        return collated
+    input_ids, labels, loss_mask = prediction.shifted_inputs(
+        collated.model_inputs,
+        collated.loss_inputs,
+        collated.lengths,
+        collated.pad_values.get("input_ids", 0),
+        type(flow).__name__,
+    )
+    return replace(
+        collated,
+        model_inputs={**collated.model_inputs, INPUT_IDS: input_ids},
+        loss_inputs={**collated.loss_inputs, LABELS: labels, LOSS_MASK: loss_mask},
+        weights={**collated.weights, **prediction.weights(loss_mask)},
+        seqdims={**collated.seqdims, **SEQDIMS},
     )
 
 

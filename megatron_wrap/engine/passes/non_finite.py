@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_names
 from megatron_wrap.model.module_names import global_module_names
@@ -107,15 +108,15 @@ class NonFiniteWatch:
             chunk.ends()
 
     def watched(
-        self, loss: Callable[[MicroBatch, Tensor], Tensor], local: Sequence[MicroBatch]
-    ) -> Callable[[MicroBatch, Tensor], Tensor]:
+        self, loss: Callable[[MicroBatch, ModelOutput], Tensor], local: Sequence[MicroBatch]
+    ) -> Callable[[MicroBatch, ModelOutput], Tensor]:
         """The loss function of the pass, checked.
 
         Args:
             local: the micro-batches of the pass.
         """
 
-        def checked(micro_batch: MicroBatch, output: Tensor) -> Tensor:
+        def checked(micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
             value = loss(micro_batch, output)
             if not is_finite(value):
                 index = next(index for index, other in enumerate(local) if other is micro_batch)

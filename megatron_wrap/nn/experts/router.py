@@ -28,12 +28,19 @@ class Router(TopKRouter):
         arguments: arguments of `TopKRouter`.
     """
 
+    layer_number: int | None
+
     def __init__(self, *, group_score_experts: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.router_replay = self.choice = ExpertChoice(group_score_experts)
         self.load: Tensor | None = None
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
         assignments since `record_load`, without padding; None: not recorded."""
+
+    def leave_decoder(self) -> None:
+        """The router of a layer outside of the decoder: its losses have gradients, but are not among the metrics, which
+        are those of the decoder's layers."""
+        self.layer_number = None
 
     def record_load(self) -> None:
         """Record `load` from now on, in passes with gradients."""

@@ -59,6 +59,7 @@ def repair(replacements: Replacements) -> None:
         replacements.set(constructor, "__defaults__", (None,))
     _replace_results_queue(replacements)
     _replace_gradient_norm(replacements)
+    _restore_padding_of_buckets(replacements)
     reader = importlib.import_module("megatron_wrap.platform.megatron_core.checkpoint_reader")  # it imports torch
     reader.use_in_megatron(replacements)
     for text, logger in _NOISE.items():
@@ -84,6 +85,34 @@ def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per
 
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensor_lists[0]]
     return torch.stack(norms).square().sum().sqrt().float().reshape(1), None
+
+
+def _restore_padding_of_buckets(replacements: Replacements) -> None:
+    """Return optimizer states with the padding between buckets (distrib_optimizer.py, get_parameter_state_dp_zero).
+    Megatron-Core removes it and then reads parameters at offsets that include it (in
+    sharded_param_state_fully_reshardable), so a checkpoint has wrong values after a padded bucket, such as before an
+    embedding that the first and the last pipeline stage have."""
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    without_padding = optimizer.get_parameter_state_dp_zero
+
+    @functools.wraps(without_padding)
+    def with_padding(self: Any, *arguments: Any, **named: Any) -> Any:
+        state = without_padding(self, *arguments, **named)
+        for number, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[number].values():
+                for name in tensors.keys() - {"numel_unpadded"}:
+                    tensors[name] = _with_padding(tensors[name], buffer.buckets)
+        return state
+
+    replacements.set(optimizer, "get_parameter_state_dp_zero", with_padding)
+
+
+def _with_padding(values: Any, buckets: list[Any]) -> Any:
+    import torch
+
+    parts = values.split([bucket.numel_unpadded for bucket in buckets])
+    missing = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buckets]
+    return torch.cat([torch.nn.functional.pad(part, (0, size)) for part, size in zip(parts, missing, strict=True)])
 
 
 def hide_log_messages(logger: str, text: str, replacements: Replacements) -> None:

@@ -64,6 +64,7 @@ def test_advice_names_real_fields_and_real_keys(section: str) -> None:
     one_version_only = {
         "moe_grad_scale_func",
         "mtp_grad_scale_func",
+        *("mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hybrid_override_pattern"),
         "experimental_attention_variant_loss_scale_func",
     }
     known = set(upstream_fields(UPSTREAM[section])) | one_version_only
