@@ -82,6 +82,10 @@ class ModelShape:
     """None: every layer is dense."""
     latent_attention: LatentAttentionShape | None = None
     """None: standard attention with heads of size `kv_channels`."""
+    prediction_layers: int = 0
+    """Trained layers for multi-token prediction."""
+    prediction_experts: bool = False
+    """These layers have experts."""
     output_gate: bool = False
     """Whether the output of attention has a gate as wide as the queries."""
     linear_attention: LinearAttentionShape | None = None
@@ -103,7 +107,7 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
         the size of the shared experts, and the router adds 2 T h E (which Megatron-LM omits). With multi-latent
         attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads * value head size).
         A sliding window is ignored: attention counts as full. A layer with linear attention has no scores; see
-        `layer_weights`.
+        `layer_weights`. A trained layer for multi-token prediction adds a layer, 2 T h 2 h and 2 T h V.
     """
     expert_layers = 0 if shape.experts is None else shape.experts.num_layers
     linear_layers = 0 if shape.linear_attention is None else shape.linear_attention.num_layers
@@ -113,8 +117,9 @@ def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: 
     if linear_layers:
         linear = layer_weights(shape, has_experts=False, is_linear=True)
         weights += linear_layers * (linear - layer_weights(shape, has_experts=False))
+    weights += shape.prediction_layers * prediction_weights(shape)
     scores = 2 * attention_width(shape) * sum_of_squared_lengths * (0.5 if causal else 1.0)
-    return 2 * num_tokens * weights + (shape.num_layers - linear_layers) * scores
+    return 2 * num_tokens * weights + (shape.num_layers - linear_layers + shape.prediction_layers) * scores
 
 
 def layer_weights(shape: ModelShape, has_experts: bool, is_linear: bool = False) -> int:
@@ -136,6 +141,13 @@ def layer_weights(shape: ModelShape, has_experts: bool, is_linear: bool = False)
 def output_weights(shape: ModelShape) -> int:
     """Number of weights of the output layer, or of what replaces it."""
     return shape.hidden_size * (shape.vocab_size if shape.output_size is None else shape.output_size)
+
+
+def prediction_weights(shape: ModelShape) -> int:
+    """Number of weights that a layer for multi-token prediction multiplies with each token: its projection, its
+    transformer layer and the output layer, which is the model's."""
+    projection = 2 * shape.hidden_size**2
+    return projection + layer_weights(shape, shape.prediction_experts) + output_weights(shape)
 
 
 def attention_width(shape: ModelShape) -> int:

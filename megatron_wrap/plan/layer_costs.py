@@ -55,7 +55,7 @@ class ModelCosts:
     """Of each transformer layer."""
     embedding: float
     output: float
-    """Of output layer and loss."""
+    """Of output layer and loss, and of the layers for multi-token prediction, which are on the same stage."""
 
 
 def device_speed(device: str) -> DeviceSpeed:
@@ -82,9 +82,12 @@ def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts
         products = passes * 2 * layer_weights(shape, bool(has_experts), bool(is_linear)) / speed.products / faster
         return products + (0.0 if is_linear else attention) + elementwise * passes / 3
 
+    output = 3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size)
+    projection = passes * 2 * 2 * shape.hidden_size**2 / speed.products
+    ahead = shape.prediction_layers * (layer(int(shape.prediction_experts), 0) + projection + output)
     kinds = zip(derived.moe_layer_pattern(config.arch), derived.linear_layer_pattern(config.arch), strict=True)
     return ModelCosts(
         layers=tuple(layer(has_experts, is_linear) for has_experts, is_linear in kinds),
         embedding=elementwise / 3,
-        output=3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size),
+        output=output + ahead,
     )

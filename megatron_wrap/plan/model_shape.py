@@ -51,4 +51,6 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
         latent_attention=latent,
         output_gate=arch.attention_output_gate,
         linear_attention=linear,
+        prediction_layers=derived.trained_prediction_layers(arch),
+        prediction_experts=bool(derived.moe_layer_pattern(arch)[-1]),
     )
