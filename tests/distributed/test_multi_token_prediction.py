@@ -96,6 +96,9 @@ def test_without_a_coefficient_the_layers_stay_as_they_are(ranks, theirs, tmp_pa
         pytest.param(["packed-pp2-vpp2", "tp2-sp-cp2", "dp2-dopt", "token-budget-dp2"], (), id="each axis"),
         pytest.param(["pp2-dp2", "tp2-sp-pp2"], ("megatron_lm.train.common.neftune_noise_alpha=20",), id="noise"),
         pytest.param(
+            ["tp2-sp", "packed-pp2-vpp2"], ("megatron_wrap.model_provider.linear_cross_entropy=true",), id="linear"
+        ),
+        pytest.param(
             ["mbs1", "padded", "tp2", "pp2-cp2", "packed-tp2-sp-cp2"], (), id="others", marks=pytest.mark.matrix
         ),
     ],
