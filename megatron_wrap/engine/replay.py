@@ -230,9 +230,7 @@ def _values(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> li
     tied = not state.config.arch.untie_embeddings_and_output_weights
     watch = NonFiniteWatch(state.chunks, tied, (state.parallel.pp.size, state.parallel.pp.rank))
     sums = MetricSums(state.platform.device)
-    loss = normalized_loss(
-        state, step.weights.weights, step.weights.num_microbatches, sums, gradients_early=False
-    )
+    loss = normalized_loss(state, step.weights.weights, step.weights.num_microbatches, sums, gradients_early=False)
     share = len(local) / step.weights.num_microbatches
     with watch.attached(), deferred_reduction(state.chunks, state.transformer_config, share):
         state.pipeline_schedule.forward_backward(state.chunks, local, watch.watched(loss, local))
