@@ -118,8 +118,11 @@ class NonFiniteWatch:
 
         def checked(micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
             value = loss(micro_batch, output)
+            index = next(index for index, other in enumerate(local) if other is micro_batch)
+            if isinstance(output, DeferredLogits) and value.requires_grad:
+                # before the loss adds to the gradient of the output weight
+                value.register_hook(lambda _: self._chunks[-1].backward_begins(index))
             if not is_finite(value):
-                index = next(index for index, other in enumerate(local) if other is micro_batch)
                 self._losses.append(NonFinite(index, _LOSS, 0, 0, ""))
             return value
 
@@ -188,12 +191,13 @@ class _ChunkWatch:
                             continue
                         tensor = tensor.hidden  # the loss does not reach the logits
                     if is_whole:
-                        tensor.register_hook(lambda gradient: self._backward_begins(micro_batch))
+                        tensor.register_hook(lambda gradient: self.backward_begins(micro_batch))
                     tensor.register_hook(lambda gradient: self._arrived(micro_batch, name, gradient))
 
         return hook
 
-    def _backward_begins(self, micro_batch: int) -> None:
+    def backward_begins(self, micro_batch: int) -> None:
+        """Of a micro-batch; that of the one before is complete."""
         if self._in_backward != micro_batch:
             self.ends()
         self._current = self._in_backward = micro_batch
