@@ -225,8 +225,7 @@ def _statistics(state: TrainingState, step: OpenStep, samples: Sequence[Any]) ->
 
 def _values(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> list[NonFinite]:
     """Pass micro-batches forward and backward; this rank's non-finite values. Collective over the replica."""
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
+    state.zero_gradients()
     tied = not state.config.arch.untie_embeddings_and_output_weights
     watch = NonFiniteWatch(state.chunks, tied, (state.parallel.pp.size, state.parallel.pp.rank))
     sums = MetricSums(state.platform.device)

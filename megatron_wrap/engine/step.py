@@ -74,9 +74,7 @@ def begin_step(state: TrainingState, weights: StepWeights, samples: Sequence[Any
     reset_router_losses(state.config.arch)
     if _reports_expert_load(state):
         record_expert_load(state.chunks)
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
+    state.zero_gradients()
     device = state.platform.device
     checked = state.config.train.check_for_nan_in_loss_and_grad
     return OpenStep(weights, MetricSums(device), started, samples, RandomStates.now(device) if checked else None)

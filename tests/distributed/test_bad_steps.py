@@ -17,6 +17,7 @@ RECOMPUTE = (
     "megatron_lm.train.recompute.recompute_method=uniform",
     "megatron_lm.train.recompute.recompute_num_layers=1",
 )
+LINEAR_CROSS_ENTROPY = ("megatron_wrap.model_provider.linear_cross_entropy=true",)
 RUNS = {
     "one-recomputed": (1, RECOMPUTE),
     "dp2": (2, (*DISTRIBUTED, *OVERLAP)),
@@ -24,6 +25,8 @@ RUNS = {
     "pp2": (2, options(pp=2)),
     "pp2-vpp2": (2, options(pp=2, layers_per_chunk=1)),
     "cp2": (2, options(cp=2)),
+    "one-linear-cross-entropy": (1, LINEAR_CROSS_ENTROPY),
+    "cp2-linear-cross-entropy": (2, (*options(cp=2), *LINEAR_CROSS_ENTROPY)),
 }
 KINDS = ("loss", "gradient", "activation", "backward", "once")
 FIRST = {
@@ -34,7 +37,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", quick(RUNS, ["one-recomputed", "dp2", "pp2-vpp2", "cp2"]))
+@pytest.mark.parametrize("name", quick(RUNS, ["one-recomputed", "dp2", "pp2-vpp2", "cp2-linear-cross-entropy"]))
 def test_the_error_names_micro_batch_sample_and_module(name: str, ranks) -> None:
     world_size, overrides = RUNS[name]
     results = ranks(world_size).run(bad.refused, overrides, (*KINDS, "weight"))

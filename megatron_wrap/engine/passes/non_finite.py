@@ -186,13 +186,14 @@ class _ChunkWatch:
             for tensor in _tensors(outputs):
                 self._check(_FORWARD, micro_batch, name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
+                    is_deferred = isinstance(tensor, DeferredLogits)
                     if isinstance(tensor, DeferredLogits):
                         if not is_whole:  # both are outputs of the same hidden states
                             continue
                         tensor = tensor.hidden  # the loss does not reach the logits
                     if is_whole:
                         tensor.register_hook(lambda gradient: self.backward_begins(micro_batch))
-                    tensor.register_hook(lambda gradient: self._arrived(micro_batch, name, gradient))
+                    tensor.register_hook(lambda gradient: self._arrived(micro_batch, name, gradient, is_deferred))
 
         return hook
 
@@ -202,12 +203,14 @@ class _ChunkWatch:
             self.ends()
         self._current = self._in_backward = micro_batch
 
-    def _arrived(self, micro_batch: int, name: str, gradient: Tensor) -> None:
-        """The gradient of a module's output."""
+    def _arrived(self, micro_batch: int, name: str, gradient: Tensor, is_deferred: bool) -> None:
+        """The gradient of a module's output; of deferred logits, that of their hidden states, which the output layer
+        passes on as it is."""
         first = self.first.get((_BACKWARD, micro_batch))
         if first is None:
             self._check(_BACKWARD, micro_batch, name, gradient)
-            self._remember(micro_batch, gradient)
+            if not is_deferred:
+                self._remember(micro_batch, gradient)
         elif first.returned_by or not self._is_remembered(gradient):
             self._last = None
 

@@ -168,6 +168,13 @@ class TrainingState:
             return samples
         return self.offered.with_samples(samples)
 
+    def zero_gradients(self) -> None:
+        """Zero the gradient buffers. Optimizers that are not distributed also take the buffers as the parameters'
+        `grad`, to which the next backward pass would add."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     @property
     def global_batch_size(self) -> int:
         """Samples of the next step, over all replicas; grows during a batch size ramp-up."""
