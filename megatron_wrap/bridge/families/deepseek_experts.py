@@ -107,12 +107,14 @@ def prediction_config(arch: ArchConfig) -> dict[str, Any]:
     return {"num_nextn_predict_layers": arch.mtp_num_layers or 0}
 
 
-def prediction_layers_left_out(arch: ArchConfig) -> dict[str, str]:
+def prediction_layers_left_out(
+    arch: ArchConfig, advice: str = "; megatron_lm.model.arch.mtp_num_layers: 1 loads them"
+) -> dict[str, str]:
     """Patterns of the layers for multi-token prediction that a run does not build -> the warning that they are left
-    out."""
+    out, which ends with the advice; empty: for a family that cannot have them."""
     if arch.mtp_num_layers is not None:
         return {}
     return {
         rf"model\.layers\.{arch.num_layers}\..*": "the layers for multi-token prediction are not loaded: not trained, "
-        "and not exported; megatron_lm.model.arch.mtp_num_layers: 1 loads them"
+        f"and not exported{advice}"
     }

@@ -74,6 +74,6 @@ FAMILY = Family(
     arch_values=_arch_values,
     config_values=_config_values,
     parameters=partial(decoder.decoder_table, layer=_layer),
-    left_out=prediction_layers_left_out,
+    left_out=partial(prediction_layers_left_out, advice=""),
     exported_values=lambda arch: {"use_mtp": False, "num_mtp_modules": 0},
 )

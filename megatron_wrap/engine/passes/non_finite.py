@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,14 +187,15 @@ class _ChunkWatch:
             for tensor in _tensors(outputs):
                 self._check(_FORWARD, micro_batch, name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    is_deferred = isinstance(tensor, DeferredLogits)
+                    arrived = partial(self._arrived, micro_batch, name)
                     if isinstance(tensor, DeferredLogits):
                         if not is_whole:  # both are outputs of the same hidden states
                             continue
                         tensor = tensor.hidden  # the loss does not reach the logits
+                        arrived = partial(arrived, is_deferred=True)
                     if is_whole:
                         tensor.register_hook(lambda gradient: self.backward_begins(micro_batch))
-                    tensor.register_hook(lambda gradient: self._arrived(micro_batch, name, gradient, is_deferred))
+                    tensor.register_hook(arrived)
 
         return hook
 
@@ -203,7 +205,7 @@ class _ChunkWatch:
             self.ends()
         self._current = self._in_backward = micro_batch
 
-    def _arrived(self, micro_batch: int, name: str, gradient: Tensor, is_deferred: bool) -> None:
+    def _arrived(self, micro_batch: int, name: str, gradient: Tensor, is_deferred: bool = False) -> None:
         """The gradient of a module's output; of deferred logits, that of their hidden states, which the output layer
         passes on as it is."""
         first = self.first.get((_BACKWARD, micro_batch))
