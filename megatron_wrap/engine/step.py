@@ -16,6 +16,7 @@ from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
+from megatron_wrap.engine.setup.memory_advice import memory_advised
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
@@ -95,7 +96,7 @@ def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch])
         local: this process's micro-batches, as the loss takes them.
     """
     loss = normalized_loss(state, step.weights.counts.weights, step.weights.num_microbatches, step.sums)
-    with doing(GRADIENTS):
+    with doing(GRADIENTS), memory_advised(state):
         state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
 

@@ -25,10 +25,10 @@ def defers_logits(
         ConfigError: linear_cross_entropy is true for a trained model without a plain output layer.
     """
     wanted = config.model_provider.linear_cross_entropy
-    obstacle = _obstacle(config)
-    if obstacle is not None:
+    reason = obstacle(config)
+    if reason is not None:
         if wanted is True and trained:
-            raise ConfigError(f"{config.located(KEY)}: true, but {obstacle}; write auto or false")
+            raise ConfigError(f"{config.located(KEY)}: true, but {reason}; write auto or false")
         return False
     if wanted != "auto":
         return bool(wanted)
@@ -52,7 +52,7 @@ def logits_bytes(config: RunConfig, parallel: ParallelState, vocab_size: int) ->
     return tokens // parallel.cp.size * (padded // parallel.tp.size) * itemsize
 
 
-def _obstacle(config: RunConfig) -> str | None:
+def obstacle(config: RunConfig) -> str | None:
     """Why the logits of this run's model cannot be deferred."""
     if config.model_provider.provider_key != "gpt_model":
         return f"the provider {config.model_provider.provider_key} builds its own output layer"

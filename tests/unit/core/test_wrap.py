@@ -559,3 +559,22 @@ def test_a_custom_metric_logger(monkeypatch):
         loss = wrap.train(data()[:4])["loss"]
         wrap.log_last_metrics()
     assert received == ["run", (1, loss), "closed"]
+
+
+def test_a_step_that_does_not_fit_into_memory_says_what_to_change(monkeypatch):
+    def does_not_fit(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with started("megatron_lm.train.common.micro_batch_size=4") as wrap:
+        monkeypatch.setattr(type(wrap.state.pipeline_schedule), "forward_backward", does_not_fit)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            wrap.train(data()[:4])
+    first, *rest = str(caught.value).splitlines()
+    assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert rest[0] == "to use less memory, the cheapest first:"
+    keys = [line.split(":")[0].strip() for line in rest[1:]]
+    assert keys[:3] == [
+        "megatron_wrap.model_provider.linear_cross_entropy",
+        "megatron_lm.train.common.micro_batch_size",
+        "megatron_lm.train.recompute.__select__",
+    ]
