@@ -9,7 +9,7 @@ import _linear_cross_entropy_runs as runs
 import _model_runs
 import numpy
 import pytest
-from _covering import covering
+from _covering import covering, quick
 from layout_runs import CONFIG, token_samples
 from test_model_layouts import CP2, OVERLAP, PP2, TP2_SP, Case, _layout
 
@@ -88,7 +88,7 @@ FLOWS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", quick(list(FLOWS), ["gpt_dpo", "gpt_distill"]))
 def test_other_flows_compute_the_logits_again(flow: str, ranks, tmp_path):
     samples, overrides = FLOWS[flow]
     layout = _layout(tp=2, sp=False) if flow == "gpt_dpo" else TP2_SP

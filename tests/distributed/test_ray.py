@@ -30,6 +30,7 @@ def unbroken(ranks, tmp_path_factory) -> dict[int, list]:
     return runs.steps_of(folder / "journal")
 
 
+@pytest.mark.matrix
 def test_workers_take_the_steps_of_ranks_and_register_the_checkpoints(cluster, unbroken, tmp_path):
     from megatron_wrap.launch.ray import trainer
 

@@ -13,6 +13,7 @@ import pytest
 from _launcher import Launcher, wait_for
 
 
+@pytest.mark.matrix
 def test_signals_save_and_the_run_continues(tmp_path: Path) -> None:
     run = Launcher(tmp_path)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
