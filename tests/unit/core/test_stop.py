@@ -77,9 +77,9 @@ def tracker() -> str:
     ("request_stop", "exit_code", "words"),
     [
         (STOP_FILE.touch, 0, "stopped by the file outputs/run/STOP"),
-        pytest.param(lambda: os.kill(os.getpid(), signal.SIGTERM), 75, "stopped by SIGTERM", marks=pytest.mark.matrix),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 75, "stopped by SIGTERM"),
         (lambda: os.kill(os.getpid(), signal.SIGUSR1), 75, "stopped by SIGUSR1"),
-        pytest.param(lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted", marks=pytest.mark.matrix),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
     ],
 )
 def test_a_request_saves_after_the_step_and_the_run_continues_exactly(request_stop, exit_code, words, capfd):
