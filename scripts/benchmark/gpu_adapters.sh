@@ -12,19 +12,7 @@ python=${PYTHON:-python3} here=scripts/benchmark
 arch=megatron_lm.model.arch train=megatron_lm.train.common adapter=megatron_wrap.adapter recompute=megatron_lm.train.recompute
 end=$((SECONDS + ${LIMIT:-390}))
 
-part() {  # NAME SECONDS COMMAND...: its lines with results, or the end of its log
-  local name=$1 limit=$2 begun=$SECONDS; shift 2
-  [ $((end - SECONDS)) -gt "$limit" ] || limit=$((end - SECONDS))
-  [ "$limit" -gt 5 ] || { echo "$name: no time is left" | tee -a "$kept/results.txt"; return; }
-  timeout -k 5 "$limit" "$@" > "$work/$name.log" 2>&1
-  local code=$?
-  {
-    grep -a -E '^(RESULT|round|\|)|parameters on rank|trainable%' "$work/$name.log" | sed "s/^/$name: /"
-    echo "$name: exit code $code after $((SECONDS - begun)) s"
-  } | tee -a "$kept/results.txt"
-  [ $code -eq 0 ] || tail -n 25 "$work/$name.log"
-  tail -c 200000 "$work/$name.log" > "$kept/$name.log"
-}
+source "$here/gpu_parts.sh"
 
 if [ "$size" = 8b ]; then
   large=("$arch.num_layers=32" "$arch.hidden_size=4096" "$arch.ffn_hidden_size=14336")

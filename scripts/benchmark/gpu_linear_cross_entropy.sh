@@ -12,19 +12,7 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 python=${PYTHON:-python3} here=scripts/benchmark
 end=$((SECONDS + ${LIMIT:-300}))
 
-part() {  # NAME SECONDS COMMAND...: its lines with results, or the end of its log
-  local name=$1 limit=$2 begun=$SECONDS; shift 2
-  [ $((end - SECONDS)) -gt "$limit" ] || limit=$((end - SECONDS))
-  [ "$limit" -gt 5 ] || { echo "$name: no time is left" | tee -a "$kept/results.txt"; return; }
-  timeout -k 5 "$limit" "$@" > "$work/$name.log" 2>&1
-  local code=$?
-  {
-    grep -a -E '^(RESULT|round|\|)' "$work/$name.log" | sed "s/^/$name: /"
-    echo "$name: exit code $code after $((SECONDS - begun)) s"
-  } | tee -a "$kept/results.txt"
-  [ $code -eq 0 ] || tail -n 25 "$work/$name.log"
-  tail -c 200000 "$work/$name.log" > "$kept/$name.log"
-}
+source "$here/gpu_parts.sh"
 
 measure=$here/linear_cross_entropy.py
 if [ "$size" = 1b ]; then

@@ -18,8 +18,8 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     # files of the first release say gelu, and transformers computes the tanh form for them, too
     refuse_unless(config, hidden_act=("gelu", ACTIVATION), hidden_activation=(None, ACTIVATION))
     width = config.get("head_dim") or 256  # transformers' default
-    own = {"head_dim": width, "query_pre_attn_scalar": width, "hidden_activation": ACTIVATION}
-    values = gemma_values({**config, **own}, _DEFAULTS)
+    fixed = {"head_dim": width, "query_pre_attn_scalar": width, "hidden_activation": ACTIVATION}
+    values = gemma_values({**config, **fixed}, _DEFAULTS)
     return {**values, "norm_placement": "before"}
 
 

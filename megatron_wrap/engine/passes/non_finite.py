@@ -120,7 +120,8 @@ class NonFiniteWatch:
         def checked(micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
             value = loss(micro_batch, output)
             index = next(index for index, other in enumerate(local) if other is micro_batch)
-            if isinstance(output, DeferredLogits) and value.requires_grad:
+            outputs = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(logits, DeferredLogits) for logits in outputs) and value.requires_grad:
                 # before the loss adds to the gradient of the output weight
                 value.register_hook(lambda _: self._chunks[-1].backward_begins(index))
             if not is_finite(value):
