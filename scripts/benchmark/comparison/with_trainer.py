@@ -43,6 +43,7 @@ class _Rows(torch.utils.data.Dataset):
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger" or "trl"."""
+    transformers.set_seed(1234)  # the same initial weights in each run
     recorder = _Recorder(StepClock(task))
     liger = options["trainer"] == "transformers-liger"
     attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
