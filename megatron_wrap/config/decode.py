@@ -11,9 +11,8 @@ from megatron_wrap.config.checks.needs import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin
-from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.config.reading.unknown_keys import KeyRules
-from megatron_wrap.config.reading.yaml_nodes import Node, describe, dump_yaml, read_yaml, shown_path
+from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
 from megatron_wrap.config.schema.reference_models import decode_reference_model
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
@@ -22,7 +21,7 @@ from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_s
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, Mistakes
-from megatron_wrap.hidden_secrets import remember_secrets, without_secrets
+from megatron_wrap.hidden_secrets import remember_secrets
 
 _CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
@@ -78,18 +77,7 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
 
 def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write all resolved values but secrets as YAML, each with its origin as a comment."""
-    lines = []
-    trail: list[str] = []
-    for line in dump_yaml(without_secrets(config.resolved)).splitlines():
-        key, colon, _ = line.strip().partition(":")
-        depth = (len(line) - len(line.lstrip())) // 2
-        if colon and not line.lstrip().startswith("- "):
-            trail = [*trail[:depth], key.strip("'\"")]
-            origin = config.origins.get(".".join(trail))
-            line = f"{line}  # {origin}" if origin else line
-        lines.append(line)
-    title = f"# {config.name}, resolved by megatron-wrap: each value and the line that set it\n"
-    Path(path).write_text(title + schema_line() + "\n".join(lines) + "\n", encoding="utf-8")
+    Path(path).write_text(config.resolved_yaml, encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -83,7 +84,8 @@ def _quantization(hf_path: str | None) -> str | None:
     return None if quantization is None else quantization.shown
 
 
-def package_versions() -> dict[str, str]:
+@functools.cache
+def package_versions() -> Mapping[str, str]:
     """Versions of the installed ones of `PACKAGES`."""
     versions = {}
     for package in PACKAGES:

@@ -8,11 +8,14 @@ Keys of `megatron_lm` have Megatron-LM's argument names. `upstream` contains fur
 dataclass.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.tree import schema_line
+from megatron_wrap.config.reading.yaml_nodes import dump_yaml
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.config.schema.launch.common import LaunchConfig
@@ -28,6 +31,7 @@ from megatron_wrap.config.schema.training import (
     RecomputeConfig,
     TrainConfig,
 )
+from megatron_wrap.hidden_secrets import without_secrets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +253,22 @@ class RunConfig:
     """URL of the remote folder whose staging folder is `train.save`; the YAML has it as train.common.save."""
     undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
+
+    @functools.cached_property
+    def resolved_yaml(self) -> str:
+        """`resolved` without secrets as YAML, each value with its origin as a comment; each checkpoint contains it."""
+        lines = []
+        trail: list[str] = []
+        for line in dump_yaml(without_secrets(self.resolved)).splitlines():
+            key, colon, _ = line.strip().partition(":")
+            depth = (len(line) - len(line.lstrip())) // 2
+            if colon and not line.lstrip().startswith("- "):
+                trail = [*trail[:depth], key.strip("'\"")]
+                origin = self.origins.get(".".join(trail))
+                line = f"{line}  # {origin}" if origin else line
+            lines.append(line)
+        title = f"# {self.name}, resolved by megatron-wrap: each value and the line that set it\n"
+        return title + schema_line() + "\n".join(lines) + "\n"
 
     def value(self, name: str) -> Any:
         """The value of section.key, with the names of the fields."""
