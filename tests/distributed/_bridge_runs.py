@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 CONFIG = Path(__file__).parent / "hugging_face.yaml"
@@ -253,12 +254,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         {**LINEAR, **EXPERTS_OF_QWEN, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
     ),
-    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "full_attention_interval": 3}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "full_attention_interval": 3, "mtp_num_hidden_layers": 0}),
     "qwen3.5-moe": (
         "Qwen3_5MoeForCausalLM",
         {
             **{**LINEAR, **EXPERTS_OF_QWEN, "linear_num_value_heads": 2, "tie_word_embeddings": True},
             "layer_types": ["full_attention", *["linear_attention"] * 3],
+            "mtp_num_hidden_layers": 0,
         },
     ),
     "olmo2": ("Olmo2ForCausalLM", {"num_attention_heads": 6, "head_dim": 10}),
@@ -384,15 +386,21 @@ CASES = [
 """(family, layout) of each comparison with transformers."""
 
 
-def make_folder(name: str, folder: Path, **save_arguments: Any) -> Path:
-    """A random transformers model of the family, every parameter random, saved into `folder`."""
+def make_folder(
+    name: str, folder: Path, changes: Mapping[str, Any] = MappingProxyType({}), **save_arguments: Any
+) -> Path:
+    """A random transformers model of the family, every parameter random, saved into `folder`.
+
+    Args:
+        changes: values of its configuration that differ from those in `FAMILIES`.
+    """
     import torch
     import transformers
 
     class_name, settings = FAMILIES[name]
     model_class = getattr(transformers, class_name)
     sizes = {} if class_name.startswith("GPT2") else SIZES
-    config = model_class.config_class(**{**sizes, **settings})
+    config = model_class.config_class(**{**sizes, **settings, **changes})
     model = model_class._from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(21)
     with torch.no_grad():
@@ -458,8 +466,10 @@ def make_folder_with_vision(name: str, folder: Path) -> Any:
     text_class, text = FAMILIES[name]
     text_type = getattr(transformers, text_class).config_class.model_type
     tied = text.get("tie_word_embeddings", False)
+    published = name in ("ministral3", "gemma3")
+    ahead = {} if published else {"mtp_num_hidden_layers": 1}
     config = getattr(transformers, f"{class_name}Config")(
-        text_config={"model_type": text_type, **SIZES, **text},
+        text_config={"model_type": text_type, **SIZES, **text, **ahead},
         vision_config={"model_type": vision_type, **sizes},
         tie_word_embeddings=tied,
     )
@@ -469,7 +479,6 @@ def make_folder_with_vision(name: str, folder: Path) -> Any:
         for parameter_name, parameter in model.named_parameters():
             norm = parameter.dim() == 1 and (name not in ZERO_CENTERED or "linear_attn.norm" in parameter_name)
             parameter.copy_(0.15 * torch.randn(parameter.shape) + norm)
-    published = name in ("ministral3", "gemma3")
     model.save_pretrained(folder, max_shard_size="100KB" if published else "1GB")
     if not published:
         _as_published(folder / "model.safetensors")

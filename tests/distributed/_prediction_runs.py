@@ -10,8 +10,16 @@ import _bridge_runs as runs
 from _hf_training_runs import BATCH, samples, settings
 
 STEPS, FACTOR = 5, 0.3
-DEPTHS = {"deepseek-v3": 1, "glm4-moe": 2}
+DEPTHS = {"deepseek-v3": 1, "glm4-moe": 2, "qwen3-next": 1, "qwen3.5": 1, "qwen3.5-moe": 1}
 """Family -> layers for multi-token prediction of its folder."""
+OF_QWEN: dict[str, dict[str, Any]] = {
+    "qwen3-next": {},
+    "qwen3.5": {"full_attention_interval": 2},
+    "qwen3.5-moe": {"layer_types": ["linear_attention", "full_attention"] * 2, "tie_word_embeddings": False},
+}
+"""Family whose layer has names of its own (`mtp.`) -> changes of its model: the last layer has attention, since
+`MtpModel` takes the class of its norms from there, and transformers' five steps in fp32 are within 1e-5 of those in
+float64."""
 ARCH = "megatron_lm.model.arch."
 
 
@@ -21,12 +29,12 @@ def arch_overrides(name: str) -> tuple[str, ...]:
 
 
 def make_folder(name: str, folder: Path) -> Path:
-    """As `_bridge_runs.make_folder`, with random layers for multi-token prediction under the names of DeepSeek's and
-    GLM's published folders, copies of embedding and output layer included."""
+    """As `_bridge_runs.make_folder`, with random layers for multi-token prediction under the names of the published
+    folders; those of DeepSeek and GLM contain copies of embedding and output layer."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    runs.make_folder(name, folder)
+    runs.make_folder(name, folder, OF_QWEN.get(name, {}))
     tensors, path = load_file(folder / "model.safetensors"), folder / "config.json"
     config = json.loads(path.read_text())
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
@@ -37,16 +45,22 @@ def make_folder(name: str, folder: Path) -> Path:
 
     last = f"model.layers.{layers - 1}."
     of_last = {key.removeprefix(last): tensor for key, tensor in tensors.items() if key.startswith(last)}
+    center = 0.0 if name in runs.ZERO_CENTERED else 1.0
     for number in range(DEPTHS[name]):
-        prefix = f"model.layers.{layers + number}."
+        prefix = "mtp.layers.0." if name in OF_QWEN else f"model.layers.{layers + number}."
         tensors |= {prefix + key: tensor + 0.1 * random(*tensor.shape) for key, tensor in of_last.items()}
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            tensors[f"{prefix}{norm}.weight"] = 1.0 + 0.3 * random(hidden)
-        tensors[f"{prefix}eh_proj.weight"] = 0.15 * random(hidden, 2 * hidden)
-        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        names = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+        if name in OF_QWEN:
+            prefix, names = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        for norm in names[:3]:
+            tensors[f"{prefix}{norm}.weight"] = center + 0.3 * random(hidden)
+        tensors[f"{prefix}{names[3]}.weight"] = 0.15 * random(hidden, 2 * hidden)
+        if name not in OF_QWEN:
+            tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    path.write_text(json.dumps({**config, "num_nextn_predict_layers": DEPTHS[name]}))
+    key = "mtp_num_hidden_layers" if name in OF_QWEN else "num_nextn_predict_layers"
+    path.write_text(json.dumps({**config, key: DEPTHS[name]}))
     return folder
 
 
@@ -90,10 +104,12 @@ def train_transformers(folder: Path) -> tuple[list[tuple[float, float]], list[li
     from transformers.modeling_layers import MtpModel
 
     model = runs.transformers_model(folder, attn_implementation="eager")
-    # the patterns of the class have the layer numbers of the published folders alone
-    first = model.config.num_hidden_layers
-    numbers = range(first, first + model.config.num_mtp_layers)
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}.*" for number in numbers]
+    if hasattr(model.config, "layer_types"):  # of Qwen's layer it has the names, but not how many there are
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    else:  # the patterns of the class have the layer numbers of the published folders alone
+        first = model.config.num_hidden_layers
+        numbers = range(first, first + model.config.num_mtp_layers)
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}.*" for number in numbers]
     prediction = MtpModel.from_pretrained(model)
     parameters = [*model.parameters(), *prediction.layers.parameters()]
     groups = [

@@ -108,8 +108,9 @@ def obstacle(family: Family, arch: ArchConfig) -> str | None:
         returned = family.arch_values(family.config_values(arch))
     except UnsupportedModel as error:
         return str(error)
-    if arch.mtp_num_layers and not family.has_prediction_layers:
-        return f"it has no layers for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
+    if (arch.mtp_num_layers or 0) > family.max_prediction_layers:
+        most = family.max_prediction_layers or "no"
+        return f"it has {most} layers for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
     values: dict[str, Any] = {**{f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}, **arch.upstream}
     for key, value in returned.items():
         if key not in TRAINING_KEYS and not _same(values.get(key), value):

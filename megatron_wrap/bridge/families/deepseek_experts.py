@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import ROUTER, LayerTable, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.families.decoder import ROUTER, need, refuse_unless
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
@@ -69,52 +68,3 @@ def sigmoid_router_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `sigmoid_router_values`."""
     groups = {"n_group": arch.moe_router_num_groups or 1, "topk_group": arch.moe_router_group_topk or 1}
     return {**groups, "norm_topk_prob": True}
-
-
-def prediction_table(arch: ArchConfig, layer: LayerTable) -> Table:
-    """The table of the layers for multi-token prediction, which follow the decoder's (`model.layers.61.` in DeepSeek
-    V3). The norm after each is `shared_head.norm`.
-
-    Args:
-        layer: as for `decoder_table`.
-    """
-    sizes, table = Sizes.of(arch), {}
-    for number in range(arch.mtp_num_layers or 0):
-        ours, theirs = f"mtp_block.layers.{number}.", f"model.layers.{arch.num_layers + number}."
-        for norm in ("enorm", "hnorm"):
-            table[f"{ours}{norm}.weight"] = weights.replicated(f"{theirs}{norm}.weight", sizes.hidden)
-        table[f"{ours}eh_proj.weight"] = weights.column(f"{theirs}eh_proj.weight", sizes.hidden, 2 * sizes.hidden)
-        table |= layer(arch, sizes, f"{ours}transformer_layer.", theirs)
-        table[f"{ours}final_layernorm.weight"] = weights.replicated(f"{theirs}shared_head.norm.weight", sizes.hidden)
-    return table
-
-
-def prediction_copies(arch: ArchConfig) -> dict[str, str]:
-    """The copies of embedding and output layer in each layer for multi-token prediction -> the originals."""
-    prefixes = [f"model.layers.{arch.num_layers + number}." for number in range(arch.mtp_num_layers or 0)]
-    return {
-        prefix + copy: original
-        for prefix in prefixes
-        for copy, original in (
-            ("embed_tokens.weight", "model.embed_tokens.weight"),
-            ("shared_head.head.weight", "lm_head.weight"),
-        )
-    }
-
-
-def prediction_config(arch: ArchConfig) -> dict[str, Any]:
-    """Values of an exported config.json about the layers for multi-token prediction."""
-    return {"num_nextn_predict_layers": arch.mtp_num_layers or 0}
-
-
-def prediction_layers_left_out(
-    arch: ArchConfig, advice: str = "; megatron_lm.model.arch.mtp_num_layers: 1 loads them"
-) -> dict[str, str]:
-    """Patterns of the layers for multi-token prediction that a run does not build -> the warning that they are left
-    out, which ends with the advice; empty: for a family that cannot have them."""
-    if arch.mtp_num_layers is not None:
-        return {}
-    return {
-        rf"model\.layers\.{arch.num_layers}\..*": "the layers for multi-token prediction are not loaded: not trained, "
-        f"and not exported{advice}"
-    }

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.decoder import Table, refuse_unless
-from megatron_wrap.bridge.families.deepseek_experts import (
+from megatron_wrap.bridge.families.deepseek_experts import sigmoid_router_config, sigmoid_router_values
+from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_table, latent_values
+from megatron_wrap.bridge.families.prediction_layers import (
+    ANY_NUMBER,
     prediction_config,
     prediction_copies,
     prediction_layers_left_out,
     prediction_table,
-    sigmoid_router_config,
-    sigmoid_router_values,
 )
-from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_table, latent_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -39,5 +39,5 @@ FAMILY = Family(
     left_out=prediction_layers_left_out,
     exported_values=prediction_config,
     copies=prediction_copies,
-    has_prediction_layers=True,
+    max_prediction_layers=ANY_NUMBER,
 )

@@ -10,12 +10,15 @@ from megatron_wrap.bridge.families.decoder import Sizes, Table
 from megatron_wrap.bridge.families.deepseek_experts import (
     expert_config,
     expert_values,
+    sigmoid_router_config,
+    sigmoid_router_values,
+)
+from megatron_wrap.bridge.families.prediction_layers import (
+    ANY_NUMBER,
     prediction_config,
     prediction_copies,
     prediction_layers_left_out,
     prediction_table,
-    sigmoid_router_config,
-    sigmoid_router_values,
 )
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -64,5 +67,5 @@ FAMILY = Family(
     left_out=prediction_layers_left_out,
     exported_values=prediction_config,
     copies=prediction_copies,
-    has_prediction_layers=True,
+    max_prediction_layers=ANY_NUMBER,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_wrap.bridge.families import decoder
 from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.deepseek_experts import prediction_layers_left_out
+from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import kv_channels

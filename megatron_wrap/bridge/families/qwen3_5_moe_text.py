@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.decoder import need
-from megatron_wrap.bridge.families.qwen3_5_text import parameters
+from megatron_wrap.bridge.families.qwen3_5_text import parameters, prediction_config
 from megatron_wrap.bridge.families.qwen3_next import (
     hybrid_config,
     hybrid_experts,
     hybrid_experts_config,
     hybrid_values,
-    prediction_layers,
+    prediction_layer_left_out,
 )
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import moe_layer_pattern
@@ -42,6 +42,8 @@ FAMILY = Family(
     arch_values=_arch_values,
     config_values=_config_values,
     parameters=parameters,
-    left_out=prediction_layers,
+    left_out=prediction_layer_left_out,
+    exported_values=prediction_config,
+    max_prediction_layers=1,
     splits_stacks=True,  # the published folders stack them, transformers 5 does not
 )

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
 from megatron_wrap.bridge.families.qwen3_next import (
     convolved_parts,
     hybrid_config,
-    hybrid_layer,
+    hybrid_table,
     hybrid_values,
-    prediction_layers,
+    prediction_layer_left_out,
     values_per_key,
 )
 from megatron_wrap.bridge.mapping import tensors as weights
@@ -35,7 +34,12 @@ def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
     return weights.by_head(parts, arch.linear_num_key_heads, hidden)
 
 
-parameters = partial(decoder.decoder_table, layer=partial(hybrid_layer, in_proj=in_proj))
+parameters = partial(hybrid_table, in_proj=in_proj)
+
+
+def prediction_config(arch: ArchConfig) -> dict[str, Any]:
+    """Values of an exported config.json about the layer for multi-token prediction."""
+    return {"mtp_num_hidden_layers": arch.mtp_num_layers or 0}
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,5 +52,7 @@ FAMILY = Family(
     arch_values=_arch_values,
     config_values=hybrid_config,
     parameters=parameters,
-    left_out=prediction_layers,
+    left_out=prediction_layer_left_out,
+    exported_values=prediction_config,
+    max_prediction_layers=1,
 )

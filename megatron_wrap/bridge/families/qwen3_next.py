@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta networks in most layers, attention with output gates and partly rotated heads in the others,
-zero-centered norms, experts with a gated shared one (transformers/models/qwen3_next).
-
-The layers for multi-token prediction are not loaded.
+zero-centered norms, experts with a gated shared one (transformers/models/qwen3_next). The layer for multi-token
+prediction has attention.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 from megatron_wrap.bridge.families import decoder
 from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out, single_prediction_table
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -72,7 +72,7 @@ Projection = Callable[[ArchConfig, str, int], WeightMapping]
 
 def hybrid_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, in_proj: Projection) -> Table:
     """The table of a layer of either kind."""
-    is_linear = linear_layer_pattern(arch)[int(ours.split(".")[2])]
+    is_linear = ours.startswith("decoder.") and linear_layer_pattern(arch)[int(ours.split(".")[2])]
     attention = _linear_table(arch, sizes, ours, theirs, in_proj) if is_linear else None
     return {
         **decoder.norm_table(sizes, ours, theirs),
@@ -143,9 +143,13 @@ def hybrid_experts_config(arch: ArchConfig) -> dict[str, Any]:
     return {**values, "shared_expert_intermediate_size": arch.moe_shared_expert_intermediate_size}
 
 
-def prediction_layers(_: ArchConfig) -> dict[str, str]:
-    """Patterns of the layers for multi-token prediction -> the warning that they are left out."""
-    return {r"mtp\..*": "the layers for multi-token prediction are not loaded: not trained, and not exported"}
+def hybrid_table(arch: ArchConfig, *, in_proj: Projection) -> Table:
+    """The table of a model, with its layer for multi-token prediction."""
+    layer = partial(hybrid_layer, in_proj=in_proj)
+    return {**decoder.decoder_table(arch, layer), **single_prediction_table(arch, layer)}
+
+
+prediction_layer_left_out = partial(prediction_layers_left_out, named=r"mtp\..*")
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +166,7 @@ FAMILY = Family(
     architecture="Qwen3NextForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
-    parameters=partial(decoder.decoder_table, layer=partial(hybrid_layer, in_proj=_in_proj)),
-    left_out=prediction_layers,
+    parameters=partial(hybrid_table, in_proj=_in_proj),
+    left_out=prediction_layer_left_out,
+    max_prediction_layers=1,
 )

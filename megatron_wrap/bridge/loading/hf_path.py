@@ -41,11 +41,11 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
         return None
     of_folder = read_hugging_face_config(provider.hf_path)
     family = family_of_model(config, of_folder.family)
-    if config.arch.mtp_num_layers and not family.has_prediction_layers:
+    if (config.arch.mtp_num_layers or 0) > family.max_prediction_layers:
         key = "megatron_lm.model.arch.mtp_num_layers"
         raise UnsupportedModel(
-            f"{config.located(key)}: layers for multi-token prediction of {family.model_type} are not supported; set "
-            "it to null"
+            f"{config.located(key)}: {config.arch.mtp_num_layers} layers for multi-token prediction of "
+            f"{family.model_type} are not supported; set it to {family.max_prediction_layers or 'null'}"
         )
     patterns = CONFIG_FILES + WEIGHT_FILES + (PICKLE_FILES if provider.hf_allow_pickle else ())
     folder = local_folder(provider.hf_path, patterns)

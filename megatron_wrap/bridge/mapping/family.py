@@ -39,8 +39,8 @@ class Family:
     """Values of an exported config.json that replace those of the original."""
     copies: Callable[[ArchConfig], Mapping[str, str]] = lambda arch: {}
     """Name of a further tensor -> the tensor of which it is a copy: written beside it, and not read."""
-    has_prediction_layers: bool = False
-    """The table has the layers for multi-token prediction (`mtp_num_layers`)."""
+    max_prediction_layers: int = 0
+    """Layers for multi-token prediction (`mtp_num_layers`) that the table can have."""
 
     splits_stacks: bool = False
     """A folder may have the experts of a layer in one tensor; `parameters` names the tensors of each expert."""

@@ -21,7 +21,7 @@ from megatron_wrap.bridge.loading.hf_path import check_hugging_face, starting_we
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
-from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.errors import CheckpointError, ConfigError, UnsupportedModel
 
 pytestmark = pytest.mark.transformers
 
@@ -350,3 +350,26 @@ def test_layers_for_multi_token_prediction_are_not_loaded_with_a_warning(folder)
     assert export_format(config).config_json("float32")["num_nextn_predict_layers"] == 0
     change(folder, lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(16)}))
     assert "model.layers.3.enorm.weight" in refusal(folder)
+
+
+def test_the_layer_for_multi_token_prediction_of_qwen_is_one_that_a_run_may_load(folder):
+    """As in Qwen/Qwen3.5-27B, beside the decoder."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    shutil.rmtree(folder)
+    sizes = {
+        **{"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, **IDS},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "full_attention_interval": 2},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "mtp_num_hidden_layers": 1},
+    }
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).save_pretrained(folder)
+    change(folder, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(16)}))
+    config = load_run_config("run.yaml", [f"{HF_PATH}={folder}"])
+    check_hugging_face(config)
+    (warning,) = weights_left_out(config)
+    assert "mtp_num_layers: 1 loads them" in warning
+    assert export_format(config).config_json("float32")["mtp_num_hidden_layers"] == 0
+    with pytest.raises(CheckpointError, match=r"mtp\.pre_fc_norm_embedding\.weight is missing"):
+        checked_weights(folder, "megatron_lm.model.arch.mtp_num_layers=1")
+    with pytest.raises(UnsupportedModel, match=r"mtp_num_layers: 2 layers .* of qwen3_5_text .*set it to 1"):
+        checked_weights(folder, "megatron_lm.model.arch.mtp_num_layers=2")
