@@ -45,21 +45,35 @@ def remember_secrets(values: Any, name: str = "") -> None:
 def hide_secrets(text: str) -> str:
     """The text without secrets: those of the environment and of the configurations of this process, and what has the
     form of one."""
-    known = {part for name, value in os.environ.items() if _is_secret(name, value) for part in _searched(value)}
-    for secret in sorted(known | _of_configurations, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return SECRET_VALUE.sub(HIDDEN, text)
+    return _without(text, _known())
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
     """Nested mappings and lists with `[hidden]` for each secret; arguments as for `remember_secrets`."""
+    return _without_nested(values, name, _known())
+
+
+def _without_nested(values: Any, name: str, secrets: list[str]) -> Any:
     if isinstance(values, Mapping):
-        return {key: without_secrets(nested, str(key)) for key, nested in values.items()}
+        return {key: _without_nested(nested, str(key), secrets) for key, nested in values.items()}
     if isinstance(values, list | tuple):
-        return [without_secrets(nested, name) for nested in values]
+        return [_without_nested(nested, name, secrets) for nested in values]
     if _is_secret(name, values):
         return HIDDEN
-    return hide_secrets(values) if isinstance(values, str) else values
+    return _without(values, secrets) if isinstance(values, str) else values
+
+
+def _known() -> list[str]:
+    """The secrets of the environment and of the configurations, longest first; read once for all
+    values of a configuration, which are hundreds."""
+    known = {part for name, value in os.environ.items() if _is_secret(name, value) for part in _searched(value)}
+    return sorted(known | _of_configurations, key=len, reverse=True)
+
+
+def _without(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return SECRET_VALUE.sub(HIDDEN, text)
 
 
 def _is_secret(name: str, value: Any) -> bool:

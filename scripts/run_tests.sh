@@ -11,7 +11,6 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 environment requirements-dev.txt
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package, which one of them compiles
 covering=(-m "not matrix and not drill and not documentation")
 all=(-m "")
 case "$*" in

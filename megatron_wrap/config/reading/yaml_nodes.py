@@ -281,6 +281,8 @@ def dump_yaml(value: Any) -> str:
 
 def inline_yaml(value: Any) -> str:
     """`value` as YAML text on one line."""
+    if value is None or type(value) in (bool, int):  # most values of a configuration; an emitter costs 0.5 ms
+        return "null" if value is None else str(value).lower()
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )

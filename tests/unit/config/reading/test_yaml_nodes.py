@@ -137,3 +137,8 @@ def test_what_is_written_reads_back_equal_in_both_readings(tmp_path: Path) -> No
     path.write_text(inline_yaml(values), encoding="utf-8")
     assert read_yaml(path).plain() == values
     assert len(inline_yaml(values).splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [None, True, False, 0, -7, 10**20])
+def test_the_text_of_a_plain_value_is_pyyaml_s(value):
+    assert f"[{inline_yaml(value)}]" == yaml.safe_dump([value], default_flow_style=True).strip()
