@@ -69,60 +69,15 @@ def _check_attention(config: RunConfig) -> None:
         refuse(config, ["arch.window_attn_skip_freq", "arch.num_layers"], rule)
     if isinstance(skip, int) and skip < 1:
         refuse(config, ["arch.window_attn_skip_freq"], f"must be at least 1, not {skip}")
-    if derived.has_plain_yarn(arch):
-        _check_yarn(config)
     if arch.rope_type == "longrope":
         _check_longrope(config)
-    if arch.qk_layernorm_type == "per_layer":
-        one_width = ("multi_latent_attention", (False,))
-        _check_values(config, "qk_layernorm_type per_layer", one_width, ("normalization", ("RMSNorm",)))
-    if arch.norm_placement != "before":
-        plain = ("multi_latent_attention", (False,)), ("experimental_attention_variant", (None,))
-        _check_values(config, f"norm_placement {arch.norm_placement}", *plain)
-    if arch.attn_logit_softcapping is not None:
-        _check_values(
-            config,
-            "attn_logit_softcapping",
-            ("multi_latent_attention", (False,)),
-            ("softmax_type", ("vanilla",)),
-            ("transformer_impl", ("auto", "torch")),
-        )
-    if arch.window_rotary_base is not None:
-        _check_values(
-            config,
-            "window_rotary_base",
-            ("position_embedding_type", ("rope",)),
-            ("multi_latent_attention", (False,)),
-            ("rope_type", ("rope", "yarn")),
-        )
     if arch.position_embedding_type == "rope" and not arch.multi_latent_attention and derived.kv_channels(arch) % 2:
         rule = f"rope rotates pairs, and a head is {derived.kv_channels(arch)} wide; make it even"
         refuse(config, ["arch.kv_channels", "arch.hidden_size"], rule)
 
 
-def _check_yarn(config: RunConfig) -> None:
-    """Megatron-Core's YaRN (yarn_rotary_pos_embedding.py) ignores other scalings, and rotates whole heads by halves."""
-    _check_values(
-        config,
-        "rope_type yarn",
-        ("position_embedding_type", ("rope",)),
-        ("use_rope_scaling", (False,)),
-        ("rotary_seq_len_interpolation_factor", (None,)),
-        ("rotary_interleaved", (False,)),
-        ("rotary_percent", (1.0,)),
-    )
-
-
 def _check_longrope(config: RunConfig) -> None:
     arch = config.arch
-    _check_values(
-        config,
-        "rope_type longrope",
-        ("multi_latent_attention", (False,)),
-        ("position_embedding_type", ("rope",)),
-        ("use_rope_scaling", (False,)),
-        ("rotary_seq_len_interpolation_factor", (None,)),
-    )
     pairs = int(derived.kv_channels(arch) * arch.rotary_percent) // 2
     for name in ("longrope_short_factor", "longrope_long_factor"):
         factors = getattr(arch, name) or ()

@@ -41,6 +41,15 @@ _INDEXED_ONLY = (
 _MUON = ("muon_momentum", "muon_nesterov", "muon_num_ns_steps", "muon_adjust_lr_fn", "muon_split_qkv", "muon_ns_dtype")
 _DTYPES_OF_ADAM = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
 
+_UNSCALED_ROPE = (
+    ("position_embedding_type", ("rope",)),
+    ("use_rope_scaling", (False,)),
+    ("rotary_seq_len_interpolation_factor", (None,)),
+)
+"""What rope_type yarn and longrope need: Megatron-Core's code for them ignores other scalings."""
+_WHOLE_HEADS_BY_HALVES = (("rotary_interleaved", (False,)), ("rotary_percent", (1.0,)))
+"""Of Megatron-Core's YaRN (yarn_rotary_pos_embedding.py)."""
+
 NEEDS = (
     Need("bad_steps.on_bad_step", "train.check_for_nan_in_loss_and_grad", (True,)),
     Need("bad_steps.max_in_a_row", "bad_steps.on_bad_step", ("skip",)),
@@ -56,7 +65,24 @@ NEEDS = (
     Need("arch.window_attn_skip_freq", "arch.window_size"),
     Need("arch.window_rotary_base", "arch.window_size"),
     Need("arch.qk_layernorm_type", "arch.qk_layernorm", (True,), when="per_layer"),
+    Need("arch.qk_layernorm_type", "arch.multi_latent_attention", (False,), when="per_layer"),
+    Need("arch.qk_layernorm_type", "arch.normalization", ("RMSNorm",), when="per_layer"),
+    Need("arch.window_rotary_base", "arch.position_embedding_type", ("rope",), when=Range(above=0)),
+    Need("arch.window_rotary_base", "arch.multi_latent_attention", (False,), when=Range(above=0)),
+    Need("arch.window_rotary_base", "arch.rope_type", ("rope", "yarn"), when=Range(above=0)),
     Need("arch.use_rope_scaling", "arch.position_embedding_type", ("rope",)),
+    *(Need("arch.rope_type", f"arch.{name}", values, when="yarn") for name, values in _UNSCALED_ROPE),
+    *(Need("arch.rope_type", f"arch.{name}", values, when="yarn") for name, values in _WHOLE_HEADS_BY_HALVES),
+    *(Need("arch.rope_type", f"arch.{name}", values, when="longrope") for name, values in _UNSCALED_ROPE),
+    Need("arch.rope_type", "arch.multi_latent_attention", (False,), when="longrope"),
+    Need("arch.attn_logit_softcapping", "arch.multi_latent_attention", (False,), when=Range(above=0)),
+    Need("arch.attn_logit_softcapping", "arch.softmax_type", ("vanilla",), when=Range(above=0)),
+    Need("arch.attn_logit_softcapping", "arch.transformer_impl", ("auto", "torch"), when=Range(above=0)),
+    *(
+        Need("arch.norm_placement", f"arch.{name}", (value,), when=placement)
+        for name, value in (("multi_latent_attention", False), ("experimental_attention_variant", None))
+        for placement in ("after", "both")
+    ),
     Need("arch.mtp_loss_scaling_factor", "arch.mtp_num_layers"),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),

@@ -414,7 +414,7 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             [*LINEAR, "arch.linear_num_key_heads=2", "parallel.tensor_model_parallel_size=4"],
             "linear_num_key_heads 2 is not divisible by the 4 processes",
         ),
-        (["arch.rope_type=yarn", "arch.rotary_percent=0.5"], "rope_type yarn needs rotary_percent 1.0, not 0.5"),
+        (["arch.rope_type=yarn", "arch.rotary_percent=0.5"], "rope_type yarn needs rotary_percent 1.0, which is 0.5"),
         (
             ["arch.rope_type=longrope", "arch.longrope_short_factor=[1,2]"],
             "needs a positive factor for each of the 16 rotated pairs of a head, not [1.0, 2.0]",
@@ -423,16 +423,16 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
         (["arch.qk_layernorm_type=per_layer"], "per_layer needs qk_layernorm true"),
         (
             ["arch.qk_layernorm=true", "arch.qk_layernorm_type=per_layer", "arch.normalization=LayerNorm"],
-            "qk_layernorm_type per_layer needs normalization RMSNorm, not layernorm",
+            "qk_layernorm_type per_layer needs normalization RMSNorm, which is LayerNorm",
         ),
         (["arch.window_rotary_base=5000"], "5000.0 needs window_size"),
         (
             ["arch.attn_logit_softcapping=50", "arch.transformer_impl=transformer_engine"],
-            "attn_logit_softcapping needs transformer_impl auto or torch, not transformer_engine",
+            "attn_logit_softcapping 50.0 needs transformer_impl auto or torch, which is transformer_engine",
         ),
         (
             ["arch.window_rotary_base=5000", "arch.window_size=[7,0]", "arch.position_embedding_type=none"],
-            "window_rotary_base needs position_embedding_type rope, not none",
+            "window_rotary_base 5000.0 needs position_embedding_type rope, which is none",
         ),
         (
             ["arch.num_experts=4", "arch.moe_router_num_groups=2"],
