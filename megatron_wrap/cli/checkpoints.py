@@ -13,6 +13,7 @@ from typing import Any
 from megatron_wrap.checkpoint.files.hashes import find_damage
 from megatron_wrap.checkpoint.files.store import BEST, REFERENCE, CheckpointStore, folder_name, missing_part, read_facts
 from megatron_wrap.checkpoint.remote.store import RemoteStore
+from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.remote.files import is_remote
@@ -145,9 +146,7 @@ def _hint(folder: Path) -> str:
 
 def _report(rows: list[tuple[str, ...]], damaged: list[str]) -> int:
     """Print a table and the damaged checkpoints; the exit code."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(text_table(rows))
     if damaged:
         print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
     return 1 if damaged else 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
+from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.config.hugging_face import FAMILIES, UNSUPPORTED, WITH_VISION
 
 EXAMPLES = (
@@ -33,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     shown = [_HEAD, *((name, "" if worst is None else f"{worst:.1e}", *lists) for name, worst, *lists in rows)]
     texts = [[cell if isinstance(cell, str) else " ".join(cell) for cell in row] for row in shown]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(_HEAD))]
-    for row in texts:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(text_table(texts))
     print("difference: largest absolute difference of fp32 logits from transformers', random models of odd shapes")
     print(f"of {', '.join(sorted(WITH_VISION))} the language model alone is read; refused:")
     for name, reason in refused.items():

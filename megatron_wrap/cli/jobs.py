@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.slurm.jobs import (
@@ -27,6 +28,7 @@ EXAMPLES = (
     ("what a job prints, until it ends; the exit code is that of the run", "jobs --follow 1234"),
     ("end a job by its number or name; the run saves first", "jobs --cancel 1234"),
 )
+_HEAD = ("job", "name", "state", "step", "speed", "output folder", "last error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     known = states(newest)
     of_folder = {job.output: job.id for job in newest}  # the last one, whose steps the folder has
-    print(hide_secrets(_table([_row(job, known[job.id], of_folder[job.output] == job.id) for job in newest])))
+    rows = [_row(job, known[job.id], of_folder[job.output] == job.id) for job in newest]
+    print(hide_secrets(text_table([_HEAD, *rows])))
     return 0
 
 
@@ -85,12 +88,3 @@ def _row(job: SubmittedJob, state: JobState, has_steps: bool) -> tuple[str, ...]
     folder = os.path.relpath(job.output)
     where = folder if not folder.startswith("..") else job.output
     return job.id, job.name, shown, str(step.get("iteration", "")), speed, where, error
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [("job", "name", "state", "step", "speed", "output folder", "last error"), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in lines
-    )

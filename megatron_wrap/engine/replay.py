@@ -131,11 +131,8 @@ def _largest_alone(state: TrainingState, step: OpenStep, samples: Sequence[Any],
     """The index of the sample with the largest loss in a micro-batch of its own. Collective."""
     if len(indices) == 1:
         return indices[0]
-    single = _single(state, samples, indices)
-    statistics = _statistics(state, step, samples)
     losses: list[tuple[float, int]] = []
-    for run in equal_runs(state, single):
-        local = with_statistics(localized(state, run), statistics)
+    for run, local in _runs_of_one(state, step, samples, indices):
         losses += zip(_mean_losses(state, step, local), [mb.sample_indices[0] for mb in run], strict=False)
     by_rank = gather_objects(losses if state.parallel.counts_once else [])
     sums: dict[int, float] = {}
@@ -194,14 +191,21 @@ def _first_of_step(state: TrainingState, step: OpenStep, samples: Sequence[Any])
 def _alone(state: TrainingState, step: OpenStep, samples: Sequence[Any], indices: Sequence[int]) -> tuple[int, ...]:
     """Those of the samples with these indices that have a non-finite value in a micro-batch of their own. Collective;
     every replica passes all of them."""
-    single = _single(state, samples, indices)
-    statistics = _statistics(state, step, samples)
     culprits: set[int] = set()
-    for run in equal_runs(state, single):
-        local = with_statistics(localized(state, run), statistics)
+    for run, local in _runs_of_one(state, step, samples, indices):
         for value in _values(state, step, local):
             culprits.update(run[value.micro_batch].sample_indices)
     return tuple(sorted(set().union(*gather_objects(culprits))))
+
+
+def _runs_of_one(
+    state: TrainingState, step: OpenStep, samples: Sequence[Any], indices: Sequence[int]
+) -> Iterator[tuple[Sequence[MicroBatch], list[MicroBatch]]]:
+    """Runs of the schedule over the samples with these indices, each in a micro-batch of its own, and the same on the
+    device, with the statistics of the step. Collective."""
+    statistics = _statistics(state, step, samples)
+    for run in equal_runs(state, _single(state, samples, indices)):
+        yield run, with_statistics(localized(state, run), statistics)
 
 
 def _single(state: TrainingState, samples: Sequence[Any], indices: Sequence[int]) -> list[MicroBatch]:

@@ -12,7 +12,7 @@ import random
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -217,15 +217,10 @@ def _recorded(
             hidden = output[0] if isinstance(output, tuple) else output
             outputs[name] = first_sequence(hidden.detach()).float().cpu()
 
-    handles = [
-        module.register_forward_hook(lambda _m, _i, out, name=name: record(name, out))
-        for name, module in modules.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(lambda _m, _i, out, name=name: record(name, out)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _index_in_model(name: str) -> int:

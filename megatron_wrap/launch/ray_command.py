@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shlex
 import signal
@@ -15,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_wrap.config.schema.derived import output_dir
-from megatron_wrap.launch.contract.launcher import Ended, Launch
+from megatron_wrap.launch.contract.launcher import Ended, Launch, Launcher
 from megatron_wrap.launch.ray import require_ray
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log
@@ -32,12 +31,8 @@ _STORE_BYTES = 200 * 2**20
 """Object store of a cluster that is started for one run, which puts nothing into it."""
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Workers of Ray Train in the cluster of RAY_ADDRESS, else in one on this node that lasts as long as the run."""
-
-    def world_size(self, launch: Launch) -> int:
-        """See `Launcher`."""
-        return math.prod(launch.layout())
 
     def preview(self, launch: Launch) -> str:
         """The number of workers, where they are and what they run."""

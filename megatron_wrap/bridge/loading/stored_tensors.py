@@ -52,6 +52,14 @@ def without_stacks(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     return tensors
 
 
+def refuse_unless_in_folder(file: Path) -> None:
+    """Refuse a pipe, socket or device, and a link out of the file's folder, with a CheckpointError."""
+    if reason := special_file(file):
+        raise CheckpointError(reason)
+    if reason := leaves_folder(file.parent, file.name):
+        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
+
+
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by their names, from its header.
 
@@ -60,10 +68,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    if reason := special_file(file):
-        raise CheckpointError(reason)
-    if reason := leaves_folder(file.parent, file.name):
-        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
+    refuse_unless_in_folder(file)
     try:
         size = file.stat().st_size
         with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size

@@ -16,6 +16,7 @@ from megatron_wrap.bridge.loading.quantized_tensors import QuantizedTensor, dequ
 from megatron_wrap.bridge.loading.stored_tensors import (
     ExpertOfStack,
     StoredTensor,
+    refuse_unless_in_folder,
     stored_tensors,
     without_stacks,
 )
@@ -26,8 +27,7 @@ from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.config.reading.json_file import MAX_BYTES as JSON_BYTES
 from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import CheckpointError, did_you_mean, special_file
-from megatron_wrap.inside_folder import leaves_folder
+from megatron_wrap.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -269,10 +269,7 @@ class WeightFolder:
 
 def _check_pickle(file: Path) -> None:
     """Refuses a pickle that belongs to another user, or that is not a file of its folder."""
-    if reason := special_file(file):
-        raise CheckpointError(reason)
-    if reason := leaves_folder(file.parent, file.name):
-        raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
+    refuse_unless_in_folder(file)
     owner = file.stat().st_uid
     if owner != os.geteuid():
         raise CheckpointError(

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.hashes import find_damage
 from megatron_wrap.checkpoint.files.store import (
     MANIFEST,
     REFERENCE,
     TRACKER,
     CheckpointStore,
+    content_damage,
     folder_name,
     missing_part,
     read_facts,
@@ -132,7 +132,7 @@ class RemoteStore:
         if problem is not None:
             return problem
         self._copy(folder_name(iteration), folder)
-        return _damage(folder)
+        return content_damage(folder)
 
     def download_reference(self, iteration: int, store: CheckpointStore) -> None:
         """Copy the reference model of a checkpoint that is in `store`, if there is one."""
@@ -142,7 +142,7 @@ class RemoteStore:
                 continue
             with _hidden(store.folder / REFERENCE) as hidden:
                 self._copy(name, hidden)
-                problem = _damage(hidden)
+                problem = content_damage(hidden)
                 if problem is not None:
                     raise CheckpointError(f"{self.url}/{name} is damaged: {problem}; restore it")
                 shutil.rmtree(store.folder / name, ignore_errors=True)
@@ -252,7 +252,3 @@ def _hidden(parent: Path) -> Iterator[Path]:
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=parent, ignore_cleanup_errors=True) as temporary:
         yield Path(temporary, "checkpoint")
-
-
-def _damage(checkpoint: Path) -> str | None:
-    return missing_part(checkpoint) or find_damage(checkpoint, read_facts(checkpoint).get("hashes", {}))

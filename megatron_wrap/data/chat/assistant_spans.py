@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -250,8 +250,13 @@ def _marked(message: dict, names: bool) -> dict:
         changed["content"] = [{**part, "text": MARK} if "text" in part else part for part in content]
     elif (isinstance(content, str) and _may_have_text(message)) or not message.get("tool_calls"):
         changed["content"] = MARK
+
+    def marked(called: Mapping) -> dict:
+        arguments = MARK if isinstance(called.get("arguments"), str) else {MARK: MARK}
+        return {**({"name": MARK} if names else {}), "arguments": arguments}
+
     if message.get("tool_calls"):
-        changed["tool_calls"] = [_marked_call(call, names) for call in message["tool_calls"]]
+        changed["tool_calls"] = [_changed_call(call, marked) for call in message["tool_calls"]]
     return changed
 
 
@@ -260,13 +265,13 @@ def _may_have_text(message: dict) -> bool:
     return bool(message["content"]) or "thinking" not in message
 
 
-def _marked_call(call: Any, names: bool) -> Any:
+def _changed_call(call: Any, change: Callable[[Mapping], dict]) -> Any:
+    """The tool call with `change` of what it calls: its name and arguments."""
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
-        return {**call, "function": _marked_call(call["function"], names)}
-    arguments = MARK if isinstance(call.get("arguments"), str) else {MARK: MARK}
-    return {**call, **({"name": MARK} if names else {}), "arguments": arguments}
+        return {**call, "function": _changed_call(call["function"], change)}
+    return {**call, **change(call)}
 
 
 # ---- messages and templates
@@ -275,17 +280,12 @@ def _marked_call(call: Any, names: bool) -> Any:
 def _with_text_arguments(message: dict) -> dict:
     """The message with the arguments of its tool calls as JSON text."""
 
-    def converted(call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if "function" in call:
-            return {**call, "function": converted(call["function"])}
-        arguments = call.get("arguments")
-        is_mapping = isinstance(arguments, Mapping)
-        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if is_mapping else call
+    def as_text(called: Mapping) -> dict:
+        arguments = called.get("arguments")
+        return {"arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, Mapping) else {}
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [converted(call) for call in calls]} if calls else message
+    return {**message, "tool_calls": [_changed_call(call, as_text) for call in calls]} if calls else message
 
 
 def _normalized(messages: Sequence[Any]) -> list[dict]:

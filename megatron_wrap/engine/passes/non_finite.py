@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -99,12 +99,11 @@ class NonFiniteWatch:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The hooks are on the modules within the context."""
-        handles = [handle for chunk in self._chunks for handle in chunk.hooks()]
-        try:
+        with ExitStack() as hooks:
+            for chunk in self._chunks:
+                for handle in chunk.hooks():
+                    hooks.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         for chunk in self._chunks:
             chunk.ends()
 

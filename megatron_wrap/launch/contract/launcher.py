@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -100,11 +101,12 @@ class Launcher(Protocol):
     """Starts runs in one way."""
 
     def world_size(self, launch: Launch) -> int:
-        """Processes of the run, over all nodes.
+        """Processes of the run, over all nodes; by default those of `launch.layout()`.
 
         Raises:
             LayoutError: a variable of the environment is missing or wrong.
         """
+        return math.prod(launch.layout())
 
     def preview(self, launch: Launch) -> str:
         """What `start` would run or submit; nothing is started. On Kubernetes the manifest is written."""

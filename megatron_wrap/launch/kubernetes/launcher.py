@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.tree import OVERLAY_FOLDER, shipped_root
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ConfigError, PlatformError
-from megatron_wrap.launch.contract.launcher import Ended, Launch
+from megatron_wrap.launch.contract.launcher import Ended, Launch, Launcher
 from megatron_wrap.launch.kubernetes.job_state import (
     Failure,
     Object,
@@ -44,12 +43,8 @@ _SHOWN_LINES = 30
 """Of the log of a failed pod that was not followed."""
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(Launcher):
     """Pods of a TrainJob, one for each node."""
-
-    def world_size(self, launch: Launch) -> int:
-        """See `Launcher`."""
-        return math.prod(launch.layout())
 
     def preview(self, launch: Launch) -> str:
         """Writes the manifest, which is a file for `kubectl apply` on another machine, and shows it."""

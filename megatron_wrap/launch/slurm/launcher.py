@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import ConfigError, PlatformError, did_you_mean
 from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets
-from megatron_wrap.launch.contract.launcher import Ended, Launch
+from megatron_wrap.launch.contract.launcher import Ended, Launch, Launcher
 from megatron_wrap.launch.slurm.jobs import SubmittedJob, follow, remember, slurm
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -28,12 +27,8 @@ _ASSIGNED = re.compile(r"([A-Za-z_][\w.-]*)=[\"']?([^\s\"'$]{8,})")
 """A name and a value that is no variable."""
 
 
-class SlurmLauncher:
+class SlurmLauncher(Launcher):
     """Jobs of Slurm: `srun` starts torchrun's agent on each node, with c10d's rendezvous on the first one."""
-
-    def world_size(self, launch: Launch) -> int:
-        """See `Launcher`."""
-        return math.prod(launch.layout())
 
     def preview(self, launch: Launch) -> str:
         """The command that submits the job, and its file."""

@@ -14,11 +14,6 @@ ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
-def has_grouped_products() -> bool:
-    """Whether this torch has grouped products."""
-    return hasattr(functional, "grouped_mm")
-
-
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool = False) -> Tensor:
     """Linear layers without biases, each of its own rows.
 

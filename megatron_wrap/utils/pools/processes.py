@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,7 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar, cast
 
 from megatron_wrap.errors import DataError
+from megatron_wrap.utils.pools.threads import submitted_ahead
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,15 +62,8 @@ class ProcessPool(Generic[Item, Result]):
             DataError: a process was killed.
             Exception: the one that `function` or `items` raised.
         """
-        running: deque[tuple[Item, Future[Result]]] = deque()
-        for item in items:
-            running.append((item, self._submit(item)))
-            if len(running) == self._ahead:
-                first, future = running.popleft()
-                yield first, self._result(future)
-        while running:
-            first, future = running.popleft()
-            yield first, self._result(future)
+        for item, future in submitted_ahead(self._submit, items, self._ahead - 1):
+            yield item, self._result(future)
 
     def close(self) -> None:
         """End the processes."""

@@ -26,15 +26,20 @@ def map_ahead(function: Callable[[Item], Result], items: Iterable[Item], threads
             yield item, function(item)
         return
     with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[tuple[Item, Future[Result]]] = deque()
         try:
-            for item in items:
-                ahead.append((item, pool.submit(function, item)))
-                if len(ahead) > threads:
-                    first, future = ahead.popleft()
-                    yield first, future.result()
-            while ahead:
-                first, future = ahead.popleft()
-                yield first, future.result()
+            for item, future in submitted_ahead(lambda item: pool.submit(function, item), items, threads):
+                yield item, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def submitted_ahead(
+    submit: Callable[[Item], Future[Result]], items: Iterable[Item], ahead: int
+) -> Iterator[tuple[Item, Future[Result]]]:
+    """Each item and its future, in the order of the items, after the next `ahead` ones have been submitted."""
+    running: deque[tuple[Item, Future[Result]]] = deque()
+    for item in items:
+        running.append((item, submit(item)))
+        if len(running) > ahead:
+            yield running.popleft()
+    yield from running
