@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_wrap.config import RunConfig
@@ -15,7 +15,7 @@ from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import StepBreakdown
 
 _LEAST_SHARE = 0.01
-"""A change is suggested if it could save this share of the step."""
+"""A change is suggested if it could save this share of the step, or of the peak memory."""
 _ATTAINABLE = 0.8
 """Share of the peak that large matrix products reach (790 of 989 TFLOP/s on an H200, measured)."""
 _PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
@@ -33,6 +33,28 @@ class Change:
     reason: str
     changes_numbers: bool = False
     """Whether it changes the training's precision, and therefore its results."""
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """A suggested change of one key that lowers a process's peak memory and leaves the results unchanged."""
+
+    override: str
+    """`a.b.c=value`."""
+    saves_gib: float
+    """Upper bound."""
+    peak_gib: float
+    """Of that process."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one process in a profiled step."""
+
+    peak_gib: float
+    avoidable_logits_gib: float
+    """Logits of a micro-batch and their gradient; 0: not stored, or the model needs them."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,16 @@ def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, 
         and config.set_by(change.override.partition("=")[0]) is not SetBy.MACHINE
     ]
     return sorted(worthwhile, key=lambda change: (change.changes_numbers, -change.saves_ms))[:count]
+
+
+def memory_changes(processes: Sequence[StepMemory]) -> list[MemoryChange]:
+    """The changes that could lower the peak of the process with most to save."""
+    memory = max(processes, key=lambda of_process: of_process.avoidable_logits_gib)
+    if not memory.avoidable_logits_gib or memory.avoidable_logits_gib < _LEAST_SHARE * memory.peak_gib:
+        return []
+    key = _key("model_provider", "linear_cross_entropy", True)
+    reason = "the logits of a micro-batch and their gradient are stored; the loss can be computed in chunks of tokens"
+    return [MemoryChange(key, memory.avoidable_logits_gib, memory.peak_gib, reason)]
 
 
 def _key(section: str, name: str, value: object) -> str:

@@ -16,7 +16,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.metrics.throughput import ModelShape, training_flops
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.plan.pipeline_split import faster_split
-from megatron_wrap.profiling.advice import ProfiledRun, promising_changes
+from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, break_down
 from megatron_wrap.profiling.table import ProfileReport, json_of, slowest_rank, text
 from megatron_wrap.profiling.trace import read_timeline
@@ -40,6 +40,7 @@ class StepProfiler:
         folder: receives the files, in a subfolder for each range of consecutive iterations.
         shape: sizes of the model, for its FLOPs.
         transformer_engine_layers: whether the model's layers are Transformer Engine's.
+        avoidable_logits_bytes: memory of this process that linear_cross_entropy would save.
         can_pack: whether the flow supports packed rows.
     """
 
@@ -53,11 +54,13 @@ class StepProfiler:
         *,
         shape: ModelShape,
         transformer_engine_layers: bool,
+        avoidable_logits_bytes: int,
         can_pack: bool,
     ) -> None:
         self._config, self._platform, self._parallel = config, platform, parallel
         self._previous, self._folder = iteration, folder
         self._shape, self._transformer_engine_layers, self._can_pack = shape, transformer_engine_layers, can_pack
+        self._avoidable_logits_bytes = avoidable_logits_bytes
         self._steps = frozenset(config.profile.steps)
         self._cuda = platform.name == "cuda"
         self._usual: list[float] = []
@@ -158,21 +161,21 @@ class StepProfiler:
         assert self._trace is not None
         folder = self._range_folder(self._recorded[-1][0])
         breakdown = break_down(read_timeline(self._trace))
-        shared: list[tuple[StepBreakdown, float]] = gather_objects(
-            (breakdown, self._platform.memory_gib()["memory_max"])
-        )
+        memory = StepMemory(self._platform.memory_gib()["memory_max"], self._avoidable_logits_bytes / _GIB)
+        shared: list[tuple[StepBreakdown, StepMemory]] = gather_objects((breakdown, memory))
         ranks = tuple(step for step, _ in shared)
         if self._rank not in (0, slowest_rank(ranks)):
             self._trace.unlink()
             (folder / f"memory-rank{self._rank}.pickle").unlink(missing_ok=True)
         if self._rank == 0:
-            report = self._profile_report(ranks, peak_gib=shared[0][1])
+            report = self._profile_report(ranks, [memory for _, memory in shared])
             (folder / "profile.json").write_text(json.dumps(json_of(report), indent=1) + "\n")
             (folder / "profile.txt").write_text(text(report) + "\n")
             logger.info_rank_0(f"profile of {text(report)}\n{folder}")
         self._recorded = []
 
-    def _profile_report(self, ranks: tuple[StepBreakdown, ...], peak_gib: float) -> ProfileReport:
+    def _profile_report(self, ranks: tuple[StepBreakdown, ...], memory: list[StepMemory]) -> ProfileReport:
+        peak_gib = memory[0].peak_gib
         config, metrics = self._config, [metrics for _, metrics in self._recorded]
         slowest = ranks[slowest_rank(ranks)]
         real_tokens = sum(values["tokens_per_second"] * values["elapsed_time"] for values in metrics) / len(metrics)
@@ -187,6 +190,7 @@ class StepProfiler:
             peak_gib=peak_gib,
             padding_share=padding_share,
             changes=tuple(promising_changes(slowest, config, run)),
+            memory_changes=tuple(memory_changes(memory)),
             title=f"{config.name} ({self._platform.name}, {self._parallel.layout})",
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wrap.profiling.advice import Change
+from megatron_wrap.profiling.advice import Change, MemoryChange
 from megatron_wrap.profiling.breakdown import StepBreakdown, as_json
 from megatron_wrap.profiling.kernel_kinds import IDLE, KINDS
 
@@ -26,6 +26,7 @@ class ProfileReport:
     """Memory of rank 0."""
     padding_share: float
     changes: tuple[Change, ...]
+    memory_changes: tuple[MemoryChange, ...]
     title: str
     """The run, its layout and platform."""
 
@@ -52,7 +53,7 @@ def text(report: ProfileReport) -> str:
         cells = [_cell(report.ranks[rank].milliseconds[kind], report.ranks[rank].share(kind)) for rank in chosen]
         lines.append(f"{_label(kind, report.ranks[0].on_gpu):<24}" + "".join(cells))
     lines.append(f"{'step':<24}" + "".join(_cell(report.ranks[rank].step_ms, 1.0) for rank in chosen))
-    return "\n".join([*lines, "", *_facts(report), "", *_advice(report)])
+    return "\n".join([*lines, "", *_facts(report), "", *_advice(report), *_memory_advice(report)])
 
 
 def _label(kind: str, on_gpu: bool) -> str:
@@ -93,6 +94,14 @@ def _advice(report: ProfileReport) -> list[str]:
     return lines
 
 
+def _memory_advice(report: ProfileReport) -> list[str]:
+    lines = ["less memory:"] if report.memory_changes else []
+    for number, change in enumerate(report.memory_changes, start=1):
+        share = f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB"
+        lines += [f"{number}. {change.override}", f"   could save at most {share}", f"   {change.reason}"]
+    return lines
+
+
 def json_of(report: ProfileReport) -> dict[str, Any]:
     """All numbers by name, as in profile.json."""
     return {
@@ -104,5 +113,6 @@ def json_of(report: ProfileReport) -> dict[str, Any]:
         "peak_memory_gib": report.peak_gib,
         "padding_share": report.padding_share,
         "changes": [vars(change) for change in report.changes],
+        "memory_changes": [vars(change) for change in report.memory_changes],
         "ranks": [as_json(step) for step in report.ranks],
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.provider import padded_vocab_size
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base.platform import Platform
@@ -41,6 +43,16 @@ def defers_logits(
             f"{size / 2**30:.3g} GiB, {100 * size / total:.2g}% of the device's memory"
         )
     return chosen
+
+
+def avoidable_logits_bytes(state: TrainingState) -> int:
+    """Memory of the logits of a full micro-batch and of their gradient on this process, which linear_cross_entropy would
+    save; 0: they are not stored here, or the model needs them."""
+    config, parallel = state.config, state.parallel
+    is_stored = not getattr(bare_model(state.chunks[-1]), "defers_logits", False)
+    if not (parallel.is_last_stage and is_stored) or obstacle(config) is not None:
+        return 0
+    return 2 * logits_bytes(config, parallel, state.shape.vocab_size)
 
 
 def logits_bytes(config: RunConfig, parallel: ParallelState, vocab_size: int) -> int:

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from megatron_wrap.config.schema.run import SECTION_PATHS
-from megatron_wrap.engine.setup.linear_cross_entropy import KEY, logits_bytes, obstacle
+from megatron_wrap.engine.setup.linear_cross_entropy import KEY, avoidable_logits_bytes
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.model.chunks import bare_model
 
 
 @contextmanager
@@ -26,17 +25,16 @@ def memory_advice(state: TrainingState) -> str:
     """Keys that lower the memory of a step, cheapest first, with what each saves or costs."""
     config, parallel, tokens = state.config, state.parallel, state.config.train.max_tokens_per_micro_batch
     paths, lines = SECTION_PATHS, []
-    is_stored = not getattr(bare_model(state.chunks[-1]), "defers_logits", False)
-    if parallel.is_last_stage and is_stored and obstacle(config) is None:
-        size = 2 * logits_bytes(config, parallel, state.shape.vocab_size) / 2**30
+    size = avoidable_logits_bytes(state) / 2**30
+    if size:
         lines.append(f"{KEY}: true (the logits of a micro-batch and their gradient, {size:.3g} GiB, are not stored)")
     if parallel.dp.size > 1 and not config.optimizer.use_distributed_optimizer:
         lines.append(f"{paths['optimizer']}.use_distributed_optimizer: true (replicas share the optimizer's state)")
     if tokens is not None:
         lines.append(f"{paths['train']}.max_tokens_per_micro_batch: less than {tokens} (smaller products)")
     elif config.train.micro_batch_size > 1:
-        size = config.train.micro_batch_size
-        lines.append(f"{paths['train']}.micro_batch_size: less than {size} (the same steps, smaller products)")
+        micro_batch_size = config.train.micro_batch_size
+        lines.append(f"{paths['train']}.micro_batch_size: less than {micro_batch_size} (the same steps, smaller products)")
     if config.recompute.recompute_granularity != "full":
         lines.append(f"{paths['recompute']}.__select__: full (the backward pass computes activations again)")
     lines.append("more tensor, pipeline or context parallelism, or a shorter seq_length")

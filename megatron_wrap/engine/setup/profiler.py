@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_wrap.engine.setup.linear_cross_entropy import avoidable_logits_bytes
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.flow.contract.class_checks import packing_refusal
 from megatron_wrap.model.transformer_config import use_transformer_engine
@@ -27,5 +28,6 @@ def build_step_profiler(state: TrainingState, output_dir: Path) -> StepProfiler 
         Path(config.profile.output_dir) if config.profile.output_dir else output_dir / "profile",
         shape=state.shape,
         transformer_engine_layers=use_transformer_engine(config, state.platform),
+        avoidable_logits_bytes=avoidable_logits_bytes(state),
         can_pack=not packing_refusal(type(state.flow)),
     )

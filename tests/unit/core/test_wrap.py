@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_wrap.core import MegatronWrap
+from megatron_wrap.engine.setup.linear_cross_entropy import KEY as LINEAR_CROSS_ENTROPY
+from megatron_wrap.engine.setup.linear_cross_entropy import avoidable_logits_bytes
+from megatron_wrap.engine.setup.memory_advice import memory_advice
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
 from megatron_wrap.metrics.declared import ENGINE_METRICS
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext
@@ -574,7 +577,18 @@ def test_a_step_that_does_not_fit_into_memory_says_what_to_change(monkeypatch):
     assert rest[0] == "to use less memory, the cheapest first:"
     keys = [line.split(":")[0].strip() for line in rest[1:]]
     assert keys[:3] == [
-        "megatron_wrap.model_provider.linear_cross_entropy",
+        LINEAR_CROSS_ENTROPY,
         "megatron_lm.train.common.micro_batch_size",
         "megatron_lm.train.recompute.__select__",
     ]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_logits_that_linear_cross_entropy_would_not_store(is_on):
+    """A micro-batch of 2 sequences, in fp32, and the gradient; the vocabulary is padded to a multiple of 128."""
+    key = f"{LINEAR_CROSS_ENTROPY}={str(is_on).lower()}"
+    with started("megatron_lm.train.common.micro_batch_size=2", key) as wrap:
+        padded = -(-wrap.config.arch.vocab_size // 128) * 128
+        size = avoidable_logits_bytes(wrap.state)
+        assert size == (0 if is_on else 2 * 2 * wrap.config.train.seq_length * padded * 4)
+        assert (LINEAR_CROSS_ENTROPY in memory_advice(wrap.state)) is not is_on

@@ -15,7 +15,7 @@ from megatron_wrap.config.reading.pipeline_layout import PipelineLayout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.platform.base.machine import Machine
 from megatron_wrap.profiling import kernel_kinds as kinds
-from megatron_wrap.profiling.advice import ProfiledRun, promising_changes
+from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, Work
 from megatron_wrap.profiling.table import ProfileReport, json_of, text
 
@@ -43,6 +43,7 @@ def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times:
     return StepBreakdown(named, 1000.0, 3, on_gpu, sum(exposed.values()), exposed, 5000, 0.0, ())
 
 
+LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy"
 REDUCED = {"reduce-scatter": 60.0, "all-gather": 40.0}
 PARALLEL, DDP = "megatron_lm.model.parallel", "megatron_lm.misc.ddp"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, float]]] = {
@@ -157,7 +158,8 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     ranks = (_step(idle=100.0), _step(exposed=REDUCED), replace(_step(), work=work))
     config = read_run(LLAMA, [])
     changes = tuple(promising_changes(_step(data=50.0), config, RUN))
-    report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, "llama-1b (cuda, tp1 pp1 cp1 dp3)")
+    memory = tuple(memory_changes([StepMemory(61.2, 0.0), StepMemory(78.8, 15.655), StepMemory(60.0, 0.0)]))
+    report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, memory, "llama-1b (cuda, tp1 pp1 cp1 dp3)")
     shown = text(report).splitlines()
     assert report.slowest == 2
     assert shown[0] == "llama-1b (cuda, tp1 pp1 cp1 dp3), iterations 6 to 8"
@@ -166,4 +168,13 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     assert any("12.5 ms, such as my_kernel" in line for line in shown)
     assert any("25% padding" in line for line in shown)
     assert any("50.0 ms (5.0%)" in line for line in shown)
+    assert shown[-3:-1] == [f"1. {LINEAR_CROSS_ENTROPY}=true", "   could save at most 15.7 of 78.8 GiB"]
+    assert json_of(report)["memory_changes"][0]["saves_gib"] == 15.655
     assert json_of(report)["ranks"][1]["exposed_collectives"] == REDUCED
+
+
+def test_memory_is_saved_where_logits_are_a_share_of_it() -> None:
+    assert memory_changes([StepMemory(78.8, 0.0)]) == []  # linear_cross_entropy is on, or the model needs the logits
+    assert memory_changes([StepMemory(78.8, 0.7)]) == []
+    (change,) = memory_changes([StepMemory(78.8, 0.8)])
+    assert read_run(LLAMA, [change.override]).model_provider.linear_cross_entropy is True
