@@ -18,6 +18,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
     "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
 }
+LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy=true"
+LAYOUTS["tp2-pp2-linear-cross-entropy"] = (4, (*LAYOUTS["tp2-pp2"][1], LINEAR_CROSS_ENTROPY))
 
 
 MUON = "megatron_lm.train.optimizer."
@@ -52,9 +54,10 @@ def theirs(tmp_path_factory):
     ("family", "layout"),
     [
         *covering(
-            ((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS),
+            ((family, layout) for family in ("llama", "qwen3") for layout in ("one", "tp2-pp2", "cp2")),
             lambda case: axes(case) - {"cp2"},  # test_packed_against_transformers.py has it
         ),
+        pytest.param("llama", "tp2-pp2-linear-cross-entropy", marks=pytest.mark.matrix),
         pytest.param("smollm3", "tp2-pp2", marks=pytest.mark.matrix),
         pytest.param("seed-oss", "cp2", marks=pytest.mark.matrix),
     ],

@@ -33,8 +33,8 @@ def memory_advice(state: TrainingState) -> str:
     if tokens is not None:
         lines.append(f"{paths['train']}.max_tokens_per_micro_batch: less than {tokens} (smaller products)")
     elif config.train.micro_batch_size > 1:
-        micro_batch_size = config.train.micro_batch_size
-        lines.append(f"{paths['train']}.micro_batch_size: less than {micro_batch_size} (the same steps, smaller products)")
+        count = config.train.micro_batch_size
+        lines.append(f"{paths['train']}.micro_batch_size: less than {count} (the same steps, smaller products)")
     if config.recompute.recompute_granularity != "full":
         lines.append(f"{paths['recompute']}.__select__: full (the backward pass computes activations again)")
     lines.append("more tensor, pipeline or context parallelism, or a shorter seq_length")

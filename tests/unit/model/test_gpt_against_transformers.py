@@ -34,6 +34,7 @@ from megatron_wrap.core import MegatronWrap
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
+LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy"
 VOCAB = 301
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": "false"}
 GPT2: dict[str, Any] = {
@@ -321,17 +322,30 @@ def run_config(tmp_path: Path, arch: dict[str, Any]) -> tuple[Path, list[str]]:
     return Path(__file__).parent / "model.yaml", [*overrides, f"megatron_wrap.logger.output_dir={tmp_path}"]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_logits_loss_and_gradients_equal_transformers(family: Family, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "linear_cross_entropy"),
+    [
+        *(pytest.param(family, "false", id=family.name) for family in FAMILIES),
+        *(pytest.param(family, "true", id=f"{family.name}-linear-cross-entropy") for family in FAMILIES[:2]),
+    ],
+)
+def test_logits_loss_and_gradients_equal_transformers(
+    family: Family, linear_cross_entropy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from megatron_wrap.model.chunks import bare_model
+    from megatron_wrap.ops import chunks
     from megatron_wrap.testing.gradients import gather_weights
 
-    with MegatronWrap(*run_config(tmp_path, family.arch)) as wrap:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 13)
+    path, overrides = run_config(tmp_path, family.arch)
+    with MegatronWrap(path, [*overrides, f"{LINEAR_CROSS_ENTROPY}={linear_cross_entropy}"]) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         config: RunConfig = wrap.config
         state = wrap.state
         ours = bare_model(state.chunks[0])
+        assert ours.defers_logits is (linear_cross_entropy == "true")
         randomize_weights(ours, config.arch.apply_layernorm_1p)
         theirs = hf.build(family.model_class, config.arch, family.mapping, **family.settings)
         hf.load_all(theirs, family.mapping(gather_weights(state), config))

@@ -159,10 +159,11 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     config = read_run(LLAMA, [])
     changes = tuple(promising_changes(_step(data=50.0), config, RUN))
     memory = tuple(memory_changes([StepMemory(61.2, 0.0), StepMemory(78.8, 15.655), StepMemory(60.0, 0.0)]))
-    report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, memory, "llama-1b (cuda, tp1 pp1 cp1 dp3)")
+    title = "llama-1b (cuda, tp1 pp1 cp1 dp3)"
+    report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, memory, title)
     shown = text(report).splitlines()
     assert report.slowest == 2
-    assert shown[0] == "llama-1b (cuda, tp1 pp1 cp1 dp3), iterations 6 to 8"
+    assert shown[0] == f"{title}, iterations 6 to 8"
     assert "rank 2 (slowest)" in shown[1]
     assert shown[2].split() == ["matrix", "products", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
     assert any("12.5 ms, such as my_kernel" in line for line in shown)
