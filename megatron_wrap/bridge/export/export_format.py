@@ -55,8 +55,8 @@ class ExportFormat:
         head = {"architectures": [self.family.architecture], "dtype": dtype}
         if self.original is not None and self.original.family.model_type == self.family.model_type:
             values = {key: value for key, value in self.original.values.items() if key not in OF_THE_WEIGHTS}
-            if "vocab_size" in values:
-                values["vocab_size"] = self.arch.vocab_size  # it may have grown
+            if self.arch.vocab_size != self.original.arch_values["vocab_size"]:  # it has grown
+                values["vocab_size"] = self.arch.vocab_size
             return {**values, **self.family.exported_values(self.arch), **head}
         # transformers' default ids may be outside a small vocabulary
         special = dict.fromkeys(("bos_token_id", "eos_token_id"))

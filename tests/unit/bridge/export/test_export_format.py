@@ -3,6 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,14 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "qwen3-30b-a3b": ("qwen3_moe", 30_532_122_624),
     "qwen3-235b-a22b": ("qwen3_moe", 235_093_634_560),
     "qwen3-next-80b-a3b": ("qwen3_next", 79_674_391_296),
+    "qwen3.5-0.8b": ("qwen3_5_text", 752_393_024),
+    "qwen3.5-2b": ("qwen3_5_text", 1_881_825_088),
+    "qwen3.5-4b": ("qwen3_5_text", 4_205_751_296),
     "qwen3.5-9b": ("qwen3_5_text", 8_953_803_264),
     "qwen3.5-27b": ("qwen3_5_text", 26_895_998_464),
     "qwen3.5-35b-a3b": ("qwen3_5_moe_text", 34_660_610_688),
+    "qwen3.5-122b-a10b": ("qwen3_5_moe_text", 122_111_526_912),
+    "qwen3.5-397b-a17b": ("qwen3_5_moe_text", 396_346_350_336),
     "smollm3-3b": ("smollm3", 3_075_098_624),
     "seed-oss-36b": ("seed_oss", 36_151_104_512),
     "glm-4.5-air": ("glm4_moe", 106_852_245_504),
@@ -101,8 +107,8 @@ PUBLISHED: dict[str, tuple[str, int]] = {
     "deepseek-v3": ("deepseek_v3", 671_026_404_352),
 }
 """Architecture -> model_type, and the parameters that the hub's page of the model counts in its safetensors, without
-those of layers for multi-token prediction; of Qwen3.5 those of the language model, which llama.cpp counts (8.95, 26.90
-and 34.66 billion)."""
+those of layers for multi-token prediction; of Qwen3.5 those of the language model, which llama.cpp counts (0.752, 1.88,
+4.21, 8.95, 26.90, 34.66, 122.11 and 396.35 billion)."""
 
 
 @pytest.fixture
@@ -220,7 +226,15 @@ QWEN3_5_27B: dict[str, Any] = {
         **{"rope_theta": 10000000, "partial_rotary_factor": 0.25},
     },
 }
-PUBLISHED_CONFIGS = {"gpt-oss-20b": GPT_OSS_20B, "qwen3-next-80b-a3b": QWEN3_NEXT_80B, "qwen3.5-27b": QWEN3_5_27B}
+GEMMA_3_4B: dict[str, Any] = {
+    **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+}
+"""`text_config`; all other sizes are transformers' defaults."""
+PUBLISHED_CONFIGS = {
+    **{"gpt-oss-20b": GPT_OSS_20B, "qwen3-next-80b-a3b": QWEN3_NEXT_80B, "qwen3.5-27b": QWEN3_5_27B},
+    "gemma-3-4b": GEMMA_3_4B,
+}
 """Of the published config.json, what describes the architecture."""
 
 
@@ -232,6 +246,15 @@ def test_the_shipped_architecture_is_that_of_the_published_config_json(name, run
     ours = {**vars(exported.arch), **exported.arch.upstream}
     read = exported.family.arch_values(published)
     assert {key: ours.get(key) for key in read} == {key: _as_decoded(value) for key, value in read.items()}
+
+
+def test_a_grown_vocabulary_is_written_where_config_json_left_it_to_the_default(run, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": GEMMA_3_4B}))
+    config = run("hugging-face", f"megatron_wrap.model_provider.hf_path={folder}")
+    assert "vocab_size" not in export_format(config).config_json("bfloat16")
+    assert export_format(config, 262_272).config_json("bfloat16")["vocab_size"] == 262_272
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b-v0.1"])
