@@ -73,6 +73,25 @@ def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_a
         assert torch.equal(weights[weight], tensor), weight
 
 
+def test_a_trained_text_model_is_exported_beside_its_vision_encoder(ranks, tmp_path):
+    import torch
+
+    folder = tmp_path / "with-vision"
+    initial = runs.make_folder_with_vision("gemma3", folder)
+    logits = ranks(2).run(runs.train_beside_vision, str(folder), runs.LAYOUTS["tp2"][1], str(tmp_path))[0]
+    assert numpy.abs(logits - initial).max() > 1e-3
+    exported = load(tmp_path / "model").eval()
+    assert type(exported).__name__ == "Gemma3ForConditionalGeneration"
+    with torch.no_grad():
+        theirs = exported(input_ids=torch.tensor(runs.token_ids())).logits.numpy()
+    assert numpy.abs(theirs - logits).max() <= 1e-4
+
+    before, after = runs.stored(folder), runs.stored(tmp_path / "model")
+    assert after.keys() == before.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in before if name.startswith("language_model.")}
+
+
 @pytest.mark.parametrize("layout", quick(["one", "tp2-pp2", "cp2", "pp2-vpp2", "dp2"], ["tp2-pp2", "cp2"]))
 def test_verification_finds_a_changed_weight_on_any_layout(layout, ranks, tmp_path, original):
     more = {

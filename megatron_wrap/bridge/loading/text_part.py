@@ -9,7 +9,8 @@ _PUBLISHED, _TRANSFORMERS = PREFIXES = ("language_model.", "model.language_model
 """Of the language model's tensors, as Mistral publishes them and as transformers 5 names them."""
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 LEFT_OUT: Mapping[str, str] = {
-    _VISION: "the vision encoder and its projector are not loaded: the model is trained and exported as a text model"
+    _VISION: "the vision encoder and its projector are not loaded: the text model is trained, and exported alone, or "
+    "with keep_vision beside them"
 }
 """Pattern (full match) of the vision encoder's tensors -> a warning for the user."""
 
