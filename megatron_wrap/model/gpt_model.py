@@ -54,7 +54,8 @@ class BatchFirstGPTModel(GPTModel):
     is the base of those of layers with a window. The embedding's output is multiplied by `embedding_multiplier`, and
     logits are capped by `final_logit_softcapping`. With an inference context it returns the logits of the last position
     only, [B, 1, V/tp]. With `prediction` the last chunk has layers for multi-token prediction (`mtp_block`), and if
-    these are trained a copy of the embedding, unless it has the embedding itself.
+    these are trained a copy of the embedding, unless it has the embedding itself; that of tied embeddings is the weight
+    of the output layer.
     """
 
     rotary_pos_emb: Any
@@ -71,6 +72,7 @@ class BatchFirstGPTModel(GPTModel):
     ) -> None:
         super().__init__(**arguments)
         self._copies_embedding = False
+        self._tied_embedding: tuple[LanguageModelEmbedding, ...] = ()
         if prediction is not None:
             self._add_prediction(prediction, arguments)
         self.defers_logits = defers_logits and self.post_process
@@ -78,8 +80,9 @@ class BatchFirstGPTModel(GPTModel):
         if self.defers_logits:
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
             self.output_layer = DeferringOutputLayer(replaced, self, final_logit_softcapping)
-        if embedding_multiplier is not None and hasattr(self, "embedding"):
-            self.embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
+        if embedding_multiplier is not None:
+            for embedding in (*self._tied_embedding, *([self.embedding] if hasattr(self, "embedding") else [])):
+                embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
         if final_logit_softcapping is not None and self.post_process:
             self.output_layer.register_forward_hook(_capped(final_logit_softcapping))
         rotary: dict[str, Any] = {
@@ -110,13 +113,23 @@ class BatchFirstGPTModel(GPTModel):
         if not prediction.trained or self.pre_process == self.post_process:
             return
         if self.post_process:
-            self.embedding = LanguageModelEmbedding(
+            embedding = LanguageModelEmbedding(
                 config=self.config,
                 vocab_size=self.vocab_size,
                 max_sequence_length=self.max_sequence_length,
                 position_embedding_type=arguments["position_embedding_type"],
                 tp_group=self.pg_collection.tp,
             )
+            if self.share_embeddings_and_output_weights:
+                # in a tuple, so that it is no module of the model: its weight has a name and a checkpoint entry already
+                embedding.word_embeddings.weight = self.output_layer.weight
+                self._tied_embedding = (embedding,)
+                # two layers use it: what the output layer returns beside a fused gradient must be zero
+                self.output_layer.weight.zero_out_wgrad = True
+            else:
+                self.embedding = embedding
+        if self.share_embeddings_and_output_weights:
+            return  # Megatron-Core adds the gradients of both stages
         self._copies_embedding = True
         mark_copied_embedding(self.embedding.word_embeddings.weight, is_copy=self.post_process)
 
@@ -176,13 +189,16 @@ class BatchFirstGPTModel(GPTModel):
             "packed_seq_params": packed_seq_params,
             "padding_mask": prepared[5],
         }
-        hidden_states = self.decoder(hidden_states=prepared[0], **inputs)
-        predicted = self.mtp_block(mtp_input_ids, position_ids, hidden_states, self.embedding, **inputs)
         unused = dict.fromkeys(("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
-        return tuple(
-            self._postprocess(hidden_states=states, input_ids=input_ids, position_ids=position_ids, **unused)
-            for states in (hidden_states, *predicted)
-        )
+
+        def logits(states: Tensor) -> Tensor:
+            return self._postprocess(hidden_states=states, input_ids=input_ids, position_ids=position_ids, **unused)
+
+        hidden_states = self.decoder(hidden_states=prepared[0], **inputs)
+        of_next = logits(hidden_states)  # first: it waits for the gathered weight that a tied embedding has, too
+        embedding = self._tied_embedding[0].train(self.training) if self._tied_embedding else self.embedding
+        predicted = self.mtp_block(mtp_input_ids, position_ids, hidden_states, embedding, **inputs)
+        return (of_next, *map(logits, predicted))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -10,11 +10,11 @@ import _bridge_runs as runs
 from _hf_training_runs import BATCH, samples, settings
 
 STEPS, FACTOR = 5, 0.3
-DEPTHS = {"deepseek-v3": 1, "glm4-moe": 2, "qwen3-next": 1, "qwen3.5": 1, "qwen3.5-moe": 1}
+DEPTHS = {"deepseek-v3": 1, "glm4-moe": 2, "glm4-moe-plain": 1, "qwen3-next": 1, "qwen3.5": 1, "qwen3.5-moe": 1}
 """Family -> layers for multi-token prediction of its folder."""
 OF_QWEN: dict[str, dict[str, Any]] = {
     "qwen3-next": {},
-    "qwen3.5": {"full_attention_interval": 2},
+    "qwen3.5": {"full_attention_interval": 2, "tie_word_embeddings": True},
     "qwen3.5-moe": {"layer_types": ["linear_attention", "full_attention"] * 2, "tie_word_embeddings": False},
 }
 """Family whose layer has names of its own (`mtp.`) -> changes of its model: the last layer has attention, since
@@ -57,7 +57,9 @@ def make_folder(name: str, folder: Path) -> Path:
         tensors[f"{prefix}{names[3]}.weight"] = 0.15 * random(hidden, 2 * hidden)
         if name not in OF_QWEN:
             tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-            tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+            tensors[f"{prefix}shared_head.head.weight"] = tensors.get(
+                "lm_head.weight", tensors["model.embed_tokens.weight"]
+            ).clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     key = "mtp_num_hidden_layers" if name in OF_QWEN else "num_nextn_predict_layers"
     path.write_text(json.dumps({**config, key: DEPTHS[name]}))

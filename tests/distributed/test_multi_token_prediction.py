@@ -16,6 +16,10 @@ from megatron_wrap.testing import check_parity
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
 PARALLEL = bridge.PARALLEL
+TIED = (
+    "megatron_lm.model.arch.untie_embeddings_and_output_weights=false",
+    "megatron_wrap.model_provider.linear_cross_entropy=true",
+)
 PACKED = "megatron_wrap.flow.packing=true"
 DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
 VIRTUAL = (
@@ -63,7 +67,9 @@ def theirs(tmp_path_factory):
         pytest.param("qwen3-next", "ep2-tp2", marks=pytest.mark.matrix),
         pytest.param("qwen3.5", "cp2", marks=pytest.mark.matrix),
         pytest.param("qwen3.5", "one-packed", marks=pytest.mark.matrix),
-        pytest.param("qwen3.5-moe", "pp2-vpp2", marks=pytest.mark.matrix),
+        pytest.param("qwen3.5", "pp2-vpp2", marks=pytest.mark.matrix),
+        pytest.param("qwen3.5-moe", "pp2", marks=pytest.mark.matrix),
+        pytest.param("glm4-moe-plain", "pp2", marks=pytest.mark.matrix),
         pytest.param("glm4-moe", "one", marks=pytest.mark.matrix),
         pytest.param("glm4-moe", "tp2-pp2", marks=pytest.mark.matrix),
         pytest.param("glm4-moe", "cp2-packed", marks=pytest.mark.matrix),
@@ -110,6 +116,7 @@ def test_without_a_coefficient_the_layers_stay_as_they_are(ranks, theirs, tmp_pa
         pytest.param(
             ["tp2-sp", "packed-pp2-vpp2"], ("megatron_wrap.model_provider.linear_cross_entropy=true",), id="linear"
         ),
+        pytest.param(["packed-pp2-vpp2", "tp2-sp-pp2", "dp2-dopt"], TIED, id="tied"),
         pytest.param(
             ["mbs1", "padded", "tp2", "pp2-cp2", "packed-tp2-sp-cp2"], (), id="others", marks=pytest.mark.matrix
         ),
@@ -125,13 +132,18 @@ def test_losses_and_gradients_are_the_same_on_every_layout(layouts, further, ran
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "tolerance"),
-    [("pp2", "pp2", 0.0), pytest.param("tp2-pp2", "ep2", 1e-5, marks=pytest.mark.matrix), ("ep2", "pp2", 1e-5)],
+    ("family", "before", "after", "tolerance"),
+    [
+        ("deepseek-v3", "pp2", "pp2", 0.0),
+        pytest.param("deepseek-v3", "tp2-pp2", "ep2", 1e-5, marks=pytest.mark.matrix),
+        ("deepseek-v3", "ep2", "pp2", 1e-5),
+        ("qwen3.5", "pp2", "pp2", 0.0),
+        pytest.param("qwen3.5", "one", "pp2", 1e-5, marks=pytest.mark.matrix),
+    ],
 )
-def test_a_resumed_run_continues(before, after, tolerance, ranks, theirs, tmp_path):
+def test_a_resumed_run_continues(family, before, after, tolerance, ranks, theirs, tmp_path):
     """Bit for bit on the same layout; the weights, the optimizer's state and the copy of the embedding are those of the
-    checkpoint on others."""
-    family = "deepseek-v3"
+    checkpoint on others. Of Qwen3.5 the copy is the tied output layer's weight."""
     folder, _ = theirs(family)
     results = []
     for name, layout in (("whole", before), ("resumed", after)):

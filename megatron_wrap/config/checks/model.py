@@ -184,7 +184,6 @@ def _check_multi_token_prediction(config: RunConfig) -> None:
     _check_values(
         config,
         "mtp_num_layers",
-        ("untie_embeddings_and_output_weights", (True,)),
         ("position_embedding_type", ("rope", "none")),
         ("window_rotary_base", (None,)),
     )

@@ -41,7 +41,6 @@ def test_a_flow_without_labels_is_refused() -> None:
     ("overrides", "named"),
     [
         ([f"{ARCH}mtp_loss_scaling_factor=0.5"], r"mtp_loss_scaling_factor.*mtp_num_layers"),
-        ([AHEAD, f"{ARCH}untie_embeddings_and_output_weights=false"], r"mtp_num_layers needs untie_embeddings.* true"),
         ([AHEAD, "megatron_wrap.adapter.__select__=lora"], r"an adapter does not train these layers"),
         (
             [AHEAD, f"{ARCH}window_size=[4, 0]", f"{ARCH}window_attn_skip_freq=[1, 0, 1, 0]"],
