@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.nn.multi_token_prediction import PredictionBlock, mark_copied_embedding
+from megatron_wrap.nn.multi_token_prediction import PredictionBlock, TiedEmbedding, mark_copied_embedding
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits, is_deferred
@@ -72,7 +72,7 @@ class BatchFirstGPTModel(GPTModel):
     ) -> None:
         super().__init__(**arguments)
         self._copies_embedding = False
-        self._tied_embedding: tuple[LanguageModelEmbedding, ...] = ()
+        self._tied_embedding: tuple[TiedEmbedding, ...] = ()
         if prediction is not None:
             self._add_prediction(prediction, arguments)
         self.defers_logits = defers_logits and self.post_process
@@ -81,7 +81,8 @@ class BatchFirstGPTModel(GPTModel):
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
             self.output_layer = DeferringOutputLayer(replaced, self, final_logit_softcapping)
         if embedding_multiplier is not None:
-            for embedding in (*self._tied_embedding, *([self.embedding] if hasattr(self, "embedding") else [])):
+            embeddings = [getattr(self, "embedding", None), *self._tied_embedding]
+            for embedding in filter(None, embeddings):
                 embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
         if final_logit_softcapping is not None and self.post_process:
             self.output_layer.register_forward_hook(_capped(final_logit_softcapping))
@@ -112,24 +113,20 @@ class BatchFirstGPTModel(GPTModel):
             )
         if not prediction.trained or self.pre_process == self.post_process:
             return
-        if self.post_process:
-            embedding = LanguageModelEmbedding(
-                config=self.config,
-                vocab_size=self.vocab_size,
-                max_sequence_length=self.max_sequence_length,
-                position_embedding_type=arguments["position_embedding_type"],
-                tp_group=self.pg_collection.tp,
-            )
-            if self.share_embeddings_and_output_weights:
+        sizes = {
+            "config": self.config,
+            "vocab_size": self.vocab_size,
+            "max_sequence_length": self.max_sequence_length,
+            "position_embedding_type": arguments["position_embedding_type"],
+            "tp_group": self.pg_collection.tp,
+        }
+        if self.share_embeddings_and_output_weights:  # Megatron-Core adds the gradients of both stages
+            if self.post_process:
                 # in a tuple, so that it is no module of the model: its weight has a name and a checkpoint entry already
-                embedding.word_embeddings.weight = self.output_layer.weight
-                self._tied_embedding = (embedding,)
-                # two layers use it: what the output layer returns beside a fused gradient must be zero
-                self.output_layer.weight.zero_out_wgrad = True
-            else:
-                self.embedding = embedding
-        if self.share_embeddings_and_output_weights:
-            return  # Megatron-Core adds the gradients of both stages
+                self._tied_embedding = (TiedEmbedding(self.output_layer.weight, **sizes),)
+            return
+        if self.post_process:
+            self.embedding = LanguageModelEmbedding(**sizes)
         self._copies_embedding = True
         mark_copied_embedding(self.embedding.word_embeddings.weight, is_copy=self.post_process)
 

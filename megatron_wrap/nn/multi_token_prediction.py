@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
@@ -141,6 +142,21 @@ class PredictionBlock(MegatronModule):
         for number, layer in enumerate(cast(Iterable[Any], self.layers)):
             state |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
         return state
+
+
+class TiedEmbedding(LanguageModelEmbedding):
+    """The embedding on the last pipeline stage, whose weight is that of the tied output layer.
+
+    Args:
+        weight: of the output layer.
+        sizes: arguments of the base class.
+    """
+
+    def __init__(self, weight: Any, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.word_embeddings.register_parameter("weight", weight)
+        # two layers use it: what the output layer returns for a gradient that it has added to the buffer must be zero
+        weight.zero_out_wgrad = True
 
 
 def mark_copied_embedding(weight: Any, is_copy: bool) -> None:

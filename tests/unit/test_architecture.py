@@ -68,6 +68,7 @@ FOREIGN = {
     ("nn/", "shared"): MARK,
     ("nn/", "shared_embedding"): MARK,
     ("nn/", "is_embedding_or_output_parameter"): MARK,
+    ("nn/", "zero_out_wgrad"): MARK,
     ("nn/", "grad_added_to_main_grad"): "Megatron-Core's mark that a weight's gradient is in its buffer",
     ("ops/", "grad_added_to_main_grad"): "the same mark, of the output weight",
     ("nn/", "data"): "torch exchanges the storage of a parameter through it, as Module.to does",
