@@ -59,12 +59,12 @@ def choices(
         saved: section.key -> value in the checkpoint that the run resumes from.
     """
     saved = saved or {}
-    distributed = _choose(config, "optimizer.use_distributed_optimizer", saved, *_distributed(config, machine, shards))
+    distributed = _choose("optimizer.use_distributed_optimizer", saved, *_distributed(config, machine, shards))
     is_distributed = bool(_decided(config, distributed))
-    reduce = _choose(config, "ddp.overlap_grad_reduce", saved, *_overlapped_reduce(config, machine, shards))
+    reduce = _choose("ddp.overlap_grad_reduce", saved, *_overlapped_reduce(config, machine, shards))
     is_overlapped = bool(_decided(config, reduce))
     gather = _choose(
-        config, "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
+        "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
     )
     chosen = [distributed, reduce, gather]
     if config.ddp.ddp_bucket_size is None and is_overlapped:
@@ -195,7 +195,7 @@ def _decided(config: RunConfig, choice: Choice) -> Any:
     return choice.value if value is None else value
 
 
-def _choose(config: RunConfig, name: str, saved: Mapping[str, bool], value: bool, reason: str, must: bool) -> Choice:
+def _choose(name: str, saved: Mapping[str, bool], value: bool, reason: str, must: bool) -> Choice:
     if name in saved and not must:
         return Choice(name, saved[name], "as in the checkpoint from which the run resumes")
     return Choice(name, value, reason)

@@ -128,11 +128,8 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         # fast kernels do not accept one
         inputs["attention_mask"] = None
     weight = flow.get_loss_weight(loss_inputs)
-    lengths, seqdims, pad_values = (
-        sequence_lengths(flow, model_inputs, width),
-        flow.get_fields_and_seqdims(),
-        flow.get_pad_values(),
-    )
+    lengths = sequence_lengths(flow, model_inputs, width)
+    seqdims, pad_values = flow.get_fields_and_seqdims(), flow.get_pad_values()
     if flow.context.routing is not None:
         routing = flow.context.routing.collate(samples, lengths, width)
         if routing is not None:

@@ -56,7 +56,7 @@ class Listener:
                 connection.sendall(_COUNT.pack(received))
 
 
-def clock(node: str, address: str, port: int) -> list[Answer]:
+def clock(address: str, port: int) -> list[Answer]:
     """Compare the clock of this node with that of node 0, whose listener this is."""
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:

@@ -112,9 +112,9 @@ def _between_nodes(store: dist.Store, node: Node, config: RunConfig | None) -> l
         others = [json.loads(store.get(f"node/{index}")) for index in range(node.count)]
         results: list[Answer] = []
         if folder is not None:
-            results += _shared_folder(folder, others[0], node)
+            results += _shared_folder(folder, others[0])
         if node.index > 0:
-            results += links.clock(node.name, others[0]["address"], others[0]["port"])
+            results += links.clock(others[0]["address"], others[0]["port"])
         results += _loopback(facts, others)
         neighbor = others[(node.index + 1) % node.count]
         results += links.link(neighbor["name"], neighbor["address"], neighbor["port"])
@@ -140,7 +140,7 @@ def _loopback(facts: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[A
     return [Answer("address", f"{text}set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME", "error")]
 
 
-def _shared_folder(folder: Path, first: dict[str, Any], node: Node) -> list[Answer]:
+def _shared_folder(folder: Path, first: dict[str, Any]) -> list[Answer]:
     """Whether a file of node 0 is seen in the folder of checkpoints."""
     end = time.monotonic() + _FOLDER_SECONDS
     while not os.path.exists(folder / first["probe"]):
