@@ -114,9 +114,9 @@ elif [ "$*" = --all ]; then
 else
   tests "unit tests" tests/unit tests/gpu "${covering[@]}"
   tests "distributed tests b-l" tests/distributed/test_[b-l]*.py "${covering[@]}"
-  tests "distributed tests r-z" tests/distributed/test_[r-z]*.py "${covering[@]}"
-  tests "distributed tests a" tests/distributed/test_a*.py "${covering[@]}"
   tests "distributed tests m-q" tests/distributed/test_[m-q]*.py "${covering[@]}"
+  tests "distributed tests a" tests/distributed/test_a*.py "${covering[@]}"
+  tests "distributed tests r-z" tests/distributed/test_[r-z]*.py "${covering[@]}"
   tests "end to end" tests/end_to_end "${covering[@]}"
   types
   lint

@@ -94,8 +94,8 @@ def _stopped_writer(folder: Path) -> dict[str, Any]:
             wrap.train(_batch(wrap))
         facts["while writing"] = store.iterations(), store.latest()
         wake = threading.Timer(1.0, os.kill, (_writer(wrap), signal.SIGCONT))
+        began = time.monotonic()  # before the timer, which may fire while this process waits for a core
         wake.start()
-        began = time.monotonic()
         wrap.save()
         facts["waited"] = time.monotonic() - began > 0.5
         facts["after the wait"] = 3 in store.present() or 5 in store.present()
@@ -134,7 +134,7 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
         wrap.save()
         if fails and kind == "killed":
             os.kill(_writer(wrap), signal.SIGKILL)
-        time.sleep(0.5)
+        time.sleep(0 if at_save else 2)  # a save waits for the failure; a step only notices it
         try:
             for _ in range(3):
                 if at_save:

@@ -73,6 +73,7 @@ def stub(folder: Path, name: str, version: str) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.matrix
 def test_two_healthy_nodes_have_no_warning(tmp_path: Path) -> None:
     port, arguments = free_port(), ["doctor", str(RUN), "--json", f"{SAVE}={tmp_path}"]
     items = report([node(arguments, rank, port, tmp_path / "work") for rank in range(2)], 0)

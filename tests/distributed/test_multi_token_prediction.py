@@ -112,9 +112,17 @@ def test_without_a_coefficient_the_layers_stay_as_they_are(ranks, theirs, tmp_pa
     ("layouts", "further"),
     [
         pytest.param(["packed-pp2-vpp2", "tp2-sp-cp2", "dp2-dopt", "token-budget-dp2"], (), id="each axis"),
-        pytest.param(["pp2-dp2", "tp2-sp-pp2"], ("megatron_lm.train.common.neftune_noise_alpha=20",), id="noise"),
         pytest.param(
-            ["tp2-sp", "packed-pp2-vpp2"], ("megatron_wrap.model_provider.linear_cross_entropy=true",), id="linear"
+            ["pp2-dp2", "tp2-sp-pp2"],
+            ("megatron_lm.train.common.neftune_noise_alpha=20",),
+            id="noise",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            ["tp2-sp", "packed-pp2-vpp2"],
+            ("megatron_wrap.model_provider.linear_cross_entropy=true",),
+            id="linear",
+            marks=pytest.mark.matrix,
         ),
         pytest.param(["packed-pp2-vpp2", "tp2-sp-pp2", "dp2-dopt"], TIED, id="tied"),
         pytest.param(

@@ -74,7 +74,7 @@ LORA = (
 @pytest.mark.parametrize(
     ("options", "layouts"),
     [
-        pytest.param((), ["tp2-sp-pp2", "cp2-dp2"], id="dense"),
+        pytest.param((), ["tp2-sp-pp2", "cp2-dp2"], id="dense", marks=pytest.mark.matrix),
         pytest.param(EXPERTS, ["tp2-sp-ep2", "pp2-ep2"], id="experts"),
         pytest.param(
             (*EXPERTS, "megatron_lm.model.arch.qk_layernorm=true", *LORA),

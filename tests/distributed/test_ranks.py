@@ -37,7 +37,7 @@ def test_pools_are_independent():
         pool.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_the_error_names_a_rank_that_dies(rank):
     pool = RankPool(2)
     with pytest.raises(RankError, match=rf"rank {rank}\n.*died"):

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_wrap.core import MegatronWrap, run_folders
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.parallel import stop_requests
 from megatron_wrap.parallel.stop_requests import RunStopped
 from megatron_wrap.utils.file_lock import FolderInUse, held
 
@@ -117,8 +119,16 @@ def test_without_a_folder_to_save_into_an_interrupt_ends_at_once():
 
 
 def test_a_run_ends_with_its_time_and_before_the_end_of_a_slurm_job(monkeypatch):
-    with pytest.raises(RunStopped) as end:
-        train(SAVE, f"{TRAIN}.stop_after_minutes=0.01", after_step=at_iteration(1, lambda: time.sleep(0.6)))
+    clock = SimpleNamespace(now=1000.0, time=time.time)  # a first step on a busy machine may take longer than a second
+    clock.monotonic = lambda: clock.now
+
+    def after_step(wrap: MegatronWrap) -> None:
+        clock.now += 60
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stop_requests, "time", clock)
+        with pytest.raises(RunStopped) as end:
+            train(SAVE, f"{TRAIN}.stop_after_minutes=1", after_step=after_step)
     assert (end.value.code, tracker()) == (0, "2")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 200))
     assert len(train(SAVE, f"{TRAIN}.stop_before_slurm_end_minutes=1")) == 4
