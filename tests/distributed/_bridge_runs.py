@@ -506,7 +506,8 @@ def make_folder_with_vision(name: str, folder: Path) -> Any:
 
 
 def _as_published(file: Path) -> None:
-    """Stack the experts of each layer, and add tensors of layers for multi-token prediction."""
+    """Stack the experts of each layer, and add a layer for multi-token prediction like the first one; without experts
+    a tensor of it."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -521,7 +522,13 @@ def _as_published(file: Path) -> None:
         )
         tensors[f"{owner}.gate_up_proj"] = torch.cat((torch.stack(gates), torch.stack(ups)), dim=1)
         tensors[f"{owner}.down_proj"] = torch.stack(downs)
-    tensors["mtp.fc.weight"] = torch.zeros(4, 4)
+    first, hidden = "model.language_model.layers.0.", SIZES["hidden_size"]
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden)
+    if f"{first}mlp.experts.down_proj" in tensors:
+        of_first = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
+        tensors |= {f"mtp.layers.0.{name}": tensor + 0.1 for name, tensor in of_first.items()}
+        norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+        tensors |= {f"{norm}.weight": torch.randn(hidden) for norm in norms}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

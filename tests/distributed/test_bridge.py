@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import _bridge_runs as runs
+import _prediction_runs as prediction
 import numpy
 import pytest
 from _covering import covering, family_and_axes, quick
@@ -56,7 +57,9 @@ def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_a
     folder = tmp_path / "with-vision"
     expected = runs.make_folder_with_vision(name, folder)
     out = str(tmp_path / "out")
-    logits = ranks(2).run(runs.logits_and_export, str(folder), runs.LAYOUTS["tp2"][1], out, "200KB", True)[0]
+    ahead = int(name == "qwen3.5-moe")  # of Qwen3.5 without experts the layer for multi-token prediction is left out
+    overrides = (*runs.LAYOUTS["tp2"][1], *["megatron_lm.model.arch.mtp_num_layers=1"] * ahead)
+    logits = ranks(2).run(runs.logits_and_export, str(folder), overrides, out, "200KB", True)[0]
     assert numpy.abs(logits - expected).max() <= 1e-4
     exported = load(tmp_path / "out")
     assert exported.config.model_type == getattr(transformers, runs.FAMILIES[name][0]).config_class.model_type
@@ -64,13 +67,31 @@ def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_a
         again = exported.eval()(torch.tensor(runs.token_ids())).logits.numpy()
     assert numpy.abs(again - expected).max() <= 1e-5
     before, after = load(folder), load(tmp_path / "out-vision")
-    if hasattr(before.config.text_config, "mtp_num_hidden_layers"):  # the layer is left out
-        before.config.text_config.mtp_num_hidden_layers = 0
+    if hasattr(before.config.text_config, "mtp_num_hidden_layers"):
+        before.config.text_config.mtp_num_hidden_layers = ahead
     assert after.config.to_dict() == {**before.config.to_dict(), "_name_or_path": after.config.name_or_path}
     weights = after.state_dict()
     assert weights.keys() == before.state_dict().keys()
     for weight, tensor in before.state_dict().items():
         assert torch.equal(weights[weight], tensor), weight
+    if ahead:
+        check_kept_prediction_layer(folder, tmp_path / "out-vision")
+
+
+def check_kept_prediction_layer(folder: Path, exported: Path) -> None:
+    """The layer for multi-token prediction of a folder with stacked experts, which an export has in a tensor each."""
+    import torch
+
+    before, after = (
+        {n: t for n, t in prediction.stored(f).items() if n.startswith("mtp.")} for f in (folder, exported)
+    )
+    experts = "mtp.layers.0.mlp.experts."
+    parts = zip(before.pop(f"{experts}gate_up_proj"), before.pop(f"{experts}down_proj"), strict=True)
+    for expert, (gate_up, down) in enumerate(parts):
+        tensors = dict(zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True))
+        before |= {f"{experts}{expert}.{part}_proj.weight": tensor for part, tensor in tensors.items()}
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 def test_a_trained_text_model_is_exported_beside_its_vision_encoder(ranks, tmp_path):
