@@ -62,11 +62,13 @@ def test_a_healthy_node_has_no_warning(
 
 
 def test_train_begins_with_what_takes_milliseconds(tmp_path: Path) -> None:
-    """Twice a median: the first call imports modules."""
-    quick_answers(subject(tmp_path))
-    start = time.monotonic()
-    assert quick_answers(subject(tmp_path)) == []
-    assert time.monotonic() - start < 2
+    """The shortest of four calls: the first imports modules, and others may wait for a core."""
+    seconds = []
+    for _ in range(4):
+        start = time.monotonic()
+        assert quick_answers(subject(tmp_path)) == []
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < 2
     with pytest.raises(PlatformError, match="GPUs: none"):
         quick_answers(Subject(load_run_config(RUN, ["megatron_wrap.init.platform=cuda"])))
 
