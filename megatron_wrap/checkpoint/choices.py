@@ -11,8 +11,10 @@ from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import OPTIMIZER_KEYS, OVERLAP_KEYS, choices, with_choices
 from megatron_wrap.config.reading.pipeline_layout import even_layout
+from megatron_wrap.model.transformer_config import use_transformer_engine
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.plan.context_exchange import EXCHANGE_KEY, exchange_choice
 from megatron_wrap.plan.pipeline_split import LAYOUT_KEY, split_choice
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.utils.dist_logger import logger
@@ -29,12 +31,16 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
         vocab_size: of the model, without padding.
     """
     layout = layout_facts(parallel, platform.name)
-    saved, split, device = on_rank_0(
-        lambda: (saved_choices(config, layout), saved_split(config, layout), platform.device_name)
+    saved, split, exchange, device = on_rank_0(
+        lambda: (
+            *(saved_choices(config, layout), saved_split(config, layout), saved_exchange(config, layout)),
+            platform.device_name,
+        )
     )
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
     split_here = split_choice(config, vocab_size, device, split)
-    chosen += () if split_here is None else (split_here,)
+    exchange_here = exchange_choice(config, use_transformer_engine(config, platform), exchange)
+    chosen += tuple(choice for choice in (split_here, exchange_here) if choice is not None)
     enabled = [str(choice) for choice in chosen if choice.value]
     if enabled:
         logger.info_rank_0(f"chosen for this machine and layout: {'; '.join(enabled)}")
@@ -77,6 +83,20 @@ def saved_split(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
     stages, chunks = config.parallel.pipeline_model_parallel_size, layout["virtual"] or 1
     even = even_layout(config.arch.num_layers, stages, chunks)
     return split if isinstance(split, str) or even is None else str(even)
+
+
+def saved_exchange(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
+    """`cp_comm_type` of the checkpoint whose optimizer the run would load, if it has the run's layout; p2p, which all
+    runs had, where the checkpoint is older than the choice.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    saved = _continued_run(config)
+    if saved is None or saved.facts.get("layout") != layout:
+        return None
+    section, _, key = EXCHANGE_KEY.partition(".")
+    return saved.section(section).get(key) or "p2p"
 
 
 def _continued_run(config: RunConfig) -> SavedRun | None:

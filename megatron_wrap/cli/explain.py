@@ -9,13 +9,14 @@ from megatron_wrap.bridge.export.adapted import adapter_lines
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
-from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices
+from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices, has_transformer_engine_layers
 from megatron_wrap.config.explain import explain
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.launch.local.nodes import nodes_of
+from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine
 
@@ -90,4 +91,5 @@ def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     chosen = all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
     tokens = config.arch.vocab_size  # without a tokenizer nothing more is known, and explain loads none
     split = None if tokens is None else split_choice(config, tokens, machine.device)
-    return chosen if split is None else (*chosen, split)
+    exchange = exchange_choice(config, has_transformer_engine_layers(config, machine))
+    return (*chosen, *(choice for choice in (split, exchange) if choice is not None))

@@ -75,14 +75,12 @@ def choices(
 
 def all_choices(config: RunConfig, machine: Machine, shards: int, connections: str | None) -> tuple[Choice, ...]:
     """All choices that a run makes on a machine, for `explain`; see `choices` and `cuda_connections`."""
-    layers = layers_choice(config)
-    if layers == "auto":
-        layers = "torch" if machine.transformer_engine is None else "transformer_engine"
-    kernels = kernel_choices(config.arch, machine, layers == "transformer_engine")
+    transformer_engine = has_transformer_engine_layers(config, machine)
+    kernels = kernel_choices(config.arch, machine, transformer_engine)
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
     if config.arch.num_experts is not None and config.arch.experts_impl == "auto":
         with_fp8 = fp8_settings(config) is not None
-        open_kernels.append(experts_choice(config.arch, machine, layers == "transformer_engine", with_fp8))
+        open_kernels.append(experts_choice(config.arch, machine, transformer_engine, with_fp8))
     chosen = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
     if machine.platform == "cuda":
         chosen.append(cuda_connections(config, connections))
@@ -93,6 +91,12 @@ def layers_choice(config: RunConfig) -> str:
     """`transformer_impl`; beside torch's layers an adapter is as fast, so only FP8 takes Transformer Engine for it."""
     without_fp8 = config.adapter.adapter_type != "none" and fp8_settings(config) is None
     return "torch" if config.arch.transformer_impl == "auto" and without_fp8 else config.arch.transformer_impl
+
+
+def has_transformer_engine_layers(config: RunConfig, machine: Machine) -> bool:
+    """Whether the layers would use Transformer Engine on a machine, which must have it if the configuration names it."""
+    layers = layers_choice(config)
+    return layers == "transformer_engine" or (layers == "auto" and machine.transformer_engine is not None)
 
 
 def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool) -> Iterator[Choice]:

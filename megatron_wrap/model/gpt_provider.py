@@ -9,11 +9,10 @@ import torch
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.request import ModelRequest
-from megatron_wrap.model.transformer_config import parameter_dtype
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.ops.deferred_logits import is_deferred
+from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
 
 if TYPE_CHECKING:
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
@@ -213,23 +212,6 @@ def _place_norms(layer: Any, request: ModelRequest) -> None:
     parts.mlp_bda = ModuleSpec(module=NormBeforeAdd, params=added)
     if placement == "after":
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-
-
-def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
-    """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
-    get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
-    windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
-    arch = config.arch
-    if _changed_scores(arch):  # it takes neither positions nor a cap
-        return False
-    sinks = arch.softmax_type != "vanilla"
-    if sinks and config.flow.packing:
-        return False
-    if config.parallel.context_parallel_size == 1:
-        return True
-    by_heads = arch.upstream.get("cp_comm_type") == "a2a" and not config.flow.packing
-    plain = not sinks and arch.window_size is None
-    return parameter_dtype(config) != torch.float32 and (plain or by_heads)
 
 
 def _norm(request: ModelRequest) -> Any:

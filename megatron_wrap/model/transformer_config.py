@@ -22,6 +22,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.kernels.available import layer_kernels
+from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.platform.base.machine import GROUPED_PRODUCTS_FROM
 from megatron_wrap.platform.base.platform import NEEDS_CUDA, Platform
 
@@ -92,6 +93,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         _refuse_missing(fp8, platform, transformer_engine)
     config_class = _config_class(config.arch)
     virtual_size = derived.virtual_pipeline_size(config)
+    exchange = exchange_choice(config, transformer_engine)  # None, too, where training has decided it
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
         **_yarn(config.arch),
@@ -99,6 +101,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         **same_named(config.parallel, config_class),
         "virtual_pipeline_model_parallel_size": virtual_size,
         "sequence_parallel": derived.sequence_parallel(config.parallel),
+        **({} if exchange is None else {"cp_comm_type": exchange.value}),
         "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,
         **same_named(config.recompute, config_class),

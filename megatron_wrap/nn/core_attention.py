@@ -24,6 +24,7 @@ from megatron_wrap.nn.attention import attend, attend_over_context
 from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
 from megatron_wrap.parallel.context import packed_positions
+from megatron_wrap.parallel.head_exchange import attention_inputs_by_heads, to_whole_heads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,7 +48,8 @@ class TorchCoreAttention(MegatronModule):
         query_scaling: (beta, length): queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), p
             counted in each sequence; None: unscaled.
         softcap: scores x become softcap * tanh(x / softcap); None: unlimited.
-        cp_comm_type: ignored: keys and values are always all-gathered.
+        cp_comm_type: "a2a": context-parallel ranks exchange heads, and each attends over whole sequences; others: they
+            gather keys and values.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
     With `softmax_type` learnable it has a parameter `softmax_offset` [heads of this rank], the sinks of
@@ -78,6 +80,7 @@ class TorchCoreAttention(MegatronModule):
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
+        self.exchanges_heads = cp_comm_type == "a2a"
         self.tp_group = getattr(pg_collection, "tp", None)
         self.cp_group = getattr(pg_collection, "cp", None)
         if self.cp_group is None and config.context_parallel_size > 1:
@@ -163,10 +166,13 @@ class TorchCoreAttention(MegatronModule):
         if self.query_scaling is not None:
             query = query * self._query_scale(query, key, packed_seq_params, cp_size).to(query.dtype)
         with self._random_state():
-            if packed_seq_params is not None:
-                output = self._packed(query, key, value, packed_seq_params, causal, cp_size)
+            if cp_size > 1 and self.exchanges_heads:
+                lengths = (query.shape[0] * cp_size,) if packed_seq_params is None else packed_seq_params.lengths
+                inputs = attention_inputs_by_heads(query, key, value, lengths, self.cp_group)
+                whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
+                output = to_whole_heads(whole, lengths, self.cp_group)
             else:
-                output = self._over_context(query, key, value, [query.shape[0] * cp_size], causal, cp_size, mask)
+                output = self._over_sequences(query, key, value, packed_seq_params, causal, cp_size, mask)
         return output.reshape(*output.shape[:-2], -1)
 
     def _random_state(self) -> contextlib.AbstractContextManager[None]:
@@ -193,14 +199,34 @@ class TorchCoreAttention(MegatronModule):
         return (1 + beta * torch.log(1 + torch.floor(positions / length)))[:, :, None, None]
 
     def _sinks(self, query: Tensor) -> Tensor | None:
+        """[heads] of the query, which after an exchange of heads are a share of this tensor-parallel rank's."""
+        heads = query.shape[-2]
         if self.config.softmax_type == "off-by-one":
-            return query.new_zeros(query.shape[-2])
-        return self.softmax_offset
+            return query.new_zeros(heads)
+        if self.softmax_offset is None or heads == self.softmax_offset.shape[0]:
+            return self.softmax_offset
+        assert self.cp_group is not None
+        return self.softmax_offset.split(heads)[self.cp_group.rank()]
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return tensor_parallel.gather_from_sequence_parallel_region(
             tensor, tensor_parallel_output_grad=True, group=self.cp_group
         )
+
+    def _over_sequences(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences | None,
+        causal: bool,
+        cp_size: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of `cp_size` ranks that have a share of each sequence; 1: the tensors have whole sequences."""
+        if packed is not None:
+            return self._packed(query, key, value, packed, causal, cp_size)
+        return self._over_context(query, key, value, [query.shape[0] * cp_size], causal, cp_size, mask)
 
     def _over_context(
         self,

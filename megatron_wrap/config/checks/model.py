@@ -28,7 +28,7 @@ def check_model(config: RunConfig) -> None:
     linear = [_check_linear_attention] if config.arch.experimental_attention_variant is not None else []
     ahead = [_check_multi_token_prediction] if config.arch.mtp_num_layers is not None else []
     checks = [_check_output, _check_attention, *latent, *linear, *ahead, _check_model, check_experts]
-    check_each(config, [*checks, _check_sharding, _check_pipeline])
+    check_each(config, [*checks, _check_sharding, _check_head_exchange, _check_pipeline])
 
 
 def _check_output(config: RunConfig) -> None:
@@ -220,6 +220,20 @@ def _check_sharding(config: RunConfig) -> None:
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
                 f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
             )
+
+
+def _check_head_exchange(config: RunConfig) -> None:
+    parallel = config.parallel
+    if parallel.cp_comm_type != "a2a" or derived.exchanged_groups(config) is not None:
+        return
+    heads, groups = derived.attention_heads_of_process(config)
+    refuse(
+        config,
+        ["parallel.cp_comm_type", "parallel.context_parallel_size", "arch.num_attention_heads"],
+        f"a2a gives each of {parallel.context_parallel_size} context-parallel processes an equal share of heads, and a "
+        f"tensor-parallel process has {counted(heads, 'head')} of {counted(groups, 'query group')}; legal "
+        f"context_parallel_size: {divisors(groups)}; or write all_gather or null",
+    )
 
 
 def _check_pipeline(config: RunConfig) -> None:

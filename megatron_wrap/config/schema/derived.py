@@ -183,6 +183,24 @@ def expert_processes(parallel: ParallelConfig) -> int:
     return expert_tensor * parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
 
 
+def attention_heads_of_process(config: RunConfig) -> tuple[int, int]:
+    """Query heads, and key and value heads, of one tensor-parallel process."""
+    arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
+    groups = arch.num_attention_heads if arch.multi_latent_attention else num_query_groups(arch)
+    return arch.num_attention_heads // tensor, groups // tensor
+
+
+def exchanged_groups(config: RunConfig) -> int | None:
+    """Key and value heads that a process sends in an exchange of heads (`cp_comm_type: a2a`): each once, or, if they are
+    fewer than the context-parallel processes, to all that have its queries. None: the heads cannot be shared equally.
+    """
+    heads, groups = attention_heads_of_process(config)
+    size = config.parallel.context_parallel_size
+    if heads % size or (groups % size and size % groups):
+        return None
+    return max(groups, size)
+
+
 def pipeline_layout(config: RunConfig) -> PipelineLayout | None:
     """The layout that the configuration names, which must be legal (see `checks`); None: it names none."""
     parallel = config.parallel

@@ -1,4 +1,5 @@
-"""All-to-all between a rank's share of each sequence with all heads, and whole sequences with a share of the heads."""
+"""All-to-all between a rank's share of each sequence with all heads, and whole sequences with a share of the heads, as in
+DeepSpeed Ulysses (arXiv:2309.14509). This module imports Megatron-Core, so call `Platform.install` first."""
 
 from __future__ import annotations
 
@@ -32,6 +33,35 @@ def to_whole_heads(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tens
     by_rank, _ = _order(lengths, size, tensor.device)
     received = all_to_all(group, tensor.index_select(0, by_rank).unflatten(0, (size, -1)).contiguous())
     return received.movedim(0, 2).flatten(2, 3)
+
+
+def attention_inputs_by_heads(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`to_whole_sequences` of the inputs of attention, in one all-to-all. With fewer key heads than ranks each is sent
+    to all ranks that have its queries.
+
+    Args:
+        query: [s / cp, b, heads, d]; cp divides the heads.
+        key: [s / cp, b, groups, d]; cp divides the groups, or the groups divide cp.
+        value: [s / cp, b, groups, d_v].
+        lengths, group: as in `to_whole_sequences`.
+
+    Returns:
+        [s, b, heads / cp, d], and keys and values [s, b, max(groups / cp, 1), d or d_v].
+    """
+    size = group.size()
+    copies = max(1, size // key.shape[2])
+    if copies > 1:
+        key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
+    tensors = (query, key, value)
+    shares = [tensor.unflatten(2, (size, -1)).flatten(3) for tensor in tensors]  # [s / cp, b, cp, share of a rank]
+    whole = to_whole_sequences(torch.cat(shares, dim=3), lengths, group)
+    parts = whole.squeeze(2).split([share.shape[3] for share in shares], dim=-1)
+    first, second, third = (
+        part.unflatten(2, (-1, tensor.shape[3])) for part, tensor in zip(parts, tensors, strict=True)
+    )
+    return first, second, third
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,0 +1,111 @@
+"""What the attention of context-parallel processes exchanges: the choice of `cp_comm_type`, by the bytes that it sends.
+
+With s tokens in a sequence, cp processes, h query and g key heads on each of them (after tensor parallelism), of sizes d
+(queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, forward and backward pass:
+
+- all_gather: 2 (cp - 1) / cp * s * g (d + d_v): keys and values are gathered, their gradients reduced and scattered.
+- a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
+  gradients; g' = max(g, cp), because key heads that are fewer than the processes are sent to several.
+- p2p: 3 (cp - 1) / cp * s * g (d + d_v): keys and values pass around a ring in both passes, their gradients once.
+
+So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
+query heads for each key head from cp 8 on.
+"""
+
+from __future__ import annotations
+
+from megatron_wrap.config.defaults import Choice
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.run import RunConfig
+
+EXCHANGE_KEY = "parallel.cp_comm_type"
+_HIDDEN_RING_TOKENS = 2048
+"""Tokens of a process from which attention takes longer than the ring's transfers, if each key head has one query head.
+A step of the forward pass computes 2 (s / cp)^2 h d FLOPs of causal attention and receives 4 s / cp g d bytes in bf16;
+at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of one node, both take as long for s / cp = 1,930 g / h."""
+
+
+def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:
+    """`cp_comm_type` of a run that names none; None: it names one, or sequences are not shared.
+
+    Attention of torch: the fewest bytes; equal ones: all_gather. Attention of Transformer Engine: p2p where attention
+    hides the ring or the row is packed, else the fewest bytes. Its layers keep torch's attention with all_gather for
+    windows and sinks, for which Transformer Engine would need a2a.
+
+    Args:
+        transformer_engine: whether the layers are Transformer Engine's.
+        saved: the value of the checkpoint from which the run continues on the same layout.
+    """
+    parallel = config.parallel
+    if parallel.context_parallel_size == 1 or parallel.cp_comm_type is not None:
+        return None
+    if saved is not None:
+        return Choice(EXCHANGE_KEY, saved, "as in the checkpoint from which the run resumes")
+    sent = exchanged_bytes(config)
+    if transformer_engine and can_use_attention_of_transformer_engine(config):
+        return _choice_beside_ring(config, sent)
+    if transformer_engine and _only_by_heads(config) and not config.flow.packing:
+        return Choice(EXCHANGE_KEY, "all_gather", "windows and sinks are computed by torch's attention")
+    del sent["p2p"]
+    return _fewest(sent, config)
+
+
+def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
+    """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
+    get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
+    windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
+    arch = config.arch
+    if arch.query_scaling_beta is not None or arch.attn_logit_softcapping is not None:
+        return False  # it takes neither positions nor a cap
+    if arch.softmax_type != "vanilla" and config.flow.packing:
+        return False
+    if config.parallel.context_parallel_size == 1:
+        return True
+    by_heads = config.parallel.cp_comm_type == "a2a" and not config.flow.packing
+    half_precision = config.dtype.bf16 or config.dtype.fp16
+    return half_precision and (by_heads or not _only_by_heads(config))
+
+
+def exchanged_bytes(config: RunConfig) -> dict[str, int]:
+    """cp_comm_type -> bytes that a process sends in a step for one layer and one sequence of `seq_length` tokens; without
+    those for which the heads cannot be divided."""
+    arch, size = config.arch, config.parallel.context_parallel_size
+    width = 2 * derived.kv_channels(arch)
+    if arch.multi_latent_attention:
+        width = arch.qk_head_dim + arch.qk_pos_emb_head_dim + arch.v_head_dim
+    heads, groups = derived.attention_heads_of_process(config)
+    element = 2 if config.dtype.bf16 or config.dtype.fp16 else 4
+    tokens = config.train.seq_length * (size - 1) // size
+    sent = {"all_gather": 2 * tokens * groups * width * element, "p2p": 3 * tokens * groups * width * element}
+    sent_groups = derived.exchanged_groups(config)
+    if sent_groups is not None:
+        sent["a2a"] = 2 * tokens * (heads + sent_groups) * width * element // size
+    return sent
+
+
+def _only_by_heads(config: RunConfig) -> bool:
+    return config.arch.softmax_type != "vanilla" or config.arch.window_size is not None
+
+
+def _choice_beside_ring(config: RunConfig, sent: dict[str, int]) -> Choice:
+    """Of p2p and a2a, for Transformer Engine's attention, which needs a key head for each process."""
+    size = config.parallel.context_parallel_size
+    heads, groups = derived.attention_heads_of_process(config)
+    if config.flow.packing:
+        return Choice(EXCHANGE_KEY, "p2p", "Transformer Engine exchanges no heads of packed rows")
+    tokens = config.train.seq_length // size
+    if tokens * heads >= _HIDDEN_RING_TOKENS * groups:
+        return Choice(EXCHANGE_KEY, "p2p", f"attention over {tokens:,} tokens of a process hides the ring's transfers")
+    sent = {name: size_ for name, size_ in sent.items() if name == "p2p" or (name == "a2a" and groups % size == 0)}
+    return _fewest(sent, config)
+
+
+def _fewest(sent: dict[str, int], config: RunConfig) -> Choice:
+    fewest = min(sent, key=lambda name: (sent[name], name == "a2a"))
+    others = [f"{name} {sent[name] / 1e6:,.1f} MB" for name in sorted(sent) if name != fewest]
+    compared = f", {', '.join(others)}" if others else "; the heads cannot be divided for a2a"
+    reason = (
+        f"each process sends {sent[fewest] / 1e6:,.1f} MB for a layer and a sequence of "
+        f"{config.train.seq_length:,} tokens{compared}"
+    )
+    return Choice(EXCHANGE_KEY, fewest, reason)
