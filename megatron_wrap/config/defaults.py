@@ -94,7 +94,7 @@ def layers_choice(config: RunConfig) -> str:
 
 
 def has_transformer_engine_layers(config: RunConfig, machine: Machine) -> bool:
-    """Whether the layers would use Transformer Engine on a machine, which must have it if the configuration names it."""
+    """Whether the layers use Transformer Engine on a machine, which must have it if the configuration names it."""
     layers = layers_choice(config)
     return layers == "transformer_engine" or (layers == "auto" and machine.transformer_engine is not None)
 

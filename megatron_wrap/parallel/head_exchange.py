@@ -1,5 +1,5 @@
-"""All-to-all between a rank's share of each sequence with all heads, and whole sequences with a share of the heads, as in
-DeepSpeed Ulysses (arXiv:2309.14509). This module imports Megatron-Core, so call `Platform.install` first."""
+"""All-to-all between a rank's share of each sequence with all heads, and whole sequences with a share of the heads,
+as in DeepSpeed Ulysses (arXiv:2309.14509). This module imports Megatron-Core, so call `Platform.install` first."""
 
 from __future__ import annotations
 

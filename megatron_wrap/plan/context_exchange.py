@@ -1,7 +1,7 @@
-"""What the attention of context-parallel processes exchanges: the choice of `cp_comm_type`, by the bytes that it sends.
+"""What the attention of context-parallel processes exchanges: the choice of `cp_comm_type`, by the bytes it sends.
 
-With s tokens in a sequence, cp processes, h query and g key heads on each of them (after tensor parallelism), of sizes d
-(queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, forward and backward pass:
+With s tokens in a sequence, cp processes, h query and g key heads on each of them (after tensor parallelism), of sizes
+d (queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, forward and backward pass:
 
 - all_gather: 2 (cp - 1) / cp * s * g (d + d_v): keys and values are gathered, their gradients reduced and scattered.
 - a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
@@ -20,9 +20,9 @@ from megatron_wrap.config.schema.run import RunConfig
 
 EXCHANGE_KEY = "parallel.cp_comm_type"
 _HIDDEN_RING_TOKENS = 2048
-"""Tokens of a process from which attention takes longer than the ring's transfers, if each key head has one query head.
+"""Tokens of a process from which attention takes longer than the ring's transfers, if key heads have one query head.
 A step of the forward pass computes 2 (s / cp)^2 h d FLOPs of causal attention and receives 4 s / cp g d bytes in bf16;
-at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of one node, both take as long for s / cp = 1,930 g / h."""
+at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of a node, both take as long for s / cp = 1,930 g / h."""
 
 
 def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:
@@ -67,8 +67,8 @@ def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
 
 
 def exchanged_bytes(config: RunConfig) -> dict[str, int]:
-    """cp_comm_type -> bytes that a process sends in a step for one layer and one sequence of `seq_length` tokens; without
-    those for which the heads cannot be divided."""
+    """cp_comm_type -> bytes that a process sends in a step for one layer and a sequence of `seq_length` tokens; without
+    a2a if the heads cannot be divided."""
     arch, size = config.arch, config.parallel.context_parallel_size
     width = 2 * derived.kv_channels(arch)
     if arch.multi_latent_attention:

@@ -126,6 +126,12 @@ def waste(costs: ModelCosts, layout: PipelineLayout) -> float:
     return 1 - sum(stages) / (len(stages) * max(stages))
 
 
+def bubble(num_stages: int, chunks_per_stage: int, num_microbatches: int) -> float:
+    """Share of a step in which equal stages wait while the pipeline fills and drains, 0 to 1 (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2)."""
+    return (num_stages - 1) / (chunks_per_stage * num_microbatches + num_stages - 1)
+
+
 def _chunk_costs(costs: ModelCosts, sums: Sequence[float], counts: Sequence[int]) -> list[float]:
     ends = list(itertools.accumulate(counts, initial=0))
     chunks = [sums[end] - sums[start] for start, end in itertools.pairwise(ends)]

@@ -11,6 +11,7 @@ from megatron_wrap.config.reading.origins import SetBy
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.plan.pipeline_split import bubble
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import StepBreakdown
 
@@ -133,21 +134,45 @@ def _data(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[
     )
 
 
+def _stages_wait(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Twice as many virtual stages, and twice as many micro-batches of half the size."""
+    parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
+    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
+    if stages == 1:
+        return
+    layers, count = config.arch.num_layers, run.num_microbatches
+    waits = step.milliseconds[kinds.IDLE] + step.exposed_collectives.get("send and receive", 0.0)
+    now = bubble(stages, chunks, count)
+    parts = 2 * chunks * stages
+    divides = layers >= parts if parallel.pipeline_split == "cost" else layers % parts == 0
+    # a layout may be the run's own choice
+    layout_key = f"{SECTION_PATHS['parallel']}.pipeline_model_parallel_layout"
+    is_named = parallel.num_layers_per_virtual_pipeline_stage is not None or (
+        chunks > 1
+        and parallel.pipeline_model_parallel_layout is not None
+        and config.set_by(layout_key) is not SetBy.MACHINE
+    )
+    if divides and not is_named and count % stages == 0:
+        then = bubble(stages, 2 * chunks, count)
+        reason = (
+            f"stages wait for each other; with {2 * chunks} chunks on each, the bubble of {count} micro-batches is "
+            f"{then:.1%} of a step instead of {now:.1%}"
+        )
+        yield Change(_key("parallel", "virtual_pipeline_model_parallel_size", 2 * chunks), waits / 2, reason)
+    if micro_batch_size % 2 == 0:
+        then = bubble(stages, chunks, 2 * count)
+        reason = (
+            f"stages wait for each other; with {2 * count} micro-batches of half the size, the bubble is {then:.1%} of "
+            f"a step instead of {now:.1%}"
+        )
+        yield Change(_key("train", "micro_batch_size", micro_batch_size // 2), waits / 2, reason)
+
+
 def _idle(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
     """Without a pipeline, Python is the bottleneck: larger micro-batches contain more work for each of its calls."""
-    idle, parallel = step.milliseconds[kinds.IDLE], config.parallel
-    bubble = idle + step.exposed_collectives.get("send and receive", 0.0)
-    stages, layers = parallel.pipeline_model_parallel_size, config.arch.num_layers
-    divides = layers >= 2 * stages if parallel.pipeline_split == "cost" else layers % (2 * stages) == 0
-    if stages > 1 and derived.virtual_pipeline_size(config) is None and divides and run.num_microbatches % stages == 0:
-        key = _key("parallel", "virtual_pipeline_model_parallel_size", 2)
-        shares = [(stages - 1) / (count * run.num_microbatches + stages - 1) for count in (1, 2)]
-        reason = (
-            f"stages wait for each other; with two chunks on each, the bubble of {run.num_microbatches} micro-batches "
-            f"is {shares[1]:.1%} of a step instead of {shares[0]:.1%}"
-        )
-        yield Change(key, bubble / 2, reason)
-    elif idle > 0.03 * step.step_ms and _can_double(config, run):
+    idle = step.milliseconds[kinds.IDLE]
+    is_bottleneck = config.parallel.pipeline_model_parallel_size == 1 and idle > 0.03 * step.step_ms
+    if is_bottleneck and _can_double(config, run):
         unit = "kernels" if step.on_gpu else "operations"
         yield Change(
             _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
@@ -275,6 +300,7 @@ def _precision(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iter
 _RULES: tuple[Callable[[StepBreakdown, RunConfig, ProfiledRun], Iterator[Change]], ...] = (
     *(
         _data,
+        _stages_wait,
         _idle,
         _pipeline_split,
         _small_products,

@@ -72,7 +72,8 @@ def _tiny(config: RunConfig) -> list[str]:
     arch = config.arch
     experts = {} if arch.num_experts is None else _tiny_experts(arch)
     groups = arch.num_query_groups or arch.num_attention_heads
-    few_groups = groups if groups < 2 else 2
+    exchanged = config.parallel.cp_comm_type == "a2a" and groups >= 4  # enough heads for tp2-cp2 and cp4
+    few_groups = 4 if exchanged else min(groups, 2)
     heads = few_groups * min(arch.num_attention_heads // groups, 4)
     sizes: dict[str, Any] = {
         "num_layers": 4,

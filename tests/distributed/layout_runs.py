@@ -69,8 +69,13 @@ def token_samples(count: int, longest: int, seed: int = 7) -> list[dict[str, lis
     return samples
 
 
-def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -> dict[str, Any]:
+def train(
+    overrides: tuple[str, ...], steps: int, with_gradients: bool = True, overlaps_stages: bool = True
+) -> dict[str, Any]:
     """Train from initial weights on the layout of `overrides`.
+
+    Args:
+        overlaps_stages: False: the messages of interleaved pipeline stages do not overlap with computation.
 
     Returns:
         losses, tokens, grad_norms of each step, and the unsharded gradients of step 1 as numpy arrays.
@@ -82,6 +87,9 @@ def train(overrides: tuple[str, ...], steps: int, with_gradients: bool = True) -
         size = wrap.global_batch_size
         samples = token_samples(size * steps, wrap.config.train.seq_length)
         gradients: dict[str, Any] = {}
+        if not overlaps_stages:
+            assert wrap.state.transformer_config.overlap_p2p_comm
+            wrap.state.transformer_config.overlap_p2p_comm = False
         if with_gradients:
             state = wrap.state
             gradients_of_batch(state, samples[:size])

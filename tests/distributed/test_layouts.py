@@ -42,6 +42,23 @@ def test_no_gradient_is_too_small_to_compare(one_rank):
     assert len(one_rank["gradients"]) == 3 + 4 * 6  # embedding, output layer, final norm; six per layer
 
 
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_messages_that_overlap_with_computation_change_no_bit(stages, ranks):
+    layout = (
+        "megatron_lm.model.arch.num_layers=8",
+        f"megatron_lm.model.parallel.pipeline_model_parallel_size={stages}",
+        "megatron_lm.model.parallel.virtual_pipeline_model_parallel_size=2",
+        "megatron_lm.train.common.micro_batch_size=1",
+    )
+    overlapped, waiting = (
+        ranks(stages).run(layout_runs.train, layout, 2, overlaps_stages=overlaps) for overlaps in (True, False)
+    )
+    for ours, theirs in zip(overlapped, waiting, strict=True):
+        assert (ours["losses"], ours["grad_norms"]) == (theirs["losses"], theirs["grad_norms"])
+        assert ours["gradients"].keys() == theirs["gradients"].keys()
+        assert all(numpy.array_equal(theirs["gradients"][name], value) for name, value in ours["gradients"].items())
+
+
 SHIPPED = tuple(
     f"megatron_lm.model.arch.{size}" for size in ("hidden_size=256", "ffn_hidden_size=704", "vocab_size=4096")
 )

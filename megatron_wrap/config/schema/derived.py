@@ -191,9 +191,9 @@ def attention_heads_of_process(config: RunConfig) -> tuple[int, int]:
 
 
 def exchanged_groups(config: RunConfig) -> int | None:
-    """Key and value heads that a process sends in an exchange of heads (`cp_comm_type: a2a`): each once, or, if they are
-    fewer than the context-parallel processes, to all that have its queries. None: the heads cannot be shared equally.
-    """
+    """Key and value heads that a process sends in an exchange of heads (`cp_comm_type: a2a`): each once, or, if they
+    are fewer than the context-parallel processes, to all that have its queries. None: the heads cannot be
+    shared equally."""
     heads, groups = attention_heads_of_process(config)
     size = config.parallel.context_parallel_size
     if heads % size or (groups % size and size % groups):

@@ -21,10 +21,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.parallel.head_exchange import to_whole_heads, to_whole_sequences
 from megatron_wrap.nn.linear_attention.kernels import convolve, gated_rms_norm, recur
 from megatron_wrap.nn.linear_attention.recurrent_state import RecurrentState
 from megatron_wrap.nn.linear_attention.rows import PackedRow
+from megatron_wrap.parallel.head_exchange import to_whole_heads, to_whole_sequences
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""What the attention of context-parallel processes exchanges by default; whose attention the layers of Transformer Engine
-use, by what its `get_attention_backend` documents."""
+"""What the attention of context-parallel processes exchanges by default; whose attention the layers of Transformer
+Engine use, by what its `get_attention_backend` documents."""
 
 from pathlib import Path
 

@@ -67,10 +67,11 @@ def test_settings_are_fields_of_transformer_config():
             platform.refuse_unsafe(settings)
 
 
-def test_p2p_communication_between_two_interleaved_stages_is_not_batched():
+def test_p2p_communication_of_interleaved_stages_overlaps_and_is_not_batched():
     for platform in (choose_platform("cpu"), CudaPlatform()):
-        settings = platform.transformer_config_settings(2, 2, transformer_engine=False)
-        assert (settings["overlap_p2p_comm"], settings["batch_p2p_comm"]) == (True, False)
+        for stages in (2, 4):
+            settings = platform.transformer_config_settings(stages, 2, transformer_engine=False)
+            assert (settings["overlap_p2p_comm"], settings["batch_p2p_comm"]) == (True, False)
         assert "batch_p2p_comm" not in platform.transformer_config_settings(2, None, transformer_engine=False)
     assert choose_platform("cpu").transformer_config_settings(2, 2, False)["deallocate_pipeline_outputs"] is False
     assert CudaPlatform().transformer_config_settings(2, 1, True) == {"deallocate_pipeline_outputs": True}

@@ -73,6 +73,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, flo
         [f"{PARALLEL}.pipeline_model_parallel_size=2"],
         (f"{PARALLEL}.virtual_pipeline_model_parallel_size=2", 60.0),
     ),
+    "micro-batches": (
+        {"idle": 20.0, "exposed": {"send and receive": 100.0}},
+        {},
+        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.num_layers_per_virtual_pipeline_stage=1"],
+        ("megatron_lm.train.common.micro_batch_size=1", 60.0),
+    ),
     "split": (
         {},
         {"faster_split": (PipelineLayout((10, 6), 2), 0.1)},

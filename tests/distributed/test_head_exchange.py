@@ -1,0 +1,58 @@
+"""Context-parallel ranks that exchange heads (`cp_comm_type: a2a`) train, evaluate and generate like one rank."""
+
+from __future__ import annotations
+
+import _exchange_runs as runs
+import pytest
+from layout_runs import CONFIG, token_samples
+
+from megatron_wrap.testing import check_parity
+
+ARCH, PARALLEL = "megatron_lm.model.arch.", "megatron_lm.model.parallel."
+BY_HEADS, CP2 = f"{runs.KEY}=a2a", f"{PARALLEL}context_parallel_size=2"
+WINDOWS_AND_SINKS = (
+    *(f"{ARCH}window_size=[11,0]", f"{ARCH}window_attn_skip_freq=2", f"{ARCH}softmax_type=learnable"),
+    f"{ARCH}num_query_groups=2",  # fewer than the ranks of cp4, and one for each tensor-parallel rank
+)
+LATENT = (
+    *(f"{ARCH}multi_latent_attention=true", f"{ARCH}q_lora_rank=32", f"{ARCH}kv_lora_rank=24"),
+    *(f"{ARCH}qk_head_dim=8", f"{ARCH}qk_pos_emb_head_dim=8", f"{ARCH}v_head_dim=12", f"{ARCH}num_query_groups=null"),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layouts"),
+    [
+        pytest.param(WINDOWS_AND_SINKS, ["cp4", "packed-tp2-sp-cp2"], id="windows and sinks"),
+        pytest.param(
+            (), ["cp2", "packed-cp2", "tp2-sp-cp2", "cp2-dp2", "pp2-cp2"], id="dense", marks=pytest.mark.matrix
+        ),
+        pytest.param(LATENT, ["packed-tp2-sp-cp2"], id="latent", marks=pytest.mark.matrix),
+    ],
+)
+def test_gradients_are_those_of_one_rank(overrides, layouts, ranks):
+    samples = token_samples(16, 48)
+    report = check_parity(CONFIG, [BY_HEADS, *overrides], samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
+def test_a_run_evaluates_generates_and_resumes_with_the_exchange_that_it_began_with(ranks, tmp_path):
+    def saving(folder: str) -> tuple[str, ...]:
+        return (
+            CP2,
+            f"megatron_lm.train.common.save={tmp_path / folder}",
+            f"megatron_wrap.logger.output_dir={tmp_path}",
+        )
+
+    pool = ranks(2)
+    by_heads = pool.run(runs.train, (*saving("a2a"), BY_HEADS), 4)[0]
+    chosen = pool.run(runs.train, saving("chosen"), 4)[0]
+    assert (by_heads["value"], set(by_heads["exchanges"])) == ("a2a", {True})
+    assert (chosen["value"], chosen["set by"], set(chosen["exchanges"])) == ("all_gather", "MACHINE", {False})
+    assert by_heads["losses"] == pytest.approx(chosen["losses"], rel=1e-5)
+    assert by_heads["generated"] == chosen["generated"]
+    pool.run(runs.train, (*saving("parts"), BY_HEADS), 2)
+    resumed = pool.run(runs.train, saving("parts"), 4)[0]
+    assert (resumed["value"], set(resumed["exchanges"])) == ("a2a", {True})
+    assert resumed["losses"] == by_heads["losses"][2:]
+    assert resumed["evaluation"] == by_heads["evaluation"]
