@@ -1,7 +1,7 @@
 """What the attention of context-parallel processes exchanges: the choice of `cp_comm_type`, by the bytes it sends.
 
 With s tokens in a sequence, cp processes, h query and g key heads on each of them (after tensor parallelism), of sizes
-d (queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, forward and backward pass:
+d (queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, both passes together:
 
 - all_gather: 2 (cp - 1) / cp * s * g (d + d_v): keys and values are gathered, their gradients reduced and scattered.
 - a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
