@@ -86,8 +86,8 @@ def saved_split(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
 
 
 def saved_exchange(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
-    """`cp_comm_type` of the checkpoint whose optimizer the run would load, if it has the run's layout; p2p, which all
-    runs had, where the checkpoint is older than the choice.
+    """`cp_comm_type` of the checkpoint whose optimizer the run would load, if it has the run's layout. In a checkpoint
+    older than the choice the key stands in the architecture, and p2p is what runs had without it.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -96,7 +96,8 @@ def saved_exchange(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
     if saved is None or saved.facts.get("layout") != layout:
         return None
     section, _, key = EXCHANGE_KEY.partition(".")
-    return saved.section(section).get(key) or "p2p"
+    value = saved.section(section).get(key) or saved.section("arch").get(key)
+    return value if isinstance(value, str) else "p2p"
 
 
 def _continued_run(config: RunConfig) -> SavedRun | None:
