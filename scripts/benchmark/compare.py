@@ -1,13 +1,14 @@
 """megatron-wrap beside other programs that train the same model on the same tokens, in turn, in one run.
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
-        [--against trainer,trainer-flex,trainer-liger,bare,bare-best,trl] [--liger] [--output outputs/compare]
-        [--compare OLD.json]
+        [--against trainer,trainer-flex,trainer-liger,trainer-liger-fp32,bare,bare-best,trl] [--liger]
+        [--output outputs/compare] [--compare OLD.json]
         [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"] [--tree "ours-before: ../checkout"]
 
 Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json, compare.md and compare.png; exits with 1
 where --compare finds a regression. Each program is a set of processes of its own that holds the GPUs only in its turn.
-`--tree` measures the megatron-wrap of another checkout, `--liger` this one with Liger-Kernel's RMSNorm.
+`--tree` measures the megatron-wrap of another checkout, `--liger` this one with Liger-Kernel's RMSNorm. Trainers have
+bf16 weights and moments; `trainer-liger-fp32` has fp32 ones, as ours, and bf16 products by autocast.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ AGAINST = {
     "trainer": "transformers",
     "trainer-flex": "transformers-flex",
     "trainer-liger": "transformers-liger",
+    "trainer-liger-fp32": "transformers-liger-fp32",
     "bare": "megatron-core",
     "bare-best": "megatron-core",
     "trl": "trl",
@@ -134,7 +136,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _is_installed(name: str) -> bool:
-    package = {"trainer": "transformers", "trainer-liger": "liger_kernel", "trl": "trl"}.get(name)
+    package = {"trainer": "transformers", "trl": "trl"}.get(name, "liger_kernel" if "liger" in name else None)
     if package is None or importlib.util.find_spec(package):
         return True
     print(f"{name} is left out: {package} is not installed")

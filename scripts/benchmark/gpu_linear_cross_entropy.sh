@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Linear cross-entropy beside stored logits on one GPU, in at most 300 s: SFT and DPO of the 1.5B Llama at 4,096 tokens, SFT at
-# 32,768, then 131,072 and 262,144 tokens with full recomputation, and transformers' Trainer with Liger-Kernel at 32,768.
+# Linear cross-entropy beside stored logits on one GPU: SFT and DPO of the 1.5B Llama at 4,096 tokens, SFT at 32,768, 131,072 with
+# full recomputation; then beside transformers' Trainer with Liger-Kernel and fp32 weights and moments: 32,768 tokens without and
+# with full recomputation, 131,072 and 262,144 with it. In at most 300 s, or LIMIT; PARTS="beside-longer beside-longest": these.
 #   bash scripts/benchmark/gpu_linear_cross_entropy.sh [1b|tiny]      (tiny: the same commands on a CPU)
 # Lines with a result are printed as they come and kept in $OUT (default outputs/gpu-linear-cross-entropy), with the logs.
 set -u
@@ -31,7 +32,14 @@ part sft-long 60 "$python" $measure $config "${long[@]}" --name sft-long --steps
 part dpo 40 "$python" $measure $config "${pairs[@]}" --flow dpo --ways stored,deferred --name dpo --steps 3 --warmup 2
 part sft-longer 65 "$python" $measure $config $full --length $longer --micro 1 --global 1 --ways deferred,eight \
   --name sft-longer --steps 1 --warmup 1
-part sft-longest 75 "$python" $measure $config $full "$positions=$longest" --length $longest --micro 1 --global 1 --ways deferred \
-  --name sft-longest --steps 1 --warmup 0
-part trainer-liger 60 "$python" $here/compare.py $trainer "${platform[@]}" --against trainer-liger --rounds 1 --steps 2 \
-  --warmup 1 --output "$work/compare"
+
+beside() {  # NAME SECONDS STEPS WARMUP a.b=c...: ours and the Trainer, each in new processes, which give back all memory
+  part "$1" "$2" "$python" $here/compare.py $trainer "${platform[@]}" "${@:5}" megatron_wrap.model_provider.linear_cross_entropy=true \
+    --against trainer-liger-fp32 --fresh --rounds 1 --steps "$3" --warmup "$4" --output "$work/$1"
+}
+common=megatron_lm.train.common
+one=("$common.global_batch_size=1" "$common.micro_batch_size=1") tokens=$common.seq_length
+beside beside-long 90 2 1
+beside beside-long-recomputed 110 2 1 $full
+beside beside-longer 180 1 1 $full "${one[@]}" "$tokens=$longer" "$positions=$longer"
+beside beside-longest 400 1 1 $full "${one[@]}" "$tokens=$longest" "$positions=$longest"

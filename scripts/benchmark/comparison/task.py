@@ -98,6 +98,8 @@ class Task:
     """Without the rotary part."""
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    recompute: bool = False
+    """Of each layer the input alone is kept; the backward pass computes the layer again."""
 
     @property
     def device(self) -> torch.device:
@@ -160,6 +162,7 @@ def task_of(
         UnsupportedModel: no Hugging Face family can express the model.
     """
     arch, train, optim = config.arch, config.train, config.optimizer
+    recompute = config.recompute.recompute_granularity == "full"
     _refuse_other_layouts(config)
     per_round = train.micro_batch_size * world_size
     if train.global_batch_size % per_round:
@@ -194,7 +197,8 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
-        no_bare_loop=_not_in_the_bare_loop(arch),
+        no_bare_loop="recomputed activations" if recompute else _not_in_the_bare_loop(arch),
+        recompute=recompute,
         qk_layernorm=arch.qk_layernorm,
         num_experts=arch.num_experts or 0,
         experts_per_token=arch.moe_router_topk if arch.num_experts else 0,

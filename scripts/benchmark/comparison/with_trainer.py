@@ -1,5 +1,5 @@
 """transformers' Trainer and trl's SFTTrainer on transformers' own model of the same config.json, with bf16 weights,
-fused AdamW and transformers' grouped experts; with adapters of peft, with flex attention and with Liger-Kernel as
+fused AdamW and transformers' grouped experts; with adapters of peft, flex attention, Liger-Kernel and fp32 weights as
 well."""
 
 from __future__ import annotations
@@ -42,24 +42,33 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
-    """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger" or "trl"."""
+    """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger",
+    "transformers-liger-fp32" (fp32 weights and moments, products in bf16 by autocast) or "trl"."""
     transformers.set_seed(1234)  # the same initial weights in each run
     recorder = _Recorder(StepClock(task))
-    liger = options["trainer"] == "transformers-liger"
+    liger = options["trainer"].startswith("transformers-liger")
+    dtype = torch.bfloat16 if task.bf16 and not options["trainer"].endswith("-fp32") else torch.float32
     attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention)
+        trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention, dtype)
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
         trainer.add_callback(recorder)
         trainer.train()
     settings = _settings(task, folder)
-    notes = f"transformers, {attention}, {'bf16 weights' if task.bf16 else 'fp32'}, {settings['optim']}"
+    notes = f"transformers, {attention}, {_dtypes(task, dtype)}, {settings['optim']}"
     notes = notes.replace("transformers", "trl") if options["trainer"] == "trl" else notes
     notes += ", grouped experts" if task.num_experts else ""
     notes += ", peft" if task.lora_rank else ""
     notes += ", padding-free batches" if task.mixed_lengths else ""
     notes += ", Liger-Kernel" if liger else ""
+    notes += ", gradient checkpointing" if task.recompute else ""
     return Outcome(recorder.clock.measured_seconds(), recorder.losses, notes)
+
+
+def _dtypes(task: Task, dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16:
+        return "bf16 weights"
+    return "fp32 weights with bf16 autocast" if task.bf16 else "fp32"
 
 
 def _attention(task: Task) -> str:
@@ -72,13 +81,11 @@ def _attention(task: Task) -> str:
     return "varlen_attn"
 
 
-def _model(task: Task, attention: str) -> Any:
+def _model(task: Task, attention: str, dtype: torch.dtype) -> Any:
     experts = {"experts_implementation": "grouped_mm"} if task.num_experts else {}
     config = transformers.AutoConfig.for_model(**task.hf_config, attn_implementation=attention, **experts)
     with task.device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if task.bf16 else torch.float32
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     if not task.lora_rank:
         return model
     import peft
@@ -106,7 +113,7 @@ def _settings(task: Task, folder: str) -> dict[str, Any]:
         "adam_beta2": task.adam_betas[1],
         "adam_epsilon": task.adam_eps,
         "max_grad_norm": task.clip_grad,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": task.recompute,
         "train_sampling_strategy": "sequential",
         "dataloader_num_workers": 4 if cuda else 0,
         "logging_steps": 1,
@@ -116,14 +123,14 @@ def _settings(task: Task, folder: str) -> dict[str, Any]:
     }
 
 
-def _trainer(task: Task, folder: str, liger: bool, attention: str) -> transformers.Trainer:
+def _trainer(task: Task, folder: str, liger: bool, attention: str, dtype: torch.dtype) -> transformers.Trainer:
     arguments = transformers.TrainingArguments(**_settings(task, folder), use_liger_kernel=liger)
+    model = _model(task, attention, dtype)
     if not task.mixed_lengths:
-        return transformers.Trainer(model=_model(task, attention), args=arguments, train_dataset=_Rows(_rows(task)))
+        return transformers.Trainer(model=model, args=arguments, train_dataset=_Rows(_rows(task)))
     arguments.remove_unused_columns = False
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=attention == "varlen_attn")
     samples: Any = [{"input_ids": tokens[:-1]} for tokens in task.samples()]
-    model = _model(task, attention)
     return transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collator)
 
 
@@ -131,7 +138,7 @@ def _rows(task: Task) -> torch.Tensor:
     return torch.from_numpy(task.token_rows())[:, :-1].contiguous()
 
 
-def _trl_trainer(task: Task, folder: str, _liger: bool, attention: str) -> transformers.Trainer:
+def _trl_trainer(task: Task, folder: str, _liger: bool, attention: str, dtype: torch.dtype) -> transformers.Trainer:
     import datasets
     from tokenizers import Tokenizer, models
     from trl import SFTConfig, SFTTrainer
@@ -145,4 +152,5 @@ def _trl_trainer(task: Task, folder: str, _liger: bool, attention: str) -> trans
     tokens = list(_rows(task).numpy())
     columns = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
     table = datasets.Dataset(columns, fingerprint="rows")  # else `datasets` pickles the content for it
-    return SFTTrainer(model=_model(task, attention), args=arguments, train_dataset=table, processing_class=tokenizer)
+    model = _model(task, attention, dtype)
+    return SFTTrainer(model=model, args=arguments, train_dataset=table, processing_class=tokenizer)

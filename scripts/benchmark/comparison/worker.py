@@ -27,6 +27,7 @@ PROGRAMS = {
     "transformers": "comparison.with_trainer",
     "transformers-flex": "comparison.with_trainer",
     "transformers-liger": "comparison.with_trainer",
+    "transformers-liger-fp32": "comparison.with_trainer",
     "trl": "comparison.with_trainer",
 }
 _IMPORTED_EARLY = {
