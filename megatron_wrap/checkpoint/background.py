@@ -138,7 +138,9 @@ class BackgroundSaves:
         failures = [text for text in gather_objects(failure) if text]
         result = None
         if save is not None and save.publication is not None:
-            if failures:
+            if save.result is not None:  # since a step; writers that then find no folder are not the cause
+                result = save.result
+            elif failures:
                 result = save.publication.abort(failures[0])
             else:
                 save.publication.join()
@@ -153,7 +155,7 @@ class BackgroundSaves:
         if save is None or os.getpid() != self._process:
             return
         self._save = None
-        failure = self._own_failure(save, timeout=None) or _wait_while_files_change(save)
+        failure = save.result or self._own_failure(save, timeout=None) or _wait_while_files_change(save)
         if failure and save.publication is not None:
             failure = save.publication.abort(failure)
         if failure:
