@@ -162,7 +162,6 @@ def task_of(
         UnsupportedModel: no Hugging Face family can express the model.
     """
     arch, train, optim = config.arch, config.train, config.optimizer
-    recompute = config.recompute.recompute_granularity == "full"
     _refuse_other_layouts(config)
     per_round = train.micro_batch_size * world_size
     if train.global_batch_size % per_round:
@@ -197,8 +196,8 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
-        no_bare_loop="recomputed activations" if recompute else _not_in_the_bare_loop(arch),
-        recompute=recompute,
+        no_bare_loop=_not_in_the_bare_loop(config),
+        recompute=config.recompute.recompute_granularity == "full",
         qk_layernorm=arch.qk_layernorm,
         num_experts=arch.num_experts or 0,
         experts_per_token=arch.moe_router_topk if arch.num_experts else 0,
@@ -243,8 +242,9 @@ def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _not_in_the_bare_loop(arch: ArchConfig) -> str:
-    """It has an untied Llama, and Qwen3 and DeepSeek-V3 with experts in all layers."""
+def _not_in_the_bare_loop(config: RunConfig) -> str:
+    """It has an untied Llama, and Qwen3 and DeepSeek-V3 with experts in all layers, and recomputes nothing."""
+    arch = config.arch
     expected: dict[str, Any] = {
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
@@ -273,6 +273,7 @@ def _not_in_the_bare_loop(arch: ArchConfig) -> str:
         deepseek = {"multi_latent_attention": True, "moe_router_score_function": "sigmoid", "rope_type": "rope"}
         expected |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
     other = [f"{name} {getattr(arch, name)!r}" for name, value in expected.items() if getattr(arch, name) != value]
+    other += ["recomputed activations"] if config.recompute.recompute_granularity else []
     return ", ".join(other)
 
 
