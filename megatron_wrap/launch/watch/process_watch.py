@@ -82,6 +82,8 @@ class ProcessWatch:
         cause = f"ended with exit code {exit_codes[first]}"
         if self._stopped is not None:
             first, cause = self._stopped
+        elif message and exit_codes[first] == -signal.SIGTERM:  # of torchrun's agent, while the exception ended it
+            cause = "ended with exit code 1"
         elif exit_codes[first] < 0:
             cause = f"was ended by {signal.Signals(-exit_codes[first]).name}"
             if exit_codes[first] == -signal.SIGKILL:
