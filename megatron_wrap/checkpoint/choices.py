@@ -75,8 +75,8 @@ def saved_split(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    saved = _continued_run(config)
-    if saved is None or saved.facts.get("layout") != layout:
+    saved = _continued_on(config, layout)
+    if saved is None:
         return None
     section, _, key = LAYOUT_KEY.partition(".")
     split = saved.section(section).get(key)
@@ -92,8 +92,8 @@ def saved_exchange(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    saved = _continued_run(config)
-    if saved is None or saved.facts.get("layout") != layout:
+    saved = _continued_on(config, layout)
+    if saved is None:
         return None
     section, _, key = EXCHANGE_KEY.partition(".")
     value = saved.section(section).get(key) or saved.section("arch").get(key)
@@ -106,3 +106,9 @@ def _continued_run(config: RunConfig) -> SavedRun | None:
     if start is None or train.no_load_optim or (train.finetune and not start.resumes):
         return None
     return read_saved_run(start.path)
+
+
+def _continued_on(config: RunConfig, layout: Mapping[str, Any]) -> SavedRun | None:
+    """`_continued_run` if it had the given layout, else None."""
+    saved = _continued_run(config)
+    return saved if saved is not None and saved.facts.get("layout") == layout else None

@@ -416,10 +416,12 @@ def make_folder(
 
 
 def _condition_delta_rule(model: Any) -> None:
-    """Let the states of gated delta networks last, about 3% lost with each token in place of half, and keys resemble
-    queries. Else the output of a head, which a norm divides by its size, almost vanishes for some tokens, and is mostly
-    rounding: fp32 logits of `qwen3.5` then differ from transformers' in fp64 by 2.6e-4 in transformers, and by 1.4e-4
-    to 2.0e-4 here on one rank, TP2 and CP2; with this by 1.8e-5, and by 1.2e-5 to 2.0e-5."""
+    """Make the weights of gated delta networks well conditioned: their states lose about 3% with each token instead of
+    half, and keys are similar to queries.
+
+    Without it the output of a head is almost zero for some tokens, mostly rounding, and the norm that follows divides
+    by its size. The fp32 logits of `qwen3.5` then differ from transformers' fp64 logits by 2.6e-4 in transformers, and
+    by 1.4e-4 to 2.0e-4 here on one rank, TP2 and CP2; with it by 1.8e-5, and by 1.2e-5 to 2.0e-5."""
     import torch
 
     with torch.no_grad():

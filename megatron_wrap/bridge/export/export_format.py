@@ -19,6 +19,7 @@ from megatron_wrap.config.hugging_face import (
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import UnsupportedModel
+from megatron_wrap.metrics.number_format import counted
 
 _PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
 """Families that are tried first, in this order; the others follow by name."""
@@ -109,8 +110,8 @@ def obstacle(family: Family, arch: ArchConfig) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     if (arch.mtp_num_layers or 0) > family.max_prediction_layers:
-        most = family.max_prediction_layers or "no"
-        return f"it has {most} layers for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
+        layers = counted(family.max_prediction_layers, "layer")
+        return f"it has {layers} for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
     values: dict[str, Any] = {**{f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}, **arch.upstream}
     for key, value in returned.items():
         if key not in TRAINING_KEYS and not _same(values.get(key), value):

@@ -227,12 +227,13 @@ def _check_head_exchange(config: RunConfig) -> None:
     if parallel.cp_comm_type != "a2a" or derived.exchanged_groups(config) is not None:
         return
     heads, groups = derived.attention_heads_of_process(config)
+    legal = [size for size in range(1, heads + 1) if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
     refuse(
         config,
         ["parallel.cp_comm_type", "parallel.context_parallel_size", "arch.num_attention_heads"],
         f"a2a gives each of {parallel.context_parallel_size} context-parallel processes an equal share of heads, and a "
         f"tensor-parallel process has {counted(heads, 'head')} of {counted(groups, 'query group')}; legal "
-        f"context_parallel_size: {divisors(groups)}; or write all_gather or null",
+        f"context_parallel_size: {', '.join(map(str, legal))}; or write all_gather or null",
     )
 
 

@@ -53,6 +53,12 @@ def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) 
     assert written["processes"][1] == {"rank": 1}  # it has said nothing
 
 
+def test_a_signal_is_the_cause_only_of_a_process_that_has_recorded_no_error(tmp_path: Path) -> None:
+    for message, cause in (("message of the error", "ended with exit code 1"), ("", "was ended by SIGTERM")):
+        watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", None)
+        assert f") {cause}; " in watch.failed({0: 1, 1: -signal.SIGTERM}, 1, message)
+
+
 def test_a_killed_process_leaves_the_stacks_of_the_others_and_one_that_ends_well_does_not(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(rank)]) for rank in range(3)]
     report = tmp_path / "failure.json"
