@@ -91,7 +91,15 @@ def test_a_named_value_and_a_saved_one_are_kept() -> None:
     assert resumed.value == "p2p"
 
 
-@pytest.mark.parametrize("overrides", [(CP4, *heads(6, 6)), (CP4, *heads(12, 6)), (CP8, *heads(4, 4))])
-def test_heads_that_cannot_be_divided_are_refused(overrides: tuple[str, ...]) -> None:
-    with pytest.raises(MegatronWrapError, match=r"a2a gives each of .* write all_gather or null"):
+@pytest.mark.parametrize(
+    ("overrides", "legal"),
+    [
+        ((CP4, *heads(6, 6)), "1, 2, 3, 6"),
+        ((CP4, *heads(12, 6)), "1, 2, 3, 6, 12"),  # each key head is sent to two of twelve processes
+        ((CP8, *heads(4, 4)), "1, 2, 4"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_refused(overrides: tuple[str, ...], legal: str) -> None:
+    message = f"a2a gives each of .* legal context_parallel_size: {legal}; or write all_gather or null"
+    with pytest.raises(MegatronWrapError, match=message):
         check_configuration(load_run_config(RUN, (*overrides, BY_HEADS)))
