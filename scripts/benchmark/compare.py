@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--changes", metavar="NAME,...", help="what the search for bare-best tries (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those, at least 1")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those; 0 times the start, too")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one program in one round")
     parser.add_argument("--output", default="outputs/compare", metavar="FOLDER")
     parser.add_argument("--compare", metavar="OLD.json", help="compare.json of an earlier run")
@@ -109,8 +109,8 @@ def parse() -> argparse.Namespace:
     arguments.presets = [text for text in texts if "=" not in text]
     arguments.overrides = [text for text in texts if "=" in text]
     unknown = set(arguments.against.split(",")) - {*AGAINST, ""}
-    if unknown or not arguments.presets or arguments.warmup < 1:
-        parser.error(f"unknown in --against: {sorted(unknown)}" if unknown else "a preset; --warmup is at least 1")
+    if unknown or not arguments.presets:
+        parser.error(f"unknown in --against: {sorted(unknown)}" if unknown else "name a preset or a run's YAML")
     return arguments
 
 
@@ -131,7 +131,7 @@ def _named(text: str) -> tuple[str, str]:
     """("ours-NAME", rest) of --variant and --tree."""
     name, _, rest = text.partition(":")
     if not name.startswith("ours-") or not rest.strip():
-        raise ConfigError(f'{text!r} has no name or no value: write "ours-NAME: a.b=c" or "ours-NAME: FOLDER"')
+        raise ConfigError(f'{text!r} is not "ours-NAME: a.b=c" (--variant) or "ours-NAME: FOLDER" (--tree)')
     return name.strip(), rest.strip()
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Linear cross-entropy beside stored logits on one GPU: SFT and DPO of the 1.5B Llama at 4,096 tokens, SFT at 32,768, 131,072 with
-# full recomputation; then beside transformers' Trainer with Liger-Kernel and fp32 weights and moments: 32,768 tokens without and
-# with full recomputation, 131,072 and 262,144 with it. In at most 300 s, or LIMIT; PARTS="beside-longer beside-longest": these.
+# full recomputation; then beside transformers' Trainer with Liger-Kernel and fp32 weights and moments: 32,768 and 90,112 tokens
+# without, 32,768, 131,072 and 262,144 with full recomputation. In at most 300 s, or LIMIT; PARTS="beside-long beside-longest": these.
 #   bash scripts/benchmark/gpu_linear_cross_entropy.sh [1b|tiny]      (tiny: the same commands on a CPU)
 # Lines with a result are printed as they come and kept in $OUT (default outputs/gpu-linear-cross-entropy), with the logs.
 set -u
@@ -19,11 +19,11 @@ measure=$here/linear_cross_entropy.py
 if [ "$size" = 1b ]; then
   config=$here/llama-1b.yaml trainer=1.5b-32768 platform=()
   short=(--length 4096 --micro 4 --global 16) pairs=(--length 4096 --micro 1 --global 4)
-  long=(--length 32768 --micro 1 --global 2) longer=131072 longest=262144
+  long=(--length 32768 --micro 1 --global 2) longer=131072 longest=262144 stored=90112
 else
   config=$here/overhead.yaml trainer=tiny platform=(--platform cpu)
   short=(--length 128 --micro 4 --global 8) pairs=(--length 128 --micro 1 --global 2)
-  long=(--length 512 --micro 1 --global 2) longer=1024 longest=2048
+  long=(--length 512 --micro 1 --global 2) longer=1024 longest=2048 stored=768
 fi
 full=megatron_lm.train.recompute.__select__=full positions=megatron_lm.model.arch.max_position_embeddings
 
@@ -39,7 +39,9 @@ beside() {  # NAME SECONDS STEPS WARMUP a.b=c...: ours and the Trainer, each in 
 }
 common=megatron_lm.train.common
 one=("$common.global_batch_size=1" "$common.micro_batch_size=1") tokens=$common.seq_length
+length() { echo "${one[@]} $tokens=$1 $positions=$1"; }
 beside beside-long 90 2 1
+beside beside-stored 120 1 0 $(length $stored)
 beside beside-long-recomputed 110 2 1 $full
-beside beside-longer 180 1 1 $full "${one[@]}" "$tokens=$longer" "$positions=$longer"
-beside beside-longest 400 1 1 $full "${one[@]}" "$tokens=$longest" "$positions=$longest"
+beside beside-longer 180 1 1 $full $(length $longer)
+beside beside-longest 400 1 0 $full $(length $longest)

@@ -295,13 +295,14 @@ def _refuse_other_layouts(config: RunConfig) -> None:
 
 
 class StepClock:
-    """Times of the ends of steps. On a GPU they are events in the stream: a program that does not wait for its GPU
-    need not."""
+    """Times of the ends of steps, after that of its own creation. On a GPU they are events in the stream: a program
+    that does not wait for its GPU need not."""
 
     def __init__(self, task: Task) -> None:
         self._cuda = task.platform == "cuda"
         self._warmup = task.warmup
         self._ends: list[Any] = []
+        self.step_ends()
 
     def step_ends(self) -> None:
         """Call after each step."""
@@ -316,7 +317,7 @@ class StepClock:
         """Of each step after the warm-up."""
         if self._cuda:
             torch.cuda.synchronize()
-        ends = self._ends[self._warmup - 1 :]
+        ends = self._ends[self._warmup :]
         pairs = list(itertools.pairwise(ends))
         if self._cuda:
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]

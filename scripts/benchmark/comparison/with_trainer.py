@@ -45,13 +45,13 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger",
     "transformers-liger-fp32" (fp32 weights and moments, products in bf16 by autocast) or "trl"."""
     transformers.set_seed(1234)  # the same initial weights in each run
-    recorder = _Recorder(StepClock(task))
     liger = options["trainer"].startswith("transformers-liger")
     dtype = torch.bfloat16 if task.bf16 and not options["trainer"].endswith("-fp32") else torch.float32
     attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention, dtype)
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+        recorder = _Recorder(StepClock(task))
         trainer.add_callback(recorder)
         trainer.train()
     settings = _settings(task, folder)
