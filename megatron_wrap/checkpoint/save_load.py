@@ -33,7 +33,7 @@ from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import versions
-from megatron_wrap.platform.megatron_core.checkpoint_reader import checked_by
+from megatron_wrap.platform.megatron_core.checkpoint_reader import read_by
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -250,8 +250,10 @@ def read_verified(request: dict[str, Any], path: Path, group: Any, *, whole: boo
     tensors = {name: entry for name, entry in (hashes or {}).items() if name.endswith(".distcp")}
     loaded, failure = {}, None
     with BlockVerification(path, tensors) as verification:
+        if whole:
+            verification.begin(rank, size)
         try:
-            with torch.no_grad(), checked_by(verification), agreed(message, FAILURES):
+            with torch.no_grad(), read_by(verification), agreed(message, FAILURES):
                 loaded = read(request, path, group)
             compared = gather_objects(verification.compared()) if whole else []
             if whole:

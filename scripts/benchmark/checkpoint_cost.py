@@ -5,10 +5,11 @@
 
 The state is that of a Llama whose weights and optimizer have the given size, or that of a configuration. In each round
 and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an
-asynchronous save (the time until it returns, and until it is published), and a load without and with verification, with
-the files in the system cache and from the disk (not from a tmpfs, which has none). Each time is printed at once, with
-the processor seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all
-values as JSON. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
+asynchronous save (the time until it returns, and until it is published), and a load as torch reads it, one tensor after
+the other, one without verification, whose tensors are read ahead by threads, and one with it; with the files in the
+system cache and from the disk (not from a tmpfs, which has none). Each time is printed at once, with the processor
+seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all values as
+JSON. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
 """
 
 import argparse
@@ -34,6 +35,7 @@ STATE_BYTES = {"fp32": 12, "bf16": 14}
 """Of a parameter: weight and two moments; with bf16 also the fp32 weight."""
 TMPFS = "tmpfs"
 BARE, PLAIN, BACKGROUND = "save as torch's", "save", "asynchronous save"
+LOAD, UNVERIFIED, TORCH = "load", "load without verification", "load as torch's"
 LOADS = {"cached": True, "from disk": False}
 
 
@@ -73,6 +75,25 @@ def without_verification() -> Iterator[None]:
 
     with mock.patch.object(save_load, "read_facts", return_value={}):
         yield
+
+
+@contextlib.contextmanager
+def as_torch_reads() -> Iterator[None]:
+    """Loads read one tensor after the other with torch's reader, and compare nothing."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from megatron_wrap.platform.megatron_core.checkpoint_reader import RestrictedReader
+
+    with without_verification(), mock.patch.object(RestrictedReader, "read_data", FileSystemReader.read_data):
+        yield
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    TORCH: as_torch_reads,
+    UNVERIFIED: without_verification,
+    LOAD: contextlib.nullcontext,
+}
+"""Of each way to load."""
 
 
 def uncached(folder: Path) -> None:
@@ -134,21 +155,21 @@ class Measurement:
         self._record(f"{name}, until published", time.perf_counter() - started, None)
         self._keep()
 
-    def load(self, kind: str, context: Callable[[], Any] | None) -> None:
+    def load(self, kind: str, way: str) -> None:
         """A load of the newest checkpoint."""
         from megatron_wrap.checkpoint.save_load import load_checkpoint
 
         if not LOADS[kind]:
             uncached(self._newest)
-        with (context or contextlib.nullcontext)():
-            name = f"load{' without verification' * (context is not None)}, {kind}"
-            self._timed(name, lambda: load_checkpoint(self._wrap.state, self._newest))
+        with CONTEXTS[way]():
+            self._timed(f"{way}, {kind}", lambda: load_checkpoint(self._wrap.state, self._newest))
 
     def ratios(self) -> dict[str, float]:
         """Medians of the rounds' ratios."""
         pairs = {"hashing: save / torch's": (PLAIN, BARE), "hold-up: asynchronous / plain save": (BACKGROUND, PLAIN)}
         for kind in LOADS:
-            pairs[f"verification, {kind}: load / without"] = (f"load, {kind}", f"load without verification, {kind}")
+            pairs[f"verification, {kind}: load / without"] = (f"{LOAD}, {kind}", f"{UNVERIFIED}, {kind}")
+            pairs[f"verification, {kind}: load / torch's"] = (f"{LOAD}, {kind}", f"{TORCH}, {kind}")
         every = {
             label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()
         }
@@ -192,9 +213,8 @@ def one_round(measurement: Measurement, is_odd: bool) -> None:
     measurement.save_in_background()
     for kind, cached in LOADS.items():
         if cached or not measurement.is_tmpfs:
-            contexts = [without_verification, None]
-            for context in contexts if is_odd else contexts[::-1]:
-                measurement.load(kind, context)
+            for way in CONTEXTS if is_odd else reversed(CONTEXTS):
+                measurement.load(kind, way)
 
 
 def print_table(measurement: Measurement) -> None:

@@ -1,19 +1,25 @@
-"""Comparison of tensor files with their hashes while they are read: blocks are hashed by threads ahead of the reading,
-which waits only for those of the tensor that it reads next."""
+"""Comparison of tensor files with their hashes while they are read: threads hash blocks ahead of other threads, which
+read the tensors in them ahead of their copies to the model."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, hash_block, hash_threads
 from megatron_wrap.errors import CheckpointError
+from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart
+from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
 """File and number of the block."""
+READERS = 4
+"""Threads that read, at most; most of the time is the copy from the system's cache."""
+AHEAD_BYTES = 512 * 2**20
+"""Largest size of the tensors that are read ahead, in host memory; one alone may be larger."""
 
 
 class BlockVerification:
@@ -38,41 +44,57 @@ class BlockVerification:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, parts: Iterable[tuple[str, int, int]]) -> None:
-        """Begin to hash the blocks of parts, (file, offset, length) in bytes, in this order."""
-        for name, offset, length in parts:
-            for block in self._blocks(name, offset, length):
-                with self._lock:
-                    if block not in self._values:
-                        self._values[block] = self._pool.submit(hash_block, self._folder / name, block[1])
+    def begin(self, part: int, parts: int) -> None:
+        """Begin to hash blocks before it is known which are read: one for each thread, from the position at which this
+        part of the files begins. A rank's own files are there, and the first reading waits less."""
+        every = self._every_block()
+        first = len(every) * part // parts
+        self._hash(every[first : first + hash_threads()])
 
-    def require(self, name: str, offset: int, length: int) -> None:
-        """Wait until the blocks of a part are compared.
+    def ahead(self, parts: Sequence[FilePart], read: Callable[[FilePart], Any]) -> Iterator[tuple[FilePart, Any]]:
+        """Each part and what `read` returned for it, in this order; threads call it when a part's blocks are compared.
 
         Raises:
-            CheckpointError: one differs, or cannot be read.
+            CheckpointError: a block differs, or cannot be read.
         """
-        self.begin([(name, offset, length)])
-        for block in self._blocks(name, offset, length):
-            self._compare(block, self._values[block])
-            if self.damage is not None:
-                raise CheckpointError(self.damage)
+        for part in parts:
+            self._hash(self._blocks(*part))
+
+        def read_compared(part: FilePart) -> Any:
+            self._require(*part)
+            return read(part)
+
+        threads = threads_of_rank(READERS)
+        yield from map_ahead(read_compared, parts, threads, size_of=lambda part: part[2], most=AHEAD_BYTES)
 
     def compared(self) -> set[Block]:
-        """The blocks that were required, or will be."""
+        """The blocks that are compared here, or will be by `compare_rest`."""
         return set(self._values)
 
     def compare_rest(self, compared: set[Block], part: int, parts: int) -> None:
-        """Compare the other blocks, only every `parts`-th from this one, and set `damage`.
+        """Compare the blocks that are hashed here and were not read, and of those that no process hashed every
+        `parts`-th from this one; set `damage`.
 
         Args:
             compared: by any process.
         """
-        every = [(name, index) for name, entry in self._hashes.items() for index in range(len(entry["blocks"]))]
-        rest = [block for block in every if block not in compared][part::parts]
-        values = [self._pool.submit(hash_block, self._folder / name, index) for name, index in rest]
-        for block, value in zip(rest, values, strict=True):
+        self._hash([block for block in self._every_block() if block not in compared][part::parts])
+        for block, value in self._values.items():
             self._compare(block, value)
+
+    def _hash(self, blocks: Sequence[Block]) -> None:
+        """Begin to hash these blocks, in this order, after those that were begun before."""
+        with self._lock:
+            for name, index in blocks:
+                if (name, index) not in self._values:
+                    self._values[name, index] = self._pool.submit(hash_block, self._folder / name, index)
+
+    def _require(self, name: str, offset: int, length: int) -> None:
+        """Wait until the blocks of a part are compared, and raise if one differs."""
+        for block in self._blocks(name, offset, length):
+            self._compare(block, self._values[block])
+            if self.damage is not None:
+                raise CheckpointError(self.damage)
 
     def _compare(self, block: Block, value: Future[str]) -> None:
         """Wait for the hash of a block, and set `damage` if it is another one."""
@@ -82,6 +104,9 @@ class BlockVerification:
                 self.damage = self.damage or block_damage(name, index)
         except OSError as error:
             self.damage = self.damage or f"{name} cannot be read ({error})"
+
+    def _every_block(self) -> list[Block]:
+        return [(name, index) for name, entry in self._hashes.items() for index in range(len(entry["blocks"]))]
 
     def _blocks(self, name: str, offset: int, length: int) -> list[Block]:
         if name not in self._hashes or length == 0:

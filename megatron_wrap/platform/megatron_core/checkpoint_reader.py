@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import importlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from megatron_wrap.errors import CheckpointError, special_file
@@ -31,31 +32,32 @@ from megatron_wrap.platform.megatron_core.versions import unexpected
 COMMON = "common.pt"
 
 
-class PartCheck(Protocol):
-    """What a reading asks before it uses a part of a file; offsets and lengths are in bytes."""
+FilePart = tuple[str, int, int]
+"""Name of a file, and offset and length in bytes."""
 
-    def begin(self, parts: Iterable[tuple[str, int, int]]) -> None:
-        """Told before a reading: the parts (file, offset, length) that it will use, in this order."""
 
-    def require(self, name: str, offset: int, length: int) -> None:
-        """Called before a part is used.
+class PartReading(Protocol):
+    """Decides when, and by which thread, parts of files are read."""
+
+    def ahead(self, parts: Sequence[FilePart], read: Callable[[FilePart], Any]) -> Iterator[tuple[FilePart, Any]]:
+        """Each part, in this order, and what `read` returned for it; `read` may be called from other threads.
 
         Raises:
-            CheckpointError: it must not be used.
+            CheckpointError: a part must not be used; it is not read then.
         """
 
 
-_check: contextvars.ContextVar[PartCheck | None] = contextvars.ContextVar("check of parts", default=None)
+_reading: contextvars.ContextVar[PartReading | None] = contextvars.ContextVar("reading of parts", default=None)
 
 
 @contextlib.contextmanager
-def checked_by(check: PartCheck) -> Iterator[None]:
-    """Within the context `RestrictedReader` asks `check`."""
-    token = _check.set(check)
+def read_by(reading: PartReading) -> Iterator[None]:
+    """Within the context `RestrictedReader` reads the parts of tensor files through `reading`."""
+    token = _reading.set(reading)
     try:
         yield
     finally:
-        _check.reset(token)
+        _reading.reset(token)
 
 
 class RestrictedReader(FileSystemReader):
@@ -82,39 +84,58 @@ class RestrictedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read one file after the other; a part is compared with its hash between its reading and its use.
+        """Read the parts of files in the order of their positions, each once, through `read_by`.
 
         Raises:
-            CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `checked_by`
-                refuses a part.
+            CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `read_by` refuses
+                a part.
         """
-        files: dict[str, list[Any]] = {}
-        restricted: Any = _RestrictedPlanner(planner, self._require)
+        reading = _reading.get()
+        items: dict[FilePart, list[Any]] = {}
         for item in plan.items:
-            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        check = _check.get()
-        if check is not None:
-            infos = [self.storage_data[item.storage_index] for items in files.values() for item in items]
-            check.begin([(info.relative_path, info.offset, info.length) for info in infos])
-        for name, items in files.items():
-            file = Path(self.path) / name
-            try:
-                with restricted_pickle.refusing(file):
-                    super().read_data(dataclasses.replace(plan, items=items), restricted)
-            except Exception:
-                for item in items:
-                    self._require(item)  # a damaged file raises almost any exception
-                raise
+            info = self.storage_data[item.storage_index]
+            items.setdefault((info.relative_path, info.offset, info.length), []).append(item)
+
+        def read(part: FilePart) -> Any:
+            return self._read_part(items[part][0])
+
+        parts = sorted(items)
+        contents = ((part, read(part)) for part in parts) if reading is None else reading.ahead(parts, read)
+        for part, content in contents:
+            for item in items[part]:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(content))
+                else:
+                    _take(planner, item, content)
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
 
-    def _require(self, item: Any) -> None:
-        """Compare the part of an item with its hash, inside `checked_by`."""
-        check = _check.get()
-        if check is not None:
-            info = self.storage_data[item.storage_index]
-            check.require(info.relative_path, info.offset, info.length)
+    def _read_part(self, item: Any) -> Any:
+        """What a file has for an item: a tensor on the CPU, or an object as the bytes of a pickle of this process, read
+        with weights_only and written again."""
+        info = self.storage_data[item.storage_index]
+        file = Path(self.path) / info.relative_path
+        with restricted_pickle.refusing(file), file.open("rb") as opened:
+            content = restricted_pickle.torch_load(self._slice_file(opened, info))
+        if item.type != LoadItemType.BYTE_IO:
+            return content
+        written = io.BytesIO()
+        torch.save(content, written)
+        return written.getvalue()
+
+
+def _take(planner: Any, item: Any, tensor: Any) -> None:
+    """Copy the part of a stored tensor that an item asks for, as torch's FileSystemReader does."""
+    tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        raise CheckpointError(
+            f"{item.storage_index.fqn} has shape {list(tensor.size())} in the checkpoint and {list(target.size())} in "
+            "its metadata; load an older checkpoint"
+        )
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)
 
 
 def read_metadata(file: Path) -> Any:
@@ -157,31 +178,6 @@ def load_common(folder: str | os.PathLike[str]) -> Any:
             return restricted_pickle.torch_load(file)
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {folder} is incomplete: {COMMON} is missing; copy it again") from error
-
-
-class _RestrictedPlanner:
-    """A planner that receives objects as pickles of this process: read with weights_only and written again.
-
-    Args:
-        require: is called with each item before what was read for it is used.
-    """
-
-    def __init__(self, planner: Any, require: Callable[[Any], None]) -> None:
-        self._planner, self._require = planner, require
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def resolve_tensor(self, item: Any) -> Any:
-        self._require(item)
-        return self._planner.resolve_tensor(item)
-
-    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
-        self._require(item)
-        written = io.BytesIO()
-        torch.save(restricted_pickle.torch_load(value), written)
-        written.seek(0)
-        self._planner.load_bytes(item, written)
 
 
 def use_in_megatron(replacements: Replacements) -> None:

@@ -18,28 +18,52 @@ def threads_of_rank(most: int) -> int:
     return max(1, min(most, processors))
 
 
-def map_ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
+def map_ahead(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    threads: int,
+    size_of: Callable[[Item], int] = lambda _: 0,
+    most: int = 0,
+) -> Iterator[tuple[Item, Result]]:
     """Each item and its result, in the order of the items, while threads compute those of the next items, as many as
-    there are threads; one is the caller's. An exception is raised in its item's turn, and ends the threads."""
+    there are threads; one is the caller's. An exception is raised in its item's turn, and ends the threads.
+
+    Args:
+        size_of: of an item's result, such as its bytes.
+        most: largest sum of the sizes that are computed ahead; one alone may be larger.
+    """
     if threads == 1:
         for item in items:
             yield item, function(item)
         return
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for item, future in submitted_ahead(lambda item: pool.submit(function, item), items, threads):
+            submitted = submitted_ahead(lambda item: pool.submit(function, item), items, threads, size_of, most)
+            for item, future in submitted:
                 yield item, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def submitted_ahead(
-    submit: Callable[[Item], Future[Result]], items: Iterable[Item], ahead: int
+    submit: Callable[[Item], Future[Result]],
+    items: Iterable[Item],
+    ahead: int,
+    size_of: Callable[[Item], int] = lambda _: 0,
+    most: int = 0,
 ) -> Iterator[tuple[Item, Future[Result]]]:
-    """Each item and its future, in the order of the items, after the next `ahead` ones have been submitted."""
+    """Each item and its future, in the order of the items, after the next `ahead` ones have been submitted, or as many
+    as `most` allows; `size_of` and `most` as of `map_ahead`."""
     running: deque[tuple[Item, Future[Result]]] = deque()
+    total = 0
     for item in items:
+        size = size_of(item)
+        while running and total + size > most:
+            total -= size_of(running[0][0])
+            yield running.popleft()
         running.append((item, submit(item)))
+        total += size
         if len(running) > ahead:
+            total -= size_of(running[0][0])
             yield running.popleft()
     yield from running

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.files import hashes, host_copy, verification, writing
+from megatron_wrap.checkpoint.files import hashes, host_copy, writing
 from megatron_wrap.checkpoint.files.hashes import hash_files
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
 from megatron_wrap.checkpoint.files.writer import WriteJob, Writer
@@ -163,30 +163,3 @@ def test_a_failed_write_ends_the_threads_that_wait_for_its_bytes(
     with pytest.raises(OSError, match="No space left on device"):
         write_files(tmp_path, [FileToWrite("full", parts), FileToWrite("d", parts)], lambda tensor: tensor)
     assert torch.serialization.get_crc32_options() is checksums
-
-
-def test_blocks_are_compared_before_their_part_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hashes, verification):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
-    (tmp_path / "a").write_bytes(bytes(4500))
-    recorded = hash_files(tmp_path, ["a"])
-    with (tmp_path / "a").open("r+b") as stream:
-        stream.seek(2999)
-        stream.write(b"x")
-    with verification.BlockVerification(tmp_path, recorded) as compared:
-        compared.begin([("a", 0, 2000), ("unknown", 0, 10)])
-        compared.require("a", 500, 1500)
-        compared.require("a", 3000, 1500)
-        compared.compare_rest(compared.compared() | {("a", 2)}, 0, 1)
-        assert compared.damage is None
-        with pytest.raises(CheckpointError, match="a differs from its SHA-256 in the 0 MiB from byte 2000"):
-            compared.require("a", 1500, 1400)
-    with verification.BlockVerification(tmp_path, recorded) as compared:
-        compared.compare_rest({("a", 0)}, 1, 4)  # 2 of the blocks 1, 2, 3 and 4
-        assert compared.damage is not None
-    (tmp_path / "a").unlink()
-    with (
-        verification.BlockVerification(tmp_path, recorded) as compared,
-        pytest.raises(CheckpointError, match="a cannot be read"),
-    ):
-        compared.require("a", 0, 1)

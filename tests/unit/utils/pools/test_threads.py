@@ -36,3 +36,19 @@ def test_an_exception_comes_in_its_turn(threads: int) -> None:
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert [thread.name for thread in threading.enumerate() if "ThreadPool" in thread.name] == []
+
+
+def test_results_that_are_computed_ahead_are_limited_by_their_size() -> None:
+    begun: list[int] = []
+    sizes = [4, 4, 9, 1, 1, 1]
+
+    def compute(item: int) -> int:
+        begun.append(item)
+        return item
+
+    results = map_ahead(compute, range(6), 3, size_of=lambda item: sizes[item], most=8)
+    most_ahead = []
+    for item, _ in results:
+        most_ahead.append(sum(sizes[other] for other in begun if other > item))
+    assert max(most_ahead) <= 9  # the largest one alone
+    assert sorted(begun) == list(range(6))
