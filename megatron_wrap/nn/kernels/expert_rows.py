@@ -1,4 +1,5 @@
-"""Sums of chosen rows in Triton: each row is read once, sums are in fp32. Import it only where Triton is installed."""
+"""The movement of rows between tokens and experts in Triton, in both directions: each row is read once and written once.
+Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -39,4 +40,34 @@ def sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
         block = min(_BLOCK, triton.next_power_of_2(columns))
         grid = (tokens, triton.cdiv(columns, block))
         _sum_rows_kernel[grid](rows, indices.contiguous(), out, columns, count=count, block=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _spread_rows_kernel(tokens, indices, out, columns, count: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    values = tl.load(tokens + token * columns + column, mask=inside)
+    for number in range(count):
+        row = tl.load(indices + token * count + number).to(tl.int64)
+        tl.store(out + row * columns + column, values, mask=inside & (row >= 0))
+
+
+def spread_rows(tokens: Tensor, indices: Tensor, total: int) -> Tensor:
+    """out[indices[t, j]] = tokens[t], so that a token is read once, whatever the number of its rows.
+
+    Args:
+        tokens: [T, H], contiguous, on a GPU.
+        indices: integers [T, k], which have each of 0 to `total` - 1 once; the others are -1.
+
+    Returns:
+        [total, H] in the dtype of the tokens.
+    """
+    count, columns = indices.shape[1], tokens.shape[1]
+    out = torch.empty(total, columns, dtype=tokens.dtype, device=tokens.device)
+    if out.numel():
+        block = min(_BLOCK, triton.next_power_of_2(columns))
+        grid = (tokens.shape[0], triton.cdiv(columns, block))
+        _spread_rows_kernel[grid](tokens, indices.contiguous(), out, columns, count=count, block=block, num_warps=4)
     return out
