@@ -5,8 +5,9 @@
 
 The model has one layer; its router, dispatcher and experts are those of training, without attention. Prints a RESULT
 line: milliseconds of the forward and of both passes, those until the host has launched them, the number of kernels and
-their time; then a table of kernels. Start it with torchrun and `megatron_lm.model.parallel.expert_model_parallel_size=2`
-for experts on two GPUs. With `PYTHONPATH` set to another checkout it measures that one.
+their time; then a table of kernels. Start it with torchrun and
+`megatron_lm.model.parallel.expert_model_parallel_size=2` for experts on two GPUs. With `PYTHONPATH` set to another
+checkout it measures that one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
 

@@ -8,8 +8,10 @@ if not torch.cuda.is_available():
 
 from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
-from megatron_wrap.nn.kernels.sum_rows import sum_rows
+from megatron_wrap.nn.kernels.routing import route
+from megatron_wrap.nn.kernels.selection import Selection
 from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -26,6 +28,60 @@ def test_sums_of_rows(dtype, tokens, columns, count):
     rows = torch.randn(tokens * count, columns, device="cuda", dtype=dtype)
     indices = torch.randperm(tokens * count, device="cuda").view(tokens, count)
     assert error(sum_rows(rows, indices), rows.double()[indices].sum(1)) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "columns", "count"), [(1, 8, 1), (37, 1000, 3), (64, 2048, 8)])
+def test_tokens_are_copied_to_their_rows(dtype, tokens, columns, count):
+    values = torch.randn(tokens, columns, device="cuda", dtype=dtype)
+    indices = torch.randperm(tokens * count, device="cuda").view(tokens, count)
+    indices = torch.where(indices < tokens * count - 1, indices, -1)
+    rows = spread_rows(values, indices, tokens * count - 1)
+    inside = indices >= 0
+    assert torch.equal(rows[indices[inside]], values.repeat_interleave(count, 0).view(tokens, count, columns)[inside])
+
+
+@pytest.mark.parametrize("balances", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "selection"),
+    [
+        (128, Selection(8, False, False)),
+        (60, Selection(4, False, True, 2.5)),
+        (256, Selection(8, True, False, 2.5, groups=8, group_topk=4, group_score_experts=2)),
+        (8, Selection(1, True, False)),
+    ],
+)
+def test_routing_equals_megatron_core_s(experts, selection, balances):
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_wrap.nn.experts.expert_choice import ExpertChoice
+
+    ours = torch.randn(1003, experts, device="cuda", requires_grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    bias = 0.1 * torch.randn(experts, device="cuda") if selection.sigmoid else None
+    score = "sigmoid" if selection.sigmoid else "softmax"
+    groups = (selection.groups, selection.group_topk) if selection.groups > 1 else (None, None)
+    choice = ExpertChoice(selection.group_score_experts if selection.groups > 1 else None)
+    expected, mask = moe_utils.topk_routing_with_score_function(
+        *(theirs, selection.topk, selection.softmax_first, *groups, selection.scale, score, bias), router_replay=choice
+    )
+    best, scores = moe_utils.compute_routing_scores_for_aux_loss(theirs, selection.topk, score)
+    actual = route(ours, selection, bias, balances)
+    same = (actual[1] == mask).all(dim=1)  # sigmoids that differ in the last bit change the order of equal scores
+    assert same.float().mean() > 0.995
+    assert torch.equal(actual[1].sum(dim=1), mask.sum(dim=1))
+    assert error(actual[0][same], expected[same].double()) < 1e-6
+    outer = torch.randn_like(expected) * same[:, None]
+    objectives = [(actual[0] * outer).sum(), (expected * outer).sum()]
+    if balances:
+        assert (actual[3] == best).all(dim=1).float().mean() > 0.995
+        assert error(actual[2], scores.double()) < 1e-6
+        factor = torch.randn(experts, device="cuda")
+        objectives = [objectives[0] + actual[2].sum(0) @ factor, objectives[1] + scores.sum(0) @ factor]
+    (of_ours,), (of_theirs,) = (
+        torch.autograd.grad(each, tensor) for each, tensor in zip(objectives, (ours, theirs), strict=True)
+    )
+    assert error(of_ours, of_theirs.double()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

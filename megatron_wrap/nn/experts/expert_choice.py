@@ -27,6 +27,11 @@ class ExpertChoice:
         self.recorded: Tensor | None = None
         """int64 [tokens, topk] of the last pass that recorded."""
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a selection may be another than that of the highest scores, or is recorded."""
+        return self._in_pass or bool(self._of_backward)
+
     def begin_pass(self, replayed: Tensor | None, records: bool) -> None:
         """Begin the forward pass of a micro-batch.
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
+from megatron_wrap.nn.kernels.selection import Selection, can_route
 from megatron_wrap.parallel.collectives import reduce_in_place
 
 
@@ -33,6 +34,7 @@ class Router(TopKRouter):
     def __init__(self, *, group_score_experts: int | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.router_replay = self.choice = ExpertChoice(group_score_experts)
+        self._selection = _selection(self.config, group_score_experts)
         self.load: Tensor | None = None
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
         assignments since `record_load`, without padding; None: not recorded."""
@@ -48,11 +50,37 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `TopKRouter.routing`."""
-        result: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
+        result: tuple[Tensor, Tensor]
+        if self._selection is not None and not self.choice.is_in_use and can_route(logits, self._selection):
+            result = self._route_by_kernel(logits, self._selection, padding_mask)
+        else:
+            result = super().routing(logits, padding_mask)
         if self.load is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 self._add_load(logits.reshape(-1, logits.shape[-1]).float(), result[1], padding_mask)
         return result
+
+    def _route_by_kernel(
+        self, logits: Tensor, selection: Selection, padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`TopKRouter.routing` with its scores, top-k and weights by one kernel."""
+        from megatron_wrap.nn.kernels.routing import route
+
+        length, batch = logits.shape[:2]
+        logits = logits.view(-1, logits.shape[-1])
+        mask = None if padding_mask is None else padding_mask.reshape(-1)
+        logits = self.apply_z_loss(logits, padding_mask=mask)
+        balances = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
+        probs, routing_map, scores, best = route(logits, selection, self.expert_bias, balances)
+        if balances:
+            if mask is not None:
+                best, scores = best & ~mask[:, None], scores.masked_fill(mask[:, None], 0.0)
+            has_padding = mask is not None
+            probs = self._apply_aux_loss(probs, scores, best, with_padding_mask=has_padding)
+            probs = self._apply_seq_aux_loss(probs, scores, best, length, batch, with_padding_mask=has_padding)
+            probs = self._apply_global_aux_loss(probs, scores, best, with_padding_mask=has_padding)
+        self._apply_expert_bias(routing_map, padding_mask=mask)
+        return probs, routing_map
 
     def _add_load(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         """Add the tokens of a micro-batch: logits and routing_map [tokens, experts], padding_mask True on padding."""
@@ -132,6 +160,21 @@ class Router(TopKRouter):
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             with torch.no_grad():
                 self.local_tokens_per_expert += counted.sum(dim=0)
+
+
+def _selection(config: Any, group_score_experts: int | None) -> Selection | None:
+    """The selection of a configuration; None: one that is computed otherwise, or by Transformer Engine's kernel."""
+    score, kind = config.moe_router_score_function, config.moe_router_load_balancing_type
+    others = kind in ("sinkhorn", "quantile_balancing") or config.moe_expert_capacity_factor is not None
+    if others or score not in ("softmax", "sigmoid") or config.moe_router_fusion:
+        return None
+    topk, groups, group_topk = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    scale = config.moe_router_topk_scaling_factor or 1.0
+    selection = Selection(topk, score == "sigmoid", bool(config.moe_router_pre_softmax), scale)
+    if not group_topk:
+        return selection
+    score_experts = group_score_experts or topk // group_topk
+    return selection._replace(groups=groups, group_topk=group_topk, group_score_experts=score_experts)
 
 
 def _sum(tensor: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The movement of rows between tokens and experts in Triton, in both directions: each row is read once and written once.
+"""The movement of rows between tokens and experts in Triton, in both directions: each row is read and written once.
 Import it only where Triton is installed."""
 
 from __future__ import annotations

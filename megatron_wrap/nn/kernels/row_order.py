@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 8192
+_BLOCK_ELEMENTS = 2048
 """Of the mask, which a program keeps in registers as integers."""
 
 
@@ -76,7 +76,7 @@ def order_rows(mask: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.empty(tokens, width, dtype=torch.int64, device=mask.device)
     if most:
         block_groups = triton.next_power_of_2(groups)
-        block_tokens = max(1, min(64, _BLOCK_ELEMENTS // block_groups))
+        block_tokens = max(1, min(128, _BLOCK_ELEMENTS // block_groups))
         blocks = triton.cdiv(tokens, block_tokens)
         sizes = {"block_tokens": block_tokens, "block_groups": block_groups, "num_warps": 4}
         counts = torch.empty(groups * blocks, dtype=torch.int32, device=mask.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_wrap.core import MegatronWrap
+from megatron_wrap.nn.experts import router as router_module
+from megatron_wrap.nn.kernels import selection as selection_module
+from megatron_wrap.nn.kernels.selection import Selection, can_route
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
@@ -119,3 +124,71 @@ def test_load_of_the_experts_without_padding(tmp_path: Path):
 def test_dropped_choices_are_counted(tmp_path: Path):
     metrics, _, _ = step(tmp_path, logger="add_expert_load_to_metrics", moe_expert_capacity_factor=0.5)
     assert 0 < metrics["experts/layer_0/dropped"] < TOPK * sum(LENGTHS)
+
+
+def documented_route(
+    logits: torch.Tensor, selection: Selection, bias: torch.Tensor | None, balances: bool
+) -> tuple[torch.Tensor, ...]:
+    """The arithmetic of `nn/kernels/routing.py` by Megatron-Core's functions."""
+    from megatron.core.transformer.moe.moe_utils import (
+        compute_routing_scores_for_aux_loss,
+        topk_routing_with_score_function,
+    )
+
+    score = "sigmoid" if selection.sigmoid else "softmax"
+    groups = (selection.groups, selection.group_topk) if selection.groups > 1 else (None, None)
+    assert selection.group_score_experts == (selection.topk // selection.group_topk if selection.groups > 1 else 1)
+    weights, chosen = topk_routing_with_score_function(
+        logits, selection.topk, selection.softmax_first, *groups, selection.scale, score, bias
+    )
+    best, scores = compute_routing_scores_for_aux_loss(logits.detach().requires_grad_(), selection.topk, score)
+    if balances:
+        best, scores = compute_routing_scores_for_aux_loss(logits, selection.topk, score)
+    return weights, chosen, scores if balances else scores.detach()[:0], best
+
+
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": "true"}
+GROUPS = {"moe_router_num_groups": 3, "moe_router_group_topk": 2}
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT, "moe_z_loss_coeff": 0.1},
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT, **SIGMOID, **GROUPS},
+        {"moe_router_pre_softmax": "true", "moe_router_topk_scaling_factor": 2.5},
+    ],
+)
+def test_the_kernel_gets_the_configuration_and_the_padding(tmp_path: Path, arch: dict[str, Any], monkeypatch):
+    expected, _, gradients = step(tmp_path, extra_padding=5, **arch)
+    calls: list[Selection] = []
+
+    def route(logits: torch.Tensor, selection: Selection, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(selection)
+        return documented_route(logits, selection, *arguments)
+
+    monkeypatch.setattr(router_module, "can_route", lambda *_: True)
+    monkeypatch.setitem(sys.modules, "megatron_wrap.nn.kernels.routing", SimpleNamespace(route=route))
+    metrics, _, by_kernel = step(tmp_path, extra_padding=5, **arch)
+    assert len(calls) == 1
+    for name in expected:
+        if name.endswith("loss") or name == "grad_norm":
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-6), name
+    torch.testing.assert_close(by_kernel, gradients, rtol=1e-5, atol=1e-8)
+
+
+def test_what_the_kernel_supports(monkeypatch):
+    monkeypatch.setattr(selection_module, "has_triton", lambda: True)
+
+    def supported(experts: int, selection: Selection, **logits: Any) -> bool:
+        return can_route(
+            SimpleNamespace(**{"is_cuda": True, "dtype": torch.float32, "shape": (4, 2, experts)} | logits), selection
+        )
+
+    plain, grouped = Selection(2, False, False), Selection(2, True, False, groups=8, group_topk=4)
+    assert supported(60, plain)
+    assert supported(64, grouped)
+    assert not supported(48, grouped)
+    assert not supported(2048, plain)
+    assert not supported(60, plain, dtype=torch.float64)
+    assert not supported(60, plain, is_cuda=False)
