@@ -6,6 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
+from megatron_wrap.nn.experts.gating import can_gate, gate
 from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
@@ -101,6 +102,24 @@ def test_weighted_swiglu(dtype, count, columns):
     assert error(actual, expected) < bound
     assert error(gates.grad, exact_gates.grad) < bound
     assert error(weights.grad, exact_weights.grad) < 1e-5
+
+
+def test_fp32_logits_of_bf16_hidden_states():
+    hidden = torch.randn(1000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert can_gate(hidden, weight, None, "fp32")
+    logits = gate(hidden, weight)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = exact[0] @ exact[1].t()
+    outer = torch.randn(1000, 128, device="cuda")
+    assert error(logits, expected) < 1e-6
+    pairs = zip(
+        torch.autograd.grad(logits, (hidden, weight), outer),
+        torch.autograd.grad(expected, exact, outer.double()),
+        strict=True,
+    )
+    for actual, exact_gradient in pairs:
+        assert error(actual, exact_gradient) < 4e-3
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [0, 0, 300, 0, 0]])

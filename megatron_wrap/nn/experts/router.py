@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
+from megatron_wrap.nn.experts.gating import can_gate, gate
 from megatron_wrap.nn.kernels.selection import Selection, can_route
 from megatron_wrap.parallel.collectives import reduce_in_place
 
@@ -47,6 +48,13 @@ class Router(TopKRouter):
     def record_load(self) -> None:
         """Record `load` from now on, in passes with gradients."""
         self.load = torch.zeros(self.config.num_moe_experts + 3, device=self.weight.device)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """See `Router.gating` of Megatron-Core."""
+        if can_gate(input, self.weight, self.bias, self.config.moe_router_dtype):
+            return gate(input, self.weight)
+        logits: Tensor = super().gating(input)
+        return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `TopKRouter.routing`."""
