@@ -69,13 +69,10 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         if self.sizes is None:
             return tokens, weights
         send, receive = self.sizes.send, self.sizes.receive
-        self.sent = self.sent._replace(tokens=self.sent.tokens[: sum(send)])
+        rows_sent = sum(send)
+        self.sent = self.sent._replace(tokens=self.sent.tokens[:rows_sent], cells=self.sent.cells[:rows_sent])
         rows = rows_of_tokens(tokens, self.sent)
-        of_rows = weights.view(-1, self.ep_size, self.num_local_experts).transpose(0, 1).flatten(0, 1)
-        process = torch.repeat_interleave(
-            torch.arange(self.ep_size, device=rows.device), self.sizes.send_on_device, output_size=sum(send)
-        )
-        of_rows = of_rows.index_select(0, process * weights.shape[0] + self.sent.tokens)
+        of_rows = self.sent.weights_of_rows(weights.view(-1, self.ep_size, self.num_local_experts))
         return all_to_all(self.ep_group, rows, receive, send), all_to_all(self.ep_group, of_rows, receive, send)
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +136,6 @@ class _ExchangeSizes:
         self._processes = processes
         self._copied: torch.cuda.Event | None = None
         self._numbers = numbers
-        self.send_on_device = numbers[:processes]
         if numbers.is_cuda:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)

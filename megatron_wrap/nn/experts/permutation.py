@@ -26,7 +26,7 @@ class RowOrder(NamedTuple):
     """int64 [T, width]: the rows of each token, in the order of their groups; then -1."""
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """[R]: of the weights [T, G], that of each row's token and group."""
+        """[R, ...]: of the weights [T, G, ...], those of each row's token and group."""
         result: Tensor = _Chosen.apply(weights, self.cells)
         return result
 
@@ -99,13 +99,13 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, cells: Tensor) -> Tensor:
         ctx.save_for_backward(cells)
         ctx.shape = weights.shape
-        return weights.flatten().index_select(0, cells)
+        return weights.flatten(0, 1).index_select(0, cells)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (cells,) = ctx.saved_tensors
         of_all = grads[0].new_zeros(ctx.shape)
-        of_all.view(-1).scatter_(0, cells, grads[0])  # a cell has one row
+        of_all.flatten(0, 1).index_copy_(0, cells, grads[0])  # a cell has one row
         return of_all, None
 
 
