@@ -32,7 +32,8 @@ RAY = ["ray[train]==2.60.0"]
 REMOTE = ["s3fs==2026.9.0", "gcsfs==2026.10.0"]
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]", "flash-attn", "liger-kernel>=0.8.5,<0.9"],
-    "linear-attention": ["fla-core>=0.6,<0.7"],  # kernels of Qwen3-Next and Qwen3.5 on a GPU
+    # kernels of Qwen3-Next and Qwen3.5 on a GPU; tilelang has the one that Triton before 3.7.1 computes wrong on Hopper
+    "linear-attention": ["fla-core>=0.6,<0.7", "tilelang==0.1.15"],
     "tensorboard": ["tensorboard"],
     "png": ["matplotlib"],
     "qlora": ["torchao>=0.18,<0.19"],

@@ -42,7 +42,7 @@ def test_the_rule(name):
 
     def rule(query, key, value, log_decay, strength):
         # decays stay fp32, as in the layer
-        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False)[0]
+        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False, True)[0]
 
     agrees(rule, [*heads, decay, beta], 3e-2)
 

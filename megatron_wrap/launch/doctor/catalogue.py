@@ -21,6 +21,7 @@ CHECKS = (
     _package("megatron-wrap"),
     Check("CUDA", packages.cuda_build, is_quick=False, if_nodes_differ="error"),
     Check("Transformer Engine", packages.transformer_engine, is_quick=False, if_nodes_differ="error"),
+    Check("linear attention", packages.linear_attention, is_quick=False, if_nodes_differ="warning"),
     Check("requirements", packages.requirements),
     Check("GPUs", machine.gpus, if_nodes_differ="warning"),
     Check("driver", machine.driver, is_quick=False, if_nodes_differ="warning"),

@@ -100,3 +100,29 @@ def transformer_engine(subject: Subject) -> Iterator[Finding]:
         )
         return
     yield Finding(version)
+
+
+def linear_attention(subject: Subject) -> Iterator[Finding]:
+    """Whether flash-linear-attention, where a run can use it, trains on these GPUs; imports both it and torch."""
+    if subject.config is not None and subject.config.arch.experimental_attention_variant is None:
+        return
+    from megatron_wrap.nn.linear_attention.kernels import has_fla, why_fla_cannot_train
+
+    if not has_fla():
+        yield Finding("flash-linear-attention is not installed; the gated delta rule is that of torch")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("the gated delta rule is that of torch on a CPU")
+        return
+    try:
+        reason = why_fla_cannot_train()
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        yield Finding(f"flash-linear-attention cannot be imported ({reason}); install another version of it", "error")
+        return
+    if reason is None:
+        yield Finding("kernels of flash-linear-attention")
+    else:
+        yield Finding(f"training takes the gated delta rule in torch, which is slower: {reason}", "warning")

@@ -1,5 +1,5 @@
 """The rule, the convolution and the norm by the kernels of the package flash-linear-attention, where it is installed
-and the tensors are on a GPU, else in torch."""
+and the tensors are on a GPU, else in torch. Training where that package cannot train takes the rule in torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_wrap.nn.linear_attention.convolution import causal_convolution
 from megatron_wrap.nn.linear_attention.gated_delta_rule import gated_delta_rule
 from megatron_wrap.nn.linear_attention.rows import PackedRow
+from megatron_wrap.utils.dist_logger import logger
 
 
 @functools.cache
@@ -24,6 +25,49 @@ def has_fla() -> bool:
 def uses_fla(tensor: Tensor) -> bool:
     """Whether its kernels compute this tensor: they are for 16-bit dtypes on a GPU."""
     return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16) and has_fla()
+
+
+@functools.cache
+def why_fla_cannot_train() -> str | None:
+    """Why the backward pass of the package's gated delta rule fails on this machine's GPUs, and what to do; None: it
+    does not.
+
+    The package refuses this pass with Triton from 3.4 until 3.7.1 on Hopper GPUs, where its kernel computes wrong
+    gradients (its issue 640), unless tilelang is installed, in which it has the kernel once more. Every fact is one of
+    the module that refuses.
+    """
+    from fla.ops.common import chunk_o
+    from fla.ops.common.backends import CommonTileLangBackend
+
+    computes_wrong = getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
+    if not (computes_wrong and getattr(chunk_o, "IS_NVIDIA_HOPPER", False)):
+        return None
+    backend = CommonTileLangBackend()
+    if backend.is_available() and backend.is_enabled():
+        return None
+    import triton
+
+    if importlib.util.find_spec("tilelang") is None:
+        advice = "pip install 'megatron-wrap[linear-attention]', which has tilelang"
+    elif not backend.is_available():
+        advice = "tilelang is installed, but not nvcc, which compiles its kernels: set CUDA_HOME to a CUDA toolkit"
+    else:
+        advice = "tilelang is installed, but FLA_TILELANG switches it off: unset it"
+    return (
+        f"flash-linear-attention refuses its backward pass with Triton {triton.__version__} on Hopper GPUs, where it "
+        f"would compute wrong gradients; {advice}, or install a torch with Triton 3.7.1 or newer"
+    )
+
+
+@functools.cache
+def _fla_trains() -> bool:
+    """Whether the package's rule has a backward pass here; if not, the first call warns."""
+    reason = why_fla_cannot_train()
+    if reason is not None:
+        logger.warning_rank_0(
+            f"linear attention is trained with the gated delta rule in torch, which is slower: {reason}"
+        )
+    return reason is None
 
 
 def convolve(inputs: Tensor, weight: Tensor, packed: PackedRow | None, before: Tensor | None) -> Tensor:
@@ -46,9 +90,14 @@ def recur(
     packed: PackedRow | None,
     state: Tensor | None,
     keeps_state: bool,
+    trains: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `gated_delta_rule`; without `keeps_state` the state that follows may be None."""
-    if not uses_fla(value):
+    """As `gated_delta_rule`; without `keeps_state` the state that follows may be None.
+
+    Args:
+        trains: a backward pass follows, or follows a second forward pass of the same tokens, as with recomputation.
+    """
+    if not uses_fla(value) or (trains and not _fla_trains()):
         lengths = None if packed is None else packed.lengths
         return gated_delta_rule(query, key, value, log_decay, beta, lengths=lengths, state=state)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule

@@ -192,6 +192,7 @@ class GatedDeltaNet(MegatronModule):
         output, state = recur(
             *(query, key, value, log_decay, beta.flatten(2).sigmoid(), packed),
             *(None if kept is None else kept.heads, kept is not None),
+            trains=self.training or torch.is_grad_enabled(),
         )
         if kept is not None:
             assert state is not None

@@ -36,12 +36,16 @@ class SpacedRows:
     """The first position of each sequence, free ones included."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """[b, tokens, ...] to [b, length, ...], 0 at free positions."""
+        """[b, tokens, ...] to [b, length, ...], 0 at free positions; the tensor itself if there are none."""
+        if self.length == len(self.positions):
+            return tensor
         rows = tensor.new_zeros(tensor.shape[0], self.length, *tensor.shape[2:])
         return rows.index_copy(1, self.positions, tensor)
 
     def collect(self, rows: Tensor) -> Tensor:
         """The inverse of `spread`."""
+        if self.length == len(self.positions):
+            return rows
         return rows.index_select(1, self.positions)
 
 

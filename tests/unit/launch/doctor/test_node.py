@@ -205,6 +205,23 @@ def test_packages_that_do_not_fit_each_other_are_named(tmp_path: Path, monkeypat
     assert (of_core.status, "megatron-core 0.17.1 is not supported" in of_core.text) == ("error", True)
 
 
+def test_gpus_on_which_flash_linear_attention_does_not_train_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_wrap.nn.linear_attention import kernels
+
+    assert list(packages.linear_attention(subject())) == []  # a run without linear attention
+    everything = Subject()
+    monkeypatch.setattr(kernels, "has_fla", lambda: False)
+    assert statuses(packages.linear_attention(everything)) == ["ok"]
+    monkeypatch.setattr(kernels, "has_fla", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for reason, status in ((None, "ok"), ("Triton 3.6.0 on Hopper GPUs", "warning")):
+        monkeypatch.setattr(kernels, "why_fla_cannot_train", lambda reason=reason: reason)
+        (finding,) = packages.linear_attention(everything)
+        assert (finding.status, str(reason) in finding.text) == (status, reason is not None)
+
+
 def test_a_port_that_is_closed_or_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

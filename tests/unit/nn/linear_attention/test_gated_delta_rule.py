@@ -44,7 +44,7 @@ def relative(actual, expected):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("lengths", [[150], [64], [1], [70, 1, 64, 5, 10]], ids=str)
+@pytest.mark.parametrize("lengths", [[150], [64], [37], [1], [70, 1, 64, 5, 10]], ids=str)
 def test_chunks_equal_a_loop_over_tokens(lengths, dtype, bound):
     tensors = inputs(sum(lengths), dtype)
     before = torch.randn(2, HEADS, D_K, D_V, dtype=dtype, generator=torch.Generator().manual_seed(4)).requires_grad_()
