@@ -1,19 +1,26 @@
 """Seconds to load gpt-oss-20b from the official MXFP4 format: ours and transformers with `dequantize=True`, in turn.
 
-    python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--tiny]
+    python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--phases] [--tiny]
 
 Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way
-loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. The last
-line has the seconds, and whether the dequantized experts of the first layer are the same bit for bit."""
+loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. With
+`--phases` the parts of our load are printed; those of its threads are sums over the threads. The last line has the
+seconds, and whether the dequantized experts of the first layer are the same bit for bit."""
 
 import argparse
+import contextlib
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -61,16 +68,63 @@ def make(folder: Path, tiny: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def load_ours(folder: Path) -> tuple[float, torch.Tensor]:
+class Phases:
+    """Seconds in functions of ours, summed over threads."""
+
+    FUNCTIONS = {
+        "build the model": ("engine.setup.build", "_built"),
+        "load its weights": ("engine.setup.build", "load_weights"),
+        "threads: read bytes": ("bridge.loading.device_reader", "_read_into"),
+        "threads: read and dequantize": ("bridge.loading.weight_folder", "dequantized"),
+        "wait for the device": ("bridge.loading.device_reader", "DeviceReader.finish"),
+        "warnings about weights that are not read": ("core.run", "weights_left_out"),
+    }
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure within the block."""
+        with contextlib.ExitStack() as stack:
+            for label, (module, name) in self.FUNCTIONS.items():
+                *owner, function = name.split(".")
+                target: Any = importlib.import_module(f"megatron_wrap.{module}")
+                for part in owner:
+                    target = getattr(target, part)
+                timed = self._timed(label, getattr(target, function))
+                stack.enter_context(mock.patch.object(target, function, timed))
+            yield
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                with self._lock:
+                    self.seconds[label] += time.perf_counter() - started
+
+        return timed
+
+
+def load_ours(folder: Path, with_phases: bool) -> tuple[float, torch.Tensor]:
     """Seconds, and the compared tensor."""
+    importlib.import_module("megatron_wrap.core.run")
+    phases = Phases()
     with MegatronWrap.from_pretrained(str(folder), CONFIG, list(OVERRIDES)) as wrap:
         wrap.initialize()
-        seconds = _timed(wrap.setup_model)
+        with phases.measured() if with_phases else contextlib.nullcontext():
+            seconds = _timed(wrap.setup_model)
+        for label, of_phase in phases.seconds.items():
+            print(f"PHASE {label}: {of_phase:.2f} s")
         return seconds, next(tensor for name, tensor in wrap.export_weights() if name == COMPARED)
 
 
 def load_theirs(folder: Path) -> tuple[float, torch.Tensor]:
     """Seconds, and the compared tensor."""
+    importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
     models: list[Any] = []
     settings = {"dtype": torch.bfloat16, "device_map": {"": DEVICE}}
     method = transformers.Mxfp4Config(dequantize=True)
@@ -98,11 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--phases", action="store_true", help="seconds of the parts of our load")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--load", choices=("ours", "transformers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
-        seconds, tensor = (load_ours if arguments.load == "ours" else load_theirs)(arguments.folder)
+        is_ours = arguments.load == "ours"
+        seconds, tensor = load_ours(arguments.folder, arguments.phases) if is_ours else load_theirs(arguments.folder)
         digest = hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
         peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
         print("LOADED " + json.dumps({"seconds": seconds, "digest": digest, "peak_gib": peak}))
@@ -112,11 +168,14 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {"ours": [], "transformers": []}
     for turn in range(arguments.rounds):
         for way in list(results)[:: -1 if turn % 2 else 1]:
-            command = [sys.executable, __file__, str(arguments.folder), "--load", way]
+            command = [sys.executable, __file__, str(arguments.folder), "--load", way, *["--phases"] * arguments.phases]
             output = subprocess.run(command, capture_output=True, text=True, check=False)
             line = next((text for text in output.stdout.splitlines() if text.startswith("LOADED ")), None)
             if line is None:
                 sys.exit(f"{way}: exit code {output.returncode}\n{output.stderr[-2000:]}")
+            for text in output.stdout.splitlines():
+                if text.startswith("PHASE "):
+                    print("  " + text.removeprefix("PHASE "))
             results[way].append(json.loads(line.removeprefix("LOADED ")))
             print(f"round {turn + 1}, {way}: {results[way][-1]['seconds']:.2f} s", flush=True)
     digests = {run["digest"] for runs in results.values() for run in runs}

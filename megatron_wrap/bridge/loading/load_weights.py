@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_wrap.bridge.loading.device_reader import DeviceReader
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import blocks, local_pieces, mapped_parameters, view_of
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
 
-READERS = 4
+READERS = 8
 """Threads that read the next blocks for a GPU, at most; most of the time is the copy from the system's cache."""
 
 
@@ -43,17 +44,21 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
     and omits keeps its value.
 
     Needs memory for one block of `BLOCK_BYTES` in addition to the parameters, on a GPU for `READERS` more, of quantized
-    tensors in fp32; and for a copy of one parameter where they are in FP8.
+    tensors in fp32 unless they are exact in bf16; and for a copy of one parameter where they are in FP8.
 
     Raises:
-        CheckpointError: a file cannot be read, or it is of another model.
+        CheckpointError: a file cannot be read, or it is of another model, or contains NaN or infinity.
     """
+    device = next(chunk.parameters()).device
+    reader = DeviceReader(device) if device.type == "cuda" else None
 
     def read(part: _Part) -> Tensor:
-        return folder.read(part.piece.name, part.block, part.parameter.device)
+        if reader is None:
+            return folder.read(part.piece.name, part.block, dtype=part.parameter.dtype)
+        with reader.on_stream():
+            return folder.read(part.piece.name, part.block, reader, part.parameter.dtype)
 
-    on_gpu = next(chunk.parameters()).is_cuda
-    parts = map_ahead(read, _parts(chunk, arch, folder, parallel), threads_of_rank(READERS) if on_gpu else 1)
+    parts = map_ahead(read, _parts(chunk, arch, folder, parallel), 1 if reader is None else threads_of_rank(READERS))
     for _, of_parameter in itertools.groupby(parts, key=lambda entry: entry[0].name):
         first = next(of_parameter)
         with writable(first[0].parameter) as values:
@@ -62,6 +67,8 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
             for part, block in itertools.chain([first], of_parameter):
                 view = view_of(values, part.piece, part.block)
                 view.copy_(block.reshape(view.shape))
+    if reader is not None:
+        reader.finish()
 
 
 def _parts(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder, parallel: ParallelState) -> Iterator[_Part]:

@@ -2,12 +2,13 @@
 
 FP8: a weight in float8 and the scales of its blocks, by which the values are multiplied. MXFP4 (Open Compute Project,
 OCP Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The products are computed in
-fp32, where those of MXFP4 are exact, and rounded once to the parameter's dtype, as transformers does
+fp32 and rounded once to the parameter's dtype; those of MXFP4 are exact in fp32 and in bf16. As transformers does
 (integrations/finegrained_fp8.py, Fp8Dequantize; integrations/mxfp4.py, convert_moe_packed_tensors).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     ReadSlice = Callable[[StoredTensor, tuple[slice, ...]], Tensor]
@@ -68,15 +70,22 @@ def with_quantized(stored: Mapping[str, StoredTensor], quantization: Quantizatio
     return tensors
 
 
-def dequantized(tensor: QuantizedTensor, region: Region, read: ReadSlice, quantization: Quantization) -> Tensor:
-    """A slice of the dequantized tensor in fp32.
+def dequantized(
+    tensor: QuantizedTensor,
+    region: Region,
+    read: ReadSlice,
+    quantization: Quantization,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A slice of the dequantized tensor, on the device of the stored ones.
 
     Args:
         region: of the dequantized tensor.
         read: a slice of a stored tensor.
+        dtype: that the caller needs. The slice is in bf16 if that is it and the values are exact in it, else in fp32.
     """
     if quantization.method == "mxfp4":
-        return _read_mxfp4(tensor, region, read)
+        return _read_mxfp4(tensor, region, read, dtype)
     return _read_fp8(tensor, region, read, quantization)
 
 
@@ -144,18 +153,29 @@ def _read_fp8(tensor: QuantizedTensor, region: Region, read: ReadSlice, quantiza
     return values * factors
 
 
-def _read_mxfp4(tensor: QuantizedTensor, region: Region, read: ReadSlice) -> Tensor:
+def _read_mxfp4(tensor: QuantizedTensor, region: Region, read: ReadSlice, needed: torch.dtype | None) -> Tensor:
     import torch
 
     experts, (start, stop), columns = region
     blocks = (start // _VALUES, -(-stop // _VALUES))
+    dtype = torch.bfloat16 if needed == torch.bfloat16 else torch.float32
     codes = read(tensor.values, _index((experts, columns, blocks, (0, _BYTES))))
-    factors = _factors(read(tensor.scales, _index((experts, columns, blocks))), tensor.scales.dtype)
-    numbers = (*_FP4, *(-value for value in _FP4))
-    pairs = [(low, high) for high in numbers for low in numbers]  # of a byte; the first value is in the lower bits
-    both = torch.nn.functional.embedding(codes.int(), torch.tensor(pairs, device=codes.device)).flatten(-2)
-    values = both.mul_(factors[..., None]).flatten(-2)
+    factors = _factors(read(tensor.scales, _index((experts, columns, blocks))), tensor.scales.dtype).to(dtype)
+    # the two values of a byte are looked up as one number
+    pairs = _pairs(codes.device, dtype).index_select(0, codes.int().flatten()).view(dtype)
+    values = pairs.view(*factors.shape, _VALUES).mul_(factors[..., None]).flatten(-2)
     return values.narrow(-1, start % _VALUES, stop - start).transpose(1, 2)
+
+
+@functools.cache
+def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The two values of each byte of MXFP4, in 256 integers whose bits are those of both."""
+    import torch
+
+    numbers = (*_FP4, *(-value for value in _FP4))
+    pairs = [(low, high) for high in numbers for low in numbers]  # the first value is in the lower bits
+    wide = torch.int32 if dtype == torch.bfloat16 else torch.int64
+    return torch.tensor(pairs, dtype=dtype, device=device).view(wide).flatten()
 
 
 def _factors(scales: Tensor, dtype: str) -> Tensor:

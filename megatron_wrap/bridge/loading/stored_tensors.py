@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_wrap.errors import CheckpointError, special_file
@@ -19,6 +20,8 @@ class StoredTensor:
     """Its name in the file."""
     dtype: str
     shape: tuple[int, ...]
+    start: int | None = field(default=None, kw_only=True)
+    """Position of its first byte in a safetensors file; None: in another file, or it is computed from stored ones."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         size = file.stat().st_size
         with safe_open(str(file), framework="np") as opened:  # compares the header's offsets with the file's size
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            starts = _starts(file)
             return {
-                name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+                name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()), start=starts[name])
                 for name, part in slices.items()
             }
     except SafetensorError as error:
@@ -83,3 +87,20 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
+
+
+def not_finite(tensor: StoredTensor) -> CheckpointError:
+    """The error for a tensor with NaN or infinity."""
+    return CheckpointError(
+        f"{tensor.file}: {tensor.name} contains NaN or infinity; the model was damaged before it was saved, so take "
+        "another one, or download the file again"
+    )
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Position of each tensor's first byte in a safetensors file, whose header was compared with its size: 8 bytes with
+    the length of the header, the header in JSON, and the tensors (https://github.com/huggingface/safetensors)."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}

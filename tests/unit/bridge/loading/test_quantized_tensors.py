@@ -158,16 +158,35 @@ def test_mxfp4_tensors_are_those_of_transformers_and_of_the_format(dtype, tmp_pa
 
     class Reader:
         read = staticmethod(
-            lambda _, region: dequantized(entry, region, lambda part, index: files[part.name][index], method)
+            lambda _, region: dequantized(entry, region, lambda part, index: files[part.name][index], method, dtype)
         )
 
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     assert entry.shape == tuple(theirs.shape) == (3, 64, 10)
+    assert Reader.read(name, ((0, 1), (0, 9), (0, 1))).dtype == dtype
     ours = every(Reader, name, entry.shape, 11)
     assert torch.equal(ours.to(dtype), theirs)
     values = torch.tensor(FP4_VALUES, dtype=torch.float64)[torch.stack((blocks & 15, blocks >> 4), -1).long()]
     exact = values.flatten(-2) * torch.exp2(scales.double() - 127)[..., None]
     assert torch.equal(ours.double(), exact.flatten(-2).transpose(1, 2))
+
+
+def test_every_byte_of_mxfp4_with_every_scale_is_the_same_in_bf16_and_rounded_from_fp32(tmp_path):
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(256, 1, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).repeat(1, 16, 1)
+    files = {"w_blocks": blocks, "w_scales": scales}
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    method = Quantization("mxfp4", "block")
+    entry: Any = with_quantized(stored_tensors(tmp_path / "model.safetensors"), method)["w"]
+    whole = tuple((0, size) for size in entry.shape)
+    exact, short = (
+        dequantized(entry, whole, lambda part, index: files[part.name][index], method, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert short.dtype == torch.bfloat16
+    assert torch.equal(exact[:255].bfloat16(), short[:255])
+    assert exact[255].isnan().all()
+    assert short[255].isnan().all()
 
 
 def test_a_scale_that_is_no_number_is_refused(model):

@@ -1,0 +1,134 @@
+"""Slices of tensor files on a GPU.
+
+A thread reads bytes into page-locked memory and reads on while they are copied to the device; nothing waits for the
+device until all is read. Whether the values are finite is computed there and asked once, at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from megatron_wrap.bridge.loading.stored_tensors import StoredTensor, not_finite
+from megatron_wrap.errors import CheckpointError
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+}
+_BUFFERS = 2
+"""Of a thread: one is filled while the other is copied."""
+_BUFFER_BYTES = 8 * 2**20
+
+
+class DeviceReader:
+    """Reads for one device, from any number of threads.
+
+    The copies, and what the caller computes `on_stream`, are on the stream that is current in the thread that creates
+    the reader. Host memory: 16 MiB for each thread.
+
+    Args:
+        device: a GPU; on the CPU the memory is not page-locked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._buffers: dict[int, Iterator[_Buffer]] = {}
+        """Identity of a thread -> its buffers, in turn."""
+        self._finite: list[tuple[StoredTensor, Tensor]] = []
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """The calling thread uses the device and the reader's stream."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def read(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor | None:
+        """A slice on the device, which is there when the stream has arrived at it; None: the slice is not contiguous in
+        the file, or the file's format is another one.
+
+        Raises:
+            CheckpointError: the file is shorter than its header says.
+            OSError: it cannot be read.
+        """
+        dtype, part = _DTYPES.get(entry.dtype), _contiguous(entry.shape, index)
+        if entry.start is None or dtype is None or part is None:
+            return None
+        first, shape = part
+        start, size = entry.start + first * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        values = torch.empty(size, dtype=torch.uint8, device=self.device)
+        buffers = self._of_this_thread()
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(start)
+            for target in values.split(_BUFFER_BYTES):
+                next(buffers).pass_on(file, target, self._stream)
+        return values.view(dtype).view(shape)
+
+    def check_later(self, entry: StoredTensor, values: Tensor) -> None:
+        """Let `finish` raise if a value is NaN or infinity."""
+        self._finite.append((entry, values.isfinite().all()))
+
+    def finish(self) -> None:
+        """Wait for what was read.
+
+        Raises:
+            CheckpointError: a tensor contains NaN or infinity.
+        """
+        checked, self._finite = self._finite, []
+        flags = torch.stack([flag for _, flag in checked]).tolist() if checked else []
+        for (entry, _), is_finite in zip(checked, flags, strict=True):
+            if not is_finite:
+                raise not_finite(entry)
+
+    def _of_this_thread(self) -> Iterator[_Buffer]:
+        thread = threading.get_ident()
+        if thread not in self._buffers:
+            buffers = [_Buffer(is_pinned=self._stream is not None) for _ in range(_BUFFERS)]
+            self._buffers[thread] = itertools.cycle(buffers)
+        return self._buffers[thread]
+
+
+class _Buffer:
+    """Host memory that is filled again when its last content is on the device."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        self._copied = torch.cuda.Event(blocking=True) if is_pinned else None
+
+    def pass_on(self, file: FileIO, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Read the bytes of `target` from the position of the file, and queue their copy."""
+        if self._copied is not None:
+            self._copied.synchronize()  # returns at once before the first copy
+        content = self._memory[: target.numel()]
+        _read_into(content.numpy().data, file)
+        target.copy_(content, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(stream)
+
+
+def _read_into(memory: memoryview, file: FileIO) -> None:
+    position = 0
+    while position < len(memory):
+        count = file.readinto(memory[position:])
+        if not count:
+            raise CheckpointError(f"{file.name}: is shorter than its header says; download the file again")
+        position += count
+
+
+def _contiguous(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """(first element, shape) of a slice whose elements are contiguous in the tensor; None: they are not."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    lengths = tuple(max(0, stop - start) for start, stop in bounds)
+    partial = [dim for dim, (length, size) in enumerate(zip(lengths, shape, strict=True)) if length != size]
+    if partial and any(length != 1 for length in lengths[: partial[-1]]):
+        return None
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True)), lengths
