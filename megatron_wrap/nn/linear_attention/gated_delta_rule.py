@@ -10,9 +10,9 @@ u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t) solve a triangular system, section 3
 
     (I + L) U = diag(beta) (V - diag(exp G) K S),    L_ti = beta_t exp(G_t - G_i) k_t . k_i  for i < t
 
-so all chunks are prepared at once: with U = U_v - U_k S the state after the chunk is
+so all chunks are prepared at once: with U = U_v + U_k S the state after the chunk is
 
-    A S + B,    A = exp(G_C) - K'^T U_k,    B = K'^T U_v,    row t of K' is exp(G_C - G_t) k_t
+    A S + B,    A = exp(G_C) + K'^T U_k,    B = K'^T U_v,    row t of K' is exp(G_C - G_t) k_t
 
 one product for each chunk after the other, and the outputs of all chunks follow from the states at once. On a GPU this
 is two short kernels for each chunk, one forward and one backward, beside a number that does not grow with the tokens.
@@ -20,7 +20,6 @@ is two short kernels for each chunk, one forward and one backward, beside a numb
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,12 +34,15 @@ CHUNK_SIZE = 64
 """Tokens of a chunk: the work within chunks grows with it, the number of steps shrinks."""
 _NORM_EPSILON = 1e-6
 """Of the L2 norm of queries and keys, as in transformers and in the package flash-linear-attention."""
+_SMALL = 8
+"""Rows of matrices whose product is computed element by element."""
 
 
-def normalized(tensor: Tensor) -> Tensor:
-    """The vectors of the last dimension divided by their length, sqrt(sum of squares + 1e-6)."""
+def normalized(tensor: Tensor, scale: float = 1.0) -> Tensor:
+    """The vectors of the last dimension, times `scale`, divided by their length, sqrt(sum of squares + 1e-6)."""
     width = tensor.shape[-1]
-    return F.rms_norm(tensor, (width,), eps=_NORM_EPSILON / width) * width**-0.5
+    weight = tensor.new_full((width,), scale * width**-0.5)
+    return F.rms_norm(tensor, (width,), weight, _NORM_EPSILON / width)
 
 
 def gated_delta_rule(
@@ -62,6 +64,7 @@ def gated_delta_rule(
         value: [b, s, heads, d_v].
         log_decay: [b, s, heads], g of the formula, at most 0.
         beta: [b, s, heads].
+        chunk_size: a power of 2.
         lengths: of the sequences in each row, in tokens, which cover it; the state is 0 before each. None: one.
         state: [b, heads, d_k, d_v] before the first sequence; None: 0.
 
@@ -71,29 +74,29 @@ def gated_delta_rule(
     Raises:
         ValueError: the lengths do not cover the row.
     """
-    dtype, (batch, tokens, heads, d_v) = value.dtype, value.shape
+    dtype, tokens, heads = value.dtype, value.shape[1], value.shape[2]
     key_heads, d_k = key.shape[2:]
     lengths = (tokens,) if lengths is None else tuple(lengths)
     check_lengths(tokens, lengths)
-    chunk = min(chunk_size, max(lengths))
+    chunk = min(chunk_size, 1 << (max(lengths) - 1).bit_length())
     rows = spaced_rows(lengths, 0, chunk, value.device)
     precision = torch.promote_types(dtype, torch.float32)
 
     def in_chunks(tensor: Tensor) -> Tensor:
         """[b, s, heads, d] to [chunks, b, key heads, value heads or 1, chunk, d]; free positions are 0."""
-        chunks = rows.spread(tensor.to(precision)).unflatten(1, (-1, chunk)).unflatten(3, (key_heads, -1))
-        return chunks.permute(1, 0, 3, 4, 2, 5).contiguous()
+        parts = rows.spread(tensor).unflatten(1, (-1, chunk)).unflatten(3, (key_heads, -1)).permute(1, 0, 3, 4, 2, 5)
+        return parts.to(precision, memory_format=torch.contiguous_format).contiguous()  # one copy
 
-    query, key = (in_chunks(normalized(tensor.to(precision))) for tensor in (query, key))
+    query, key = normalized(in_chunks(query), d_k**-0.5), normalized(in_chunks(key))
     # free positions have beta 0 and no decay, so they leave the state as it is
     value, log_decay, beta = (in_chunks(tensor) for tensor in (value, log_decay[..., None], beta[..., None]))
     if state is None:
-        state = value.new_zeros(batch, heads, d_k, d_v)
+        state = value.new_zeros(value.shape[1], heads, d_k, value.shape[-1])
     before = state.to(precision).unflatten(1, (key_heads, -1))
     first_chunks = tuple(start // chunk for start in rows.starts[1:])
-    output, state = _over_chunks(query * d_k**-0.5, key, value, log_decay, beta, first_chunks, before)
-    output = output.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
-    return rows.collect(output).to(dtype), state.flatten(1, 2)
+    output, state = _over_chunks(query, key, value, log_decay, beta, first_chunks, before)
+    output = output.permute(1, 0, 4, 2, 3, 5).to(dtype, memory_format=torch.contiguous_format)
+    return rows.collect(output.flatten(3, 4).flatten(1, 2)), state.flatten(1, 2)
 
 
 def _over_chunks(
@@ -116,89 +119,127 @@ def _over_chunks(
     Returns:
         Outputs in the shape of `value`, and the state after the last chunk.
     """
-    chunk, d_k, d_v = key.shape[-2], key.shape[-1], value.shape[-1]
+    chunk = key.shape[-2]
     total = log_decay.cumsum(dim=-2)
     ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
     between = (total - total.mT).masked_fill(ahead, float("-inf")).exp()  # 0 for later tokens, without overflow
     decay, last = total.exp(), total[..., -1:, :]
-    right = torch.cat((beta * value, beta * decay * key), dim=-1)
-    solved = _SolveUnitLower.apply(key @ key.mT * (beta * between), right)
-    additions, reads = ((key * (last - total).exp()).mT @ solved).split((d_v, d_k), dim=-1)
-    transitions = last.exp() * torch.eye(d_k, dtype=key.dtype, device=key.device) - reads
-    states = _States.apply(transitions, additions, state, first_chunks)
-    from_values, from_state = solved.split((d_v, d_k), dim=-1)
-    corrections = from_values - from_state @ states[:-1]
-    outputs = (query * decay) @ states[:-1] + (query @ key.mT * between) @ corrections
-    return outputs, states[-1]
+    inverse = _UnitLowerInverse.apply(key @ key.mT * (beta * between)) * beta.mT
+    from_values = inverse @ value
+    # all value heads of a key head in one product, which reads its keys once
+    from_state = ((inverse * -decay.mT).flatten(-3, -2) @ key.squeeze(-3)).unflatten(-2, (-1, chunk))
+    decayed_key = key * (last - total).exp()
+    before, after = _States.apply(last.exp(), decayed_key, from_state, from_values, state, first_chunks)
+    corrections = _plus_product(from_values, from_state, before)
+    scores = query @ key.mT * between
+    return _plus_product((query * decay) @ before, scores, corrections), after
+
+
+def _plus_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """base + left @ right, of matrices in the last two dimensions."""
+    return torch.baddbmm(*(tensor.flatten(0, -3) for tensor in (base, left, right))).view_as(base)
 
 
 class _States(torch.autograd.Function):
-    """States before each chunk and after the last one: S_(c+1) = transition_c @ S_c + addition_c.
+    """States before each chunk and after the last one: S_(c+1) = A_c S_c + B_c of the module's formula.
 
-    One product for each chunk in either direction: the gradients of all transitions are one product over all chunks.
+    One product for each chunk in either direction: the gradients of all A_c are one product over all chunks. The
+    backward pass computes A again instead of keeping it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, transitions: Tensor, additions: Tensor, state: Tensor, first_chunks: tuple[int, ...]
-    ) -> Tensor:
-        """[chunks, ..., d_k, d_k], [chunks, ..., d_k, d_v], [..., d_k, d_v] to [chunks + 1, ..., d_k, d_v]; the state
-        before each of `first_chunks` is 0."""
-        states = torch.cat((state[None], additions))
+        ctx: Any,
+        decays: Tensor,
+        keys: Tensor,
+        from_state: Tensor,
+        from_values: Tensor,
+        state: Tensor,
+        first_chunks: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """States [chunks, ..., d_k, d_v] before each chunk, which are 0 before each of `first_chunks`, and
+        [..., d_k, d_v] after the last.
+
+        Args:
+            decays: exp(G_C), [chunks, ..., 1, 1].
+            keys, from_state, from_values: K', U_k, U_v, [chunks, ..., chunk, d].
+            state: [..., d_k, d_v] before the first chunk.
+        """
+        states = state.new_empty(len(keys) + 1, *state.shape)
+        states[0] = state
+        torch.bmm(keys.flatten(0, -3).mT, from_values.flatten(0, -3), out=states[1:].flatten(0, -3))
+        transitions = _transitions(decays, keys, from_state)
         steps, products = states.flatten(1, -3), transitions.flatten(1, -3)
-        for index in range(len(transitions)):
+        for index in range(len(keys)):
             if index in first_chunks:
                 steps[index].zero_()
             steps[index + 1].baddbmm_(products[index], steps[index])
-        ctx.save_for_backward(transitions, states)
+        ctx.save_for_backward(decays, keys, from_state, from_values, states)
         ctx.first_chunks = first_chunks
-        return states
+        return states[:-1], states[-1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, of_before: Tensor, of_after: Tensor) -> tuple[Tensor | None, ...]:
         """The same recursion from the last chunk to the first."""
-        transitions, states = ctx.saved_tensors
-        grads = grad.clone(memory_format=torch.contiguous_format)
+        decays, keys, from_state, from_values, states = ctx.saved_tensors
+        grads = torch.cat((of_before, of_after[None]))
+        transitions = _transitions(decays, keys, from_state)
         steps, products = grads.flatten(1, -3), transitions.flatten(1, -3)
-        for index in reversed(range(len(transitions))):
+        for index in reversed(range(len(keys))):
             if index + 1 in ctx.first_chunks:
                 steps[index + 1].zero_()
             steps[index].baddbmm_(products[index].mT, steps[index + 1])
-        return grads[1:] @ states[:-1].mT, grads[1:], grads[0], None
+        of_additions = grads[1:]
+        of_transitions = of_additions @ states[:-1].mT
+        of_decays = of_transitions.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+        of_keys = _plus_product(from_state @ of_transitions.mT, from_values, of_additions.mT)
+        return of_decays, of_keys, keys @ of_transitions, keys @ of_additions, grads[0], None
 
 
-class _SolveUnitLower(torch.autograd.Function):
-    """X of (I + L) X = R, where L is the part of `system` below its diagonal; the rest is not read.
+def _transitions(decays: Tensor, keys: Tensor, from_state: Tensor) -> Tensor:
+    """A = exp(G_C) + K'^T U_k of each chunk, [chunks, ..., d_k, d_k]."""
+    transitions = keys.mT @ from_state
+    transitions.diagonal(dim1=-2, dim2=-1).add_(decays.squeeze(-1))
+    return transitions
 
-    By the inverse, which products of whole matrices build from the inverses of the blocks on the diagonal, twice as
-    large each time: the inverse of [[P, 0], [L, Q]] is [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]. A GPU has fast kernels for
-    many small products, not for many small triangular systems.
+
+class _UnitLowerInverse(torch.autograd.Function):
+    """(I + L)^-1, where L is the part below the diagonal of a matrix [..., C, C], whose other part is not read; C is a
+    power of 2.
+
+    From the inverses of the blocks on the diagonal, twice as large each time: the inverse of [[P, 0], [L, Q]] is
+    [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]. A GPU has fast kernels for many small products, not for many small triangular
+    systems.
     """
 
     @staticmethod
-    def forward(ctx: Any, system: Tensor, right: Tensor) -> Tensor:
-        """[..., C, C] and [..., C, d] to [..., C, d]."""
-        inverse = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-        for number, mask in enumerate(_blocks_below(system.shape[-1], system.device)):
-            below = system * mask
-            inverse = inverse - (inverse @ below @ inverse if number else below)
-        solved = inverse @ right
-        ctx.save_for_backward(inverse, solved)
-        return solved
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        """[..., C, C] to the same shape."""
+        matrices = matrix.flatten(0, -3)
+        inverses = matrices.new_ones(*matrices.shape[:2], 1, 1)  # [matrices, blocks, size, size]
+        while (size := inverses.shape[-1]) < matrix.shape[-1]:
+            blocks = matrices.unflatten(2, (-1, 2 * size)).unflatten(1, (-1, 2 * size)).diagonal(dim1=1, dim2=3)
+            below = blocks[:, size:, :size].movedim(-1, 1)
+            upper, lower = inverses[:, ::2], inverses[:, 1::2]
+            merged = inverses.new_zeros(len(matrices), inverses.shape[1] // 2, 2 * size, 2 * size)
+            merged[..., :size, :size], merged[..., size:, size:] = upper, lower
+            merged[..., size:, :size] = -_small_product(_small_product(lower, below), upper)
+            inverses = merged
+        inverse = inverses.view_as(matrix)
+        ctx.save_for_backward(inverse)
+        return inverse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of R: (I + L)^-T times the gradient; of L: minus that times X^T."""
-        inverse, solved = ctx.saved_tensors
-        of_right = inverse.mT @ grad
-        return -(of_right @ solved.mT).tril(-1), of_right
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """-M^T G M^T below the diagonal, with M the inverse and G its gradient."""
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grad @ inverse.mT).tril(-1)
 
 
-@functools.lru_cache(maxsize=16)
-def _blocks_below(size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """bool [size, size] for blocks of 1, 2, 4, ...: the blocks below the diagonal in each pair of neighbors."""
-    row, column = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
-    blocks = [2**power for power in range((size - 1).bit_length())]
-    return tuple((row // block == column // block + 1) & (row // block % 2 == 1) for block in blocks)
+def _small_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of many matrices, where small ones do not get a block of threads each."""
+    if left.shape[-1] <= _SMALL:
+        return (left[..., None] * right[..., None, :, :]).sum(dim=-2)
+    return left @ right
