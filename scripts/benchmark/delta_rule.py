@@ -4,7 +4,7 @@
         [--width 128] [--passes 10] [--rows 0] [--ways torch tf32 recomputed fla]
 
 The defaults are the shape of Qwen3.5-9B, with inputs in bf16. Ways: `torch`; `tf32`, the same with products in TF32;
-`recomputed`, the same with its forward pass repeated instead of what it keeps; `fla`, which is left out, with the reason,
+`recomputed`, the same with its forward pass repeated instead of what it keeps; `fla`, which is left out with the reason
 where the package is missing or does not train. Prints a RESULT line for each: milliseconds of the forward and of both
 passes, and those until the host has launched them; MiB kept for the backward pass and at the peak; the number of
 kernels and their time; the distance of the outputs and of each gradient from those of `torch` in fp64, over their norm.
@@ -91,7 +91,8 @@ def rule_of(way: str, lengths: tuple[int, ...]) -> Rule:
     def fla(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         return kernels.recur(query, key, value, log_decay, beta, packed, None, keeps_state=False, trains=True)[0]
 
-    return {"torch": in_torch, "tf32": in_torch, "recomputed": recomputed, "fla": fla}[way]
+    rules: dict[str, Rule] = {"torch": in_torch, "tf32": in_torch, "recomputed": recomputed, "fla": fla}
+    return rules[way]
 
 
 @contextmanager

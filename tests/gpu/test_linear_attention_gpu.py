@@ -32,19 +32,35 @@ def agrees(function, tensors, bound):
         assert (actual.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_the_rule(name):
+def inputs_of_the_rule(lengths):
     torch.manual_seed(0)
-    lengths = LENGTHS[name]
     tokens = sum(lengths)
     heads = [torch.randn(1, tokens, count, width, device="cuda") for count, width in ((4, 128), (4, 128), (8, 128))]
-    decay, beta = -torch.rand(1, tokens, 8, device="cuda"), torch.rand(1, tokens, 8, device="cuda")
+    return [*heads, -torch.rand(1, tokens, 8, device="cuda"), torch.rand(1, tokens, 8, device="cuda")]
 
-    def rule(query, key, value, log_decay, strength):
+
+def rule(lengths, trains):
+    def output(query, key, value, log_decay, strength):
         # decays stay fp32, as in the layer
-        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False, True)[0]
+        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False, trains)[0]
 
-    agrees(rule, [*heads, decay, beta], 3e-2)
+    return output
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_rule_that_trains(name):
+    """The package's, or where it refuses the backward pass that of torch."""
+    agrees(rule(LENGTHS[name], trains=True), inputs_of_the_rule(LENGTHS[name]), 3e-2)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_rule_of_generation_and_evaluation(name):
+    """The package's on every GPU."""
+    tensors = inputs_of_the_rule(LENGTHS[name])
+    with torch.no_grad():
+        actual = rule(LENGTHS[name], trains=False)(*(tensor.bfloat16() for tensor in tensors))
+        expected = rule(LENGTHS[name], trains=False)(*(tensor.bfloat16().float() for tensor in tensors))
+    assert (actual.float() - expected).abs().max() <= 3e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", LENGTHS)
