@@ -160,6 +160,7 @@ def _keep_what_is_imported() -> None:
     to share their pages."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 50)  # of the oldest objects, which are many, a fifth as often
 
 
 # ---- the end ----

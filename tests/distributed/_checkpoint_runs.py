@@ -45,8 +45,8 @@ FROZEN = (f"{TRAIN}.freeze=[embedding, 'decoder.layers.[01].*']",)
 """With PP 2, all parameters of the first stage."""
 
 
-STEPS, SAVED, BATCH = 6, 3, 4
-"""Iterations of a run, the one that is saved in its middle, and samples of an iteration."""
+STEPS, SAVED, BATCH, MOST_STEPS = 4, 2, 4, 6
+"""Iterations of a run, the one that is saved in its middle, samples of an iteration, and iterations with samples."""
 
 
 GPT_OSS = tuple(
@@ -74,9 +74,9 @@ LINEAR = tuple(
 
 
 def samples() -> list[dict[str, list[int]]]:
-    """Tokenized samples of unequal lengths for all steps."""
+    """Tokenized samples of unequal lengths for `MOST_STEPS` iterations."""
     generator = numpy.random.default_rng(11)
-    lengths = [int(length) for length in generator.integers(12, 33, STEPS * BATCH)]
+    lengths = [int(length) for length in generator.integers(12, 33, MOST_STEPS * BATCH)]
     return [{"input_ids": generator.integers(0, VOCAB, n).tolist(), "loss_mask": [1] * n} for n in lengths]
 
 

@@ -18,7 +18,7 @@ from _covering import quick
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 
 ASYNC = ("megatron_wrap.checkpoint.async_save=true",)
-SAVES = 4
+SAVES = 3
 LAYOUTS = {
     "tp2": (2, TP2),
     "dp2-distributed-overlap-bf16": (2, (*DISTRIBUTED, *OVERLAP, *BF16)),
@@ -181,7 +181,7 @@ def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with runs.started(folder, (*settings, *overrides)) as wrap:
-            while wrap.iteration < runs.STEPS:
+            while wrap.iteration < runs.MOST_STEPS:
                 if wrap.dp_rank == 1:
                     largest = unlimited[0] if wrap.iteration in (0, 2) else 100_000
                     background = wrap._run.checkpoints._background

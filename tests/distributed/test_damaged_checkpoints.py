@@ -55,14 +55,21 @@ def damage_cases(checkpoint: Path) -> list[tuple[Callable[[Path], object], str]]
     return cases + ([(swapped, tensors[0])] if len(tensors) > 1 else [])
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumed(count, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("count", "every"),
+    [
+        (2, 2),  # every second case, which has tensors and metadata
+        pytest.param(1, 1, marks=pytest.mark.matrix),
+        pytest.param(2, 1, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_resumed(count, every, ranks, tmp_path):
     ranks(count).run(runs.train, tmp_path / "saved", (), 2, (1, 2))
     saved = tmp_path / "saved"
     second = ranks(count).run(resumed, saved)[0]
     assert second.startswith("2 ")
     first = None
-    for index, (damage, name) in enumerate(damage_cases(saved / "iter_0000002")):
+    for index, (damage, name) in enumerate(damage_cases(saved / "iter_0000002")[::every]):
         copy = tmp_path / f"copy{index}"
         shutil.copytree(saved, copy)
         damage(copy / "iter_0000002" / name)

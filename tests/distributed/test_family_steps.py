@@ -45,9 +45,7 @@ QUICK = {
     ("gpt-oss", "cp2"),
     ("mistral4", "ep2"),
     ("qwen3.5", "tp2-packed"),
-    ("minimax-m2", "tp2-packed"),
     ("qwen3-next", "ep2-packed"),
-    ("olmo3", "tp2-pp2"),
 }
 """Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
 

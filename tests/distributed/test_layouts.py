@@ -8,7 +8,7 @@ import pytest
 from _covering import covering
 from layout_runs import LAYOUTS, Layout
 
-STEPS = 5
+STEPS = 3
 
 
 @pytest.fixture(scope="module")

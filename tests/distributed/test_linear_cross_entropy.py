@@ -105,10 +105,10 @@ FLOWS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp2-sp": (2, TP2_SP),
-    "pp2-vpp2-tied": (2, (*_layout(pp=2, layers_per_chunk=1), TIED)),
     "pp2-packed": (2, (*PP2, *PACKED)),
+    "pp2-vpp2-tied": (2, (*_layout(pp=2, layers_per_chunk=1), TIED)),
     "cp2-packed-tied": (2, (*CP2, *PACKED, TIED)),
+    "tp2-sp": (2, TP2_SP),
 }
 """Each flow is compared on all of them: together they contain each parallel axis, packing and tied embeddings."""
 
@@ -127,6 +127,7 @@ def test_other_flows_equal_stored_logits(flow: str, layout: str, ranks, tmp_path
     assert sum(stored) == 0
 
 
+@pytest.mark.matrix
 def test_check_parity_with_linear_cross_entropy(ranks):
     layouts = ["tp2-sp-pp2", "cp2", "packed"]
     report = check_parity(
